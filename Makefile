@@ -1,0 +1,53 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+PROTOS := $(shell cd protos && find tokenloom -name '*.proto' | sort)
+PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH python -m grpc_tools.protoc -I .
+# Where pip finds torch; empty: the default index. PyTorch's public CPU index serves machines that would otherwise draw CUDA.
+TORCH_INDEX ?=
+TORCH_VERSION := 2.13.0
+export HF_HUB_OFFLINE ?= 1
+
+install: .venv/.installed ## create .venv with the package (editable), the development tools and the test references
+
+.venv/.installed: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
+	$(BIN)/pip install --quiet --editable '.[engine,dev]'
+	@touch $@
+
+demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything
+	@$(BIN)/tokenloom demo
+
+test: install ## all tests: no GPU, no network
+	$(BIN)/python -m pytest -q
+
+lint: install ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: tree ## mypy --strict
+	MYPYPATH=build/tree $(BIN)/mypy -p tokenloom
+
+tree: install ## link the packages as a wheel lays them out, for type checkers
+	@rm -rf build/tree && mkdir -p build/tree/tokenloom
+	@for f in tokenloom/*; do ln -sfn $(CURDIR)/$$f build/tree/$$f; done
+	@for d in engine_core gpu_worker services protos/tokenloom/v1; do ln -sfn $(CURDIR)/$$d build/tree/tokenloom/$$(basename $$d); done
+
+protos: install ## regenerate the client stubs beside the .proto files
+	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+
+check-protos: install ## fail if the committed stubs are stale
+	@rm -rf build/protos && mkdir -p build/protos
+	@cd protos && $(PROTOC) --python_out=../build/protos --grpc_python_out=../build/protos --pyi_out=../build/protos --mypy_grpc_out=quiet:../build/protos $(PROTOS)
+	@cd build/protos && for f in $$(find . -name '*.py*'); do cmp $$f ../../protos/$$f || exit 1; done
+
+lint-protos: ## buf lint (through npx: Node.js)
+	cd protos && npx --yes @bufbuild/buf@1.75.0 lint
+
+help: ## this help
+	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: install demo test lint types tree protos check-protos lint-protos help

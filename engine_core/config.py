@@ -1,0 +1,56 @@
+"""Configuration of an engine core: small frozen structs, each handed only to the part that needs it."""
+
+import msgspec
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """What the worker loads and how it computes."""
+
+    model: str
+    """A local checkpoint directory; unused by the hash worker."""
+    worker: str = "cpu"
+    """``cpu`` (gpu_worker on the CPU) or ``hash`` (no model: the next token is a hash of the prefix)."""
+    dtype: str = "auto"
+    """``auto`` keeps the checkpoint's dtype; else ``float32`` or ``bfloat16``."""
+    attention_backend: str = "torch"
+    """``torch`` or ``reference``."""
+    num_threads: int = 0
+    """Compute threads; 0 leaves the library's choice."""
+    step_seconds: float = 0.0
+    """Hash worker only: how long a step takes."""
+
+
+class CacheConfig(msgspec.Struct, frozen=True):
+    """The paged KV cache."""
+
+    block_size: int = 16
+    """Tokens in a block."""
+    enable_prefix_caching: bool = True
+    num_blocks: int | None = None
+    """Fixes the size of the pool; None: from memory."""
+    memory_bytes: int | None = None
+    """KV pool size in bytes; None: from the memory that is free after the profile run."""
+    engines_on_host: int = 1
+    """How many engines share this host's memory."""
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    """Limits of one step."""
+
+    max_num_seqs: int = 128
+    """Requests in a batch."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of a step."""
+    decode_batched_tokens: int | None = None
+    """Token budget of a step while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
+    enable_chunked_prefill: bool = True
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """All of it, as INIT carries it to the core's process."""
+
+    worker: WorkerConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    max_model_len: int | None = None
+    """Prompt and output together; None: the model's own, or what the KV pool can hold if that is less."""

@@ -1,0 +1,144 @@
+"""What crosses between an engine core and its client: plain msgspec structs, the same in process and over ZMQ."""
+
+import enum
+
+import msgspec
+
+from .config import EngineConfig
+from .sampling_params import SamplingParams
+
+
+class FinishReason(enum.IntEnum):
+    """Why a request ended (values as in vLLM V1)."""
+
+    STOP = 0
+    """A token of ``stop_token_ids`` was produced."""
+    LENGTH = 1
+    """``max_tokens`` or the context length was reached."""
+    ABORT = 2
+    """The client ended it."""
+    ERROR = 3
+    """It failed; trying again may help."""
+    REPETITION = 4
+    """The repetition detector cut it."""
+
+
+class RequestType(enum.Enum):
+    """First frame of every message from a client to the core (bytes as in vLLM V1)."""
+
+    ADD = b"\x00"
+    ABORT = b"\x01"
+    UTILITY = b"\x03"
+    EXECUTOR_FAILED = b"\x04"
+    WAKEUP = b"\x05"
+
+
+class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """One new request (or one more attempt at it)."""
+
+    request_id: str
+    """The client's own key; never one that a user chose."""
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    accepted_token_ids: list[int] = []
+    """Output tokens of earlier attempts: indices, limits, penalties and random numbers count them."""
+    priority: int = 0
+    cache_salt: bytes = b""
+    """Part of every block hash of this request; requests of different salts never share blocks."""
+    client_index: int = 0
+
+
+class PrefillStats(msgspec.Struct, array_like=True, gc=False):
+    """Sent with a request's first output."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache."""
+    queued_ns: int
+    """From arrival at the core until first scheduled."""
+    prefill_ns: int
+    """From first scheduled until the first token."""
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """What one step produced for one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    token_index: int = 0
+    """Index in the whole output (accepted tokens included) of the first of ``new_token_ids``."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    prefill_stats: PrefillStats | None = None
+    error: str = ""
+    """With ``FinishReason.ERROR``; fit for a client."""
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """The scheduler after a step; counters grow over the life of the core."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    """Tokens of the waiting requests that are not computed yet."""
+    kv_usage: float = 0.0
+    """Share of blocks held by requests, in [0, 1]."""
+    num_free_blocks: int = 0
+    prefix_cache_queries: int = 0
+    """Prompt tokens looked up (counter)."""
+    prefix_cache_hits: int = 0
+    """Prompt tokens found (counter)."""
+    num_preemptions: int = 0
+    """Counter."""
+
+
+class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
+    """Answer to a UTILITY call."""
+
+    call_id: int
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: str = ""
+
+
+class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """Everything that one step produced for one client."""
+
+    step: int = 0
+    """Steps executed so far; stands still when the loop hangs."""
+    outputs: list[EngineCoreOutput] = []
+    scheduler_stats: SchedulerStats | None = None
+    utility_output: UtilityOutput | None = None
+
+
+class CoreHello(msgspec.Struct, tag="HELLO"):
+    """Core to client: the process is up."""
+
+    pid: int
+
+
+class CoreInit(msgspec.Struct, tag="INIT"):
+    """Client to core: what to become, and which sockets to use."""
+
+    input_address: str
+    output_address: str
+    config: EngineConfig
+
+
+class CoreReady(msgspec.Struct, tag="READY"):
+    """Core to client: the model is loaded, the KV pool is there."""
+
+    num_kv_blocks: int
+    max_model_len: int
+    """After fitting to the KV pool."""
+    vocab_size: int
+    block_size: int
+    kv_layout: str
+    """As in ``Fingerprint.kv_layout``."""
+    numerics: str
+    """As in ``Fingerprint.numerics``."""
+
+
+class CoreFailed(msgspec.Struct, tag="FAILED"):
+    """Core to client: start-up failed, with what an operator needs to know."""
+
+    error: str

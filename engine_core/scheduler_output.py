@@ -1,0 +1,51 @@
+"""What the scheduler tells the worker each step, and what comes back. Differences only: the worker keeps the rest."""
+
+import msgspec
+
+from .sampling_params import SamplingParams
+
+
+class NewRequestData(msgspec.Struct, array_like=True, gc=False):
+    """A request the worker sees for the first time."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    """Accepted tokens of earlier attempts."""
+    sampling_params: SamplingParams
+    block_ids: list[int]
+    """Its whole block table so far."""
+    num_computed_tokens: int
+
+
+class CachedRequestData(msgspec.Struct, array_like=True, gc=False):
+    """Requests the worker knows, in parallel columns."""
+
+    req_ids: list[str]
+    new_block_ids: list[list[int]]
+    """[n] appended to the block table; of a resumed request, its whole new block table."""
+    num_computed_tokens: list[int]
+    resumed_token_ids: dict[str, list[int]]
+    """Requests back from a preemption, with prompt and output token ids: their rows are built anew."""
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
+    """One step's work."""
+
+    scheduled_new_reqs: list[NewRequestData]
+    scheduled_cached_reqs: CachedRequestData
+    num_scheduled_tokens: dict[str, int]
+    """Tokens to compute, for every request of the step."""
+    total_num_scheduled_tokens: int
+    finished_req_ids: list[str]
+    """Ended since the last step: the worker forgets them."""
+    preempted_req_ids: list[str]
+    """Lost their blocks in this step: the worker forgets their rows."""
+
+
+class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
+    """What the worker computed."""
+
+    req_ids: list[str]
+    sampled_token_ids: list[list[int]]
+    """[n] parallel to ``req_ids``; empty for a request whose prompt is not complete yet."""

@@ -1,0 +1,44 @@
+"""The protocols that a worker and an executor fulfil (``gpu_worker`` and ``hash_worker`` do)."""
+
+from typing import Protocol
+
+import msgspec
+
+from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the core must know of a loaded model."""
+
+    vocab_size: int
+    max_model_len: int
+    """Of the model itself, in tokens."""
+    kv_bytes_per_token: int
+    """Of all layers."""
+    kv_layout: str
+    """As in ``Fingerprint.kv_layout``."""
+    numerics: str
+    """As in ``Fingerprint.numerics``."""
+
+
+class Worker(Protocol):
+    """Computes steps. Called from one thread, in this order: load, determine, initialize, execute…"""
+
+    def load_model(self) -> ModelInfo:
+        """Loads weights. Raises ``ValueError`` naming a configuration feature that is not supported."""
+
+    def determine_available_memory(self) -> int:
+        """Bytes that a KV pool may take, after a profile run with the largest chunk and its logits."""
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Allocates the pool; afterwards the worker is warm."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Computes one step. An exception means that the step is lost and the engine is to stop."""
+
+    def shutdown(self) -> None:
+        """Gives everything back. Idempotent."""
+
+
+class Executor(Worker, Protocol):
+    """One worker or several behind the same calls; in process until an issue brings more."""

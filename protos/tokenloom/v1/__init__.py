@@ -1,0 +1,1 @@
+"""Generated stubs of the contracts: what a gRPC client imports."""

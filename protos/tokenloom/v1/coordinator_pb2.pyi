@@ -1,0 +1,167 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from tokenloom.v1 import engine_pb2 as _engine_pb2
+from tokenloom.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_ROLE_UNSPECIFIED: _ClassVar[EngineRole]
+    ENGINE_ROLE_BOTH: _ClassVar[EngineRole]
+    ENGINE_ROLE_PREFILL: _ClassVar[EngineRole]
+    ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
+
+class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_STATE_UNSPECIFIED: _ClassVar[EngineState]
+    ENGINE_STATE_STARTING: _ClassVar[EngineState]
+    ENGINE_STATE_SERVING: _ClassVar[EngineState]
+    ENGINE_STATE_DRAINING: _ClassVar[EngineState]
+    ENGINE_STATE_DEAD: _ClassVar[EngineState]
+ENGINE_ROLE_UNSPECIFIED: EngineRole
+ENGINE_ROLE_BOTH: EngineRole
+ENGINE_ROLE_PREFILL: EngineRole
+ENGINE_ROLE_DECODE: EngineRole
+ENGINE_STATE_UNSPECIFIED: EngineState
+ENGINE_STATE_STARTING: EngineState
+ENGINE_STATE_SERVING: EngineState
+ENGINE_STATE_DRAINING: EngineState
+ENGINE_STATE_DEAD: EngineState
+
+class EngineIdentity(_message.Message):
+    __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "group_id", "limits", "num_kv_blocks")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    epoch: int
+    address: str
+    kv_address: str
+    host: str
+    fingerprint: _types_pb2.Fingerprint
+    group_id: str
+    limits: _types_pb2.ModelLimits
+    num_kv_blocks: int
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., group_id: _Optional[str] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ...) -> None: ...
+
+class EngineReport(_message.Message):
+    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_USAGE_FIELD_NUMBER: _ClassVar[int]
+    FREE_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PICKS_ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    hello: _types_pb2.Hello
+    identity: EngineIdentity
+    role: EngineRole
+    state: EngineState
+    waiting: int
+    running: int
+    waiting_tokens: int
+    kv_usage: float
+    free_kv_blocks: int
+    picks_arrived: _containers.RepeatedCompositeFieldContainer[_engine_pb2.PickId]
+    step: int
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ...) -> None: ...
+
+class EngineCommand(_message.Message):
+    __slots__ = ("hello", "drain")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    hello: _types_pb2.Hello
+    drain: Drain
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("grace",)
+    GRACE_FIELD_NUMBER: _ClassVar[int]
+    grace: _duration_pb2.Duration
+    def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class PickRequest(_message.Message):
+    __slots__ = ("fingerprint", "role", "prompt_tokens", "max_new_tokens", "block_hash_prefixes", "tenant", "priority", "timeout", "exclude")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: _types_pb2.Fingerprint
+    role: EngineRole
+    prompt_tokens: int
+    max_new_tokens: int
+    block_hash_prefixes: _containers.RepeatedScalarFieldContainer[int]
+    tenant: str
+    priority: int
+    timeout: _duration_pb2.Duration
+    exclude: _containers.RepeatedCompositeFieldContainer[EngineRef]
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ...) -> None: ...
+
+class EngineRef(_message.Message):
+    __slots__ = ("engine_id", "epoch")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    epoch: int
+    def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class PickResponse(_message.Message):
+    __slots__ = ("engine", "whole_request", "pick")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    PICK_FIELD_NUMBER: _ClassVar[int]
+    engine: EngineIdentity
+    whole_request: bool
+    pick: _engine_pb2.PickId
+    def __init__(self, engine: _Optional[_Union[EngineIdentity, _Mapping]] = ..., whole_request: _Optional[bool] = ..., pick: _Optional[_Union[_engine_pb2.PickId, _Mapping]] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines")
+    COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    coordinator_epoch: int
+    revision: int
+    complete: bool
+    engines: _containers.RepeatedCompositeFieldContainer[EngineEntry]
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ...) -> None: ...
+
+class EngineEntry(_message.Message):
+    __slots__ = ("identity", "report", "age", "score")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
+    identity: EngineIdentity
+    report: EngineReport
+    age: _duration_pb2.Duration
+    score: int
+    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., score: _Optional[int] = ...) -> None: ...

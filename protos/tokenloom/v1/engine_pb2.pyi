@@ -1,0 +1,212 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from tokenloom.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+    PAUSE_MODE_WAIT: _ClassVar[PauseMode]
+    PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+PAUSE_MODE_WAIT: PauseMode
+PAUSE_MODE_KEEP: PauseMode
+
+class EngineInput(_message.Message):
+    __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ADD_FIELD_NUMBER: _ClassVar[int]
+    STOP_AT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_FIELD_NUMBER: _ClassVar[int]
+    hello: _types_pb2.Hello
+    add: _containers.RepeatedCompositeFieldContainer[AddRequest]
+    stop_at: _containers.RepeatedCompositeFieldContainer[StopAt]
+    abort_slots: _containers.RepeatedScalarFieldContainer[int]
+    credit: int
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ...) -> None: ...
+
+class AddRequest(_message.Message):
+    __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers")
+    class TraceHeadersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    HOLD_KV_FIELD_NUMBER: _ClassVar[int]
+    PICK_FIELD_NUMBER: _ClassVar[int]
+    TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    request_id: str
+    prompt: _types_pb2.Prompt
+    accepted_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling_params: _types_pb2.SamplingParams
+    priority: int
+    timeout: _duration_pb2.Duration
+    kv_source: KVSource
+    hold_kv: bool
+    pick: PickId
+    trace_headers: _containers.ScalarMap[str, str]
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class PickId(_message.Message):
+    __slots__ = ("coordinator_epoch", "number")
+    COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    coordinator_epoch: int
+    number: int
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+
+class KVSource(_message.Message):
+    __slots__ = ("engine_id", "engine_epoch", "lease_id", "num_tokens")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    engine_epoch: int
+    lease_id: bytes
+    num_tokens: int
+    def __init__(self, engine_id: _Optional[str] = ..., engine_epoch: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class StopAt(_message.Message):
+    __slots__ = ("slot", "num_tokens")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    num_tokens: int
+    def __init__(self, slot: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class EngineFrame(_message.Message):
+    __slots__ = ("hello", "step", "slot", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "kv_granted")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    KV_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    hello: _types_pb2.Hello
+    step: int
+    slot: _containers.RepeatedScalarFieldContainer[int]
+    token_index: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finished: _containers.RepeatedCompositeFieldContainer[Finished]
+    logprobs: _containers.RepeatedCompositeFieldContainer[SlotLogprobs]
+    kv_granted: _containers.RepeatedCompositeFieldContainer[KVGrant]
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., step: _Optional[int] = ..., slot: _Optional[_Iterable[int]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., kv_granted: _Optional[_Iterable[_Union[KVGrant, _Mapping]]] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("slot", "reason", "num_output_tokens", "stop_token_id", "cached_tokens", "kv", "error", "queued_ns", "kv_wait_ns", "prefill_ns")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
+    KV_WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    reason: _types_pb2.FinishReason
+    num_output_tokens: int
+    stop_token_id: int
+    cached_tokens: int
+    kv: KVSource
+    error: _types_pb2.Error
+    queued_ns: int
+    kv_wait_ns: int
+    prefill_ns: int
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., num_output_tokens: _Optional[int] = ..., stop_token_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., queued_ns: _Optional[int] = ..., kv_wait_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ...) -> None: ...
+
+class SlotLogprobs(_message.Message):
+    __slots__ = ("slot", "prompt", "token_index", "logprobs")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    prompt: bool
+    token_index: int
+    logprobs: _types_pb2.Logprobs
+    def __init__(self, slot: _Optional[int] = ..., prompt: _Optional[bool] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+
+class KVGrant(_message.Message):
+    __slots__ = ("slot", "kv")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    kv: KVSource
+    def __init__(self, slot: _Optional[int] = ..., kv: _Optional[_Union[KVSource, _Mapping]] = ...) -> None: ...
+
+class GetEngineInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetEngineInfoResponse(_message.Message):
+    __slots__ = ("fingerprint", "num_kv_blocks", "max_model_len", "waiting", "running")
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: _types_pb2.Fingerprint
+    num_kv_blocks: int
+    max_model_len: int
+    waiting: int
+    running: int
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("mode", "clear_cache")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    CLEAR_CACHE_FIELD_NUMBER: _ClassVar[int]
+    mode: PauseMode
+    clear_cache: bool
+    def __init__(self, mode: _Optional[_Union[PauseMode, str]] = ..., clear_cache: _Optional[bool] = ...) -> None: ...
+
+class PauseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResumeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ("preempt_running",)
+    PREEMPT_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    preempt_running: bool
+    def __init__(self, preempt_running: _Optional[bool] = ...) -> None: ...
+
+class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,1 @@
+"""The services of the mesh, one folder each, and what they share (``runtime``)."""

@@ -1,0 +1,31 @@
+"""Large-language-model serving as a mesh of small gRPC services.
+
+``from tokenloom import LLM, SamplingParams`` runs a model in this process; ``tokenloom serve`` runs the mesh;
+``tokenloom.v1`` holds the client stubs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .llm import LLM as LLM
+    from .outputs import CompletionOutput as CompletionOutput
+    from .outputs import RequestOutput as RequestOutput
+    from .sampling_params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": ".llm",
+    "CompletionOutput": ".outputs",
+    "RequestOutput": ".outputs",
+    "SamplingParams": ".sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the offline API on first use: services import this package too, and must stay without torch."""
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""The checkpoint that is served when no model is named: `tokenloom-demo`."""

@@ -42,7 +42,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
     decode_batched_tokens: int | None = None
-    """Token budget of a step while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
+    """Budget while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
     enable_chunked_prefill: bool = True
 
 

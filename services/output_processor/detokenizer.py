@@ -1,0 +1,86 @@
+"""The text of one output, as its tokens arrive: decoding, stop strings, and what is held back. No I/O."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .stop_strings import Match, StopStrings
+from .text_stream import open_text_stream
+from .vocabulary import Vocabulary
+
+__all__ = ["Detokenizer", "StopMatch", "Vocabulary"]
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string ended the output."""
+
+    stop_string: str
+    num_tokens: int
+    """Output tokens that remain: through the one that completed the stop string."""
+
+
+class Detokenizer:
+    """Turns one request's output tokens into text.
+
+    The deltas of ``step`` and the rest from ``finish`` joined are the output's text: complete characters only, none of it beyond
+    a stop string. Tokens of earlier attempts are stepped like new ones.
+    """
+
+    __slots__ = ("_include_stop", "_stop", "_stopped", "_stream", "num_tokens")
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        include_stop_str: bool = False,
+        skip_special: bool = True,
+    ) -> None:
+        """``prompt_ids``: what the output continues (the last few decide); ``stop``: none empty."""
+        self._stream = open_text_stream(vocabulary, prompt_ids, skip_special)
+        self._stop = StopStrings(stop, include_stop_str) if stop else None
+        self._include_stop = include_stop_str
+        self._stopped = False
+        self.num_tokens = 0
+        """Output tokens seen, those of earlier attempts included; after a stop match, those that remain."""
+
+    def step(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> tuple[str, StopMatch | None]:
+        """Text that can be shown now, and the stop string if one was completed; tokens after that are ignored.
+
+        ``ends_with_stop_token``: the engine ended the output with the last token (end of sequence or a stop token id); it is
+        counted, and shown only when stop strings are.
+        """
+        shown = len(token_ids) - (ends_with_stop_token and not self._include_stop)
+        texts: list[str] = []
+        for i, token_id in enumerate(token_ids):
+            if self._stopped:
+                break
+            self.num_tokens += 1
+            if i < shown and (text := self._stream.push(token_id)) and (match := self._show(text, texts)):
+                return "".join(texts), StopMatch(match.stop_string, self.num_tokens)
+        return "".join(texts), None
+
+    def finish(self) -> str:
+        """The rest, when the output ends for another reason than a stop string; "" after one."""
+        if self._stopped:
+            return ""
+        rest = self._stream.finish()
+        if self._stop is None:
+            return rest
+        texts: list[str] = []
+        # A stop string may hold U+FFFD; the text then ends there, but the reason why the output ended is already settled.
+        match = self._show(rest, texts)
+        return "".join(texts) if match else "".join(texts) + self._stop.finish()
+
+    def _show(self, text: str, texts: list[str]) -> Match | None:
+        if self._stop is None:
+            texts.append(text)
+            return None
+        found = self._stop.feed(text)
+        if isinstance(found, Match):
+            self._stopped = True
+            texts.append(found.text)
+            return found
+        texts.append(found)
+        return None

@@ -1,0 +1,53 @@
+"""Stop strings over text that arrives in pieces: finds the first to be completed, holds back only what may become one."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Match(NamedTuple):
+    """A stop string was completed."""
+
+    stop_string: str
+    text: str
+    """Text to show that was not given before: up to the match, or through it if stop strings are included."""
+
+
+class StopStrings:
+    """The matcher of one output. After a match it must not be fed again."""
+
+    __slots__ = ("_held", "_include", "_stop")
+
+    def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
+        """``stop``: none empty."""
+        assert all(stop), "an empty stop string would match everywhere"
+        self._stop = tuple(stop)
+        self._include = include_stop_str
+        self._held = ""
+
+    def feed(self, text: str) -> str | Match:
+        """Text that can be shown now, or the match that ends first; of those that end together the first in the list."""
+        text = self._held + text
+        ends = [(start + len(stop), i) for i, stop in enumerate(self._stop) if (start := text.find(stop)) >= 0]
+        if ends:
+            end, i = min(ends)
+            stop = self._stop[i]
+            self._held = ""
+            return Match(stop, text[: end if self._include else end - len(stop)])
+        keep = min((_partial_match(text, stop) for stop in self._stop), default=len(text))
+        self._held = text[keep:]
+        return text[:keep]
+
+    def finish(self) -> str:
+        """The text held back: no stop string can be completed any more."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _partial_match(text: str, stop: str) -> int:
+    """Where the longest suffix of ``text`` begins that is a proper prefix of ``stop``; ``len(text)`` if none does."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0:
+        if stop.startswith(text[start:]):
+            return start
+        start = text.find(stop[0], start + 1)
+    return len(text)

@@ -1,0 +1,131 @@
+"""Token ids in, complete characters out: incremental decoding without I/O.
+
+What a stream has given, its ``finish()`` included, is the decoded prompt and output less the complete text of the prompt. With byte
+fallback one thing differs from decoding in one piece: a malformed byte becomes U+FFFD alone (as SentencePiece does) and does not
+take back the characters of its run, which may have been sent.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from .vocabulary import Vocabulary
+
+_EACH_BYTE = "tokenloom.replace_each_byte"
+_LONGEST_CHARACTER = 4  # bytes of UTF-8
+_WINDOW = 8  # tokens of context: more than any decoder looks around
+_LONGEST_WINDOW = 32  # tokens, after which a broken character is given as it is
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
+
+
+class TextStream(Protocol):
+    """Text of a growing sequence of tokens."""
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+
+    def finish(self) -> str:
+        """What is left: U+FFFD for a character that was never completed."""
+
+
+def open_text_stream(vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
+    """A stream that continues after ``prompt_ids``."""
+    kind = TableStream if vocabulary.is_tabulated else WindowStream
+    return kind(vocabulary, prompt_ids, skip_special_tokens)
+
+
+class TableStream:
+    """For vocabularies that are tabulated: exact, and one list access a token."""
+
+    __slots__ = ("_at_start", "_errors", "_pending", "_pieces", "_skip", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skip = skip_special_tokens
+        self._pieces = vocabulary.pieces(skip_special_tokens)
+        self._errors = _EACH_BYTE if vocabulary.replaces_each_byte else "replace"
+        self._pending = self._open_character(prompt_ids)
+        self._at_start = vocabulary.strips_start and not any(map(self._piece, reversed(prompt_ids)))
+
+    def push(self, token_id: int) -> str:
+        piece = self._piece(token_id)
+        if not piece:
+            return ""  # a token without text does not come between the bytes of a character
+        if isinstance(piece, bytes):
+            return self._push_bytes(piece)
+        if self._at_start:
+            self._at_start = False
+            piece = self._vocabulary.decode([token_id], self._skip)
+        return self.finish() + piece if self._pending else piece
+
+    def finish(self) -> str:
+        text, _ = codecs.utf_8_decode(self._pending, self._errors, True)
+        self._pending = b""
+        return text
+
+    def _push_bytes(self, piece: bytes) -> str:
+        self._at_start = False
+        data = self._pending + piece
+        text, consumed = codecs.utf_8_decode(data, self._errors, False)
+        self._pending = data[consumed:]
+        return text
+
+    def _piece(self, token_id: int) -> str | bytes:
+        return self._pieces[token_id] if token_id < len(self._pieces) else ""
+
+    def _open_character(self, prompt_ids: Sequence[int]) -> bytes:
+        """Bytes at the end of the prompt that begin a character and do not end it."""
+        tail = b""
+        for token_id in reversed(prompt_ids):
+            piece = self._piece(token_id)
+            if isinstance(piece, bytes):
+                tail = piece + tail
+            elif piece:
+                break
+            if len(tail) >= _LONGEST_CHARACTER:
+                break
+        _, consumed = codecs.utf_8_decode(tail, self._errors, False)
+        return tail[consumed:]
+
+
+class WindowStream:
+    """For all other decoders: decodes the last tokens again with each new one and gives what was added."""
+
+    __slots__ = ("_given", "_ids", "_skip", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skip = skip_special_tokens
+        self._ids = list(prompt_ids[-_WINDOW:])
+        self._given = self._decode().rstrip("\ufffd")
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._decode()
+        if text.endswith("\ufffd") and len(self._ids) < _LONGEST_WINDOW:
+            return ""
+        added = self._added(text)
+        if len(self._ids) >= 2 * _WINDOW:
+            del self._ids[:-_WINDOW]
+            text = self._decode()
+        self._given = text
+        return added
+
+    def finish(self) -> str:
+        text = self._decode()
+        added = self._added(text)
+        self._given = text
+        return added
+
+    def _added(self, text: str) -> str:
+        return text[len(self._given) :]
+
+    def _decode(self) -> str:
+        return self._vocabulary.decode(self._ids, self._skip)

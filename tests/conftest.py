@@ -1,0 +1,21 @@
+"""What all tests share."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Before any import of huggingface_hub: no test may reach for a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A directory for unix sockets: their paths are limited to 107 bytes, which pytest's tmp_path can exceed."""
+    path = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)

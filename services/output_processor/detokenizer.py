@@ -22,8 +22,8 @@ class StopMatch:
 class Detokenizer:
     """Turns one request's output tokens into text.
 
-    The deltas of ``step`` and the rest from ``finish`` joined are the output's text: complete characters only, none of it beyond
-    a stop string. Tokens of earlier attempts are stepped like new ones.
+    The deltas of ``step`` and the rest from ``finish`` joined are the output's text: complete characters only, none of
+    it beyond a stop string. Tokens of earlier attempts are stepped like new ones.
     """
 
     __slots__ = ("_include_stop", "_stop", "_stopped", "_stream", "num_tokens")
@@ -48,8 +48,8 @@ class Detokenizer:
     def step(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> tuple[str, StopMatch | None]:
         """Text that can be shown now, and the stop string if one was completed; tokens after that are ignored.
 
-        ``ends_with_stop_token``: the engine ended the output with the last token (end of sequence or a stop token id); it is
-        counted, and shown only when stop strings are.
+        ``ends_with_stop_token``: the engine ended the output with the last token (end of sequence or a stop token id);
+        it is counted, and shown only when stop strings are.
         """
         shown = len(token_ids) - (ends_with_stop_token and not self._include_stop)
         texts: list[str] = []
@@ -69,7 +69,7 @@ class Detokenizer:
         if self._stop is None:
             return rest
         texts: list[str] = []
-        # A stop string may hold U+FFFD; the text then ends there, but the reason why the output ended is already settled.
+        # A stop string may hold U+FFFD: the text then ends there, but why the output ended is already settled.
         match = self._show(rest, texts)
         return "".join(texts) if match else "".join(texts) + self._stop.finish()
 

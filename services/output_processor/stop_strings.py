@@ -1,4 +1,4 @@
-"""Stop strings over text that arrives in pieces: finds the first to be completed, holds back only what may become one."""
+"""Stop strings over text that arrives in pieces: find the first completed, hold back only what may become one."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str) -> str | Match:
-        """Text that can be shown now, or the match that ends first; of those that end together the first in the list."""
+        """Text that can be shown now, or the match that ends first; among equals the first in the list."""
         text = self._held + text
         ends = [(start + len(stop), i) for i, stop in enumerate(self._stop) if (start := text.find(stop)) >= 0]
         if ends:

@@ -1,8 +1,8 @@
 """Token ids in, complete characters out: incremental decoding without I/O.
 
-What a stream has given, its ``finish()`` included, is the decoded prompt and output less the complete text of the prompt. With byte
-fallback one thing differs from decoding in one piece: a malformed byte becomes U+FFFD alone (as SentencePiece does) and does not
-take back the characters of its run, which may have been sent.
+What a stream has given, its ``finish()`` included, is the decoded prompt and output less the complete text of the
+prompt. With byte fallback one thing differs from decoding in one piece: a malformed byte becomes U+FFFD alone (as
+SentencePiece does) and does not take back the characters of its run, which may have been sent.
 """
 
 import codecs

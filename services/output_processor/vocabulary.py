@@ -83,7 +83,7 @@ def _rule_of(tokenizer: Tokenizer) -> _Rule | None:
 
 
 def _byte_level_piece() -> Callable[[str], Piece]:
-    # The alphabet that byte-level BPE writes bytes in: printable Latin-1 stands for itself, the rest is moved past U+00FF.
+    # The alphabet of byte-level BPE: printable Latin-1 stands for itself, the other bytes are moved past U+00FF.
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     kept = [byte for byte in range(256) if chr(byte) in alphabet]
     moved = [byte for byte in range(256) if chr(byte) not in alphabet]

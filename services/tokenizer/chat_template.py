@@ -1,0 +1,172 @@
+"""Chat templates as Hugging Face checkpoints carry them: Jinja in a sandbox, with the names that templates expect.
+
+The sandbox keeps a template from reaching Python; it does not keep it from looping or from building gigabytes. Who
+renders for others does it in ``render_worker``, a process that can be killed.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_RENDERED_CHARS = 8 << 20
+"""More text than any context takes; a template that writes more is broken or hostile."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TemplateRefused(ValueError):
+    """The template does not take this conversation; the message is the template's own or names what it lacks."""
+
+
+class TemplateTooLong(ValueError):
+    """The rendered text grew past its cap."""
+
+
+class ChatTemplate:
+    """One checkpoint's template, compiled."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, *, tool_source: str | None = None
+    ) -> None:
+        """``tool_source``: the template for conversations with tools, where a checkpoint has one of its own.
+
+        Raises ``ValueError`` when a source is not Jinja.
+        """
+        self.source = source
+        self.tool_source = tool_source
+        self.special_tokens = dict(special_tokens or {})
+        environment = _environment()
+        try:
+            self._plain = environment.from_string(source)
+            self._with_tools = environment.from_string(tool_source) if tool_source else self._plain
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+
+    @classmethod
+    def from_directory(cls, path: Path) -> "ChatTemplate | None":
+        """The template of a checkpoint; None when it has none. A file of its own goes before tokenizer_config.json."""
+        config = _read_json(path / "tokenizer_config.json")
+        special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json") | config)
+        sources = _sources(path, config)
+        source = sources.get("default")
+        return None if source is None else cls(source, special_tokens, tool_source=sources.get("tool_use"))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_chars: int = MAX_RENDERED_CHARS,
+    ) -> str:
+        """The conversation as the model reads it, to be encoded without adding special tokens.
+
+        ``messages`` and ``tools`` in OpenAI's form; ``template_kwargs``: what the template documents, never replacing
+        the names given here. Raises ``TemplateRefused`` or ``TemplateTooLong``.
+        """
+        template = self._with_tools if tools else self._plain
+        context: dict[str, Any] = {**(template_kwargs or {}), **self.special_tokens}
+        context.update(
+            messages=messages, tools=tools or None, documents=None, add_generation_prompt=add_generation_prompt
+        )
+        parts: list[str] = []
+        length = 0
+        try:
+            for part in template.generate(context):
+                length += len(part)
+                if length > max_chars:
+                    raise TemplateTooLong(f"the rendered conversation is longer than {max_chars} characters")
+                parts.append(part)
+        except jinja2.TemplateError as error:
+            raise TemplateRefused(error.message or type(error).__name__) from None
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+            if isinstance(error, TemplateTooLong):
+                raise
+            # What a template does with values of a shape that it did not expect.
+            raise TemplateRefused(f"the chat template cannot take this conversation: {error}") from None
+        return "".join(parts)
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's words for training; here it changes nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_contents"), [], [], body).set_lineno(line)
+
+    def _contents(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    del environment.globals["lipsum"]
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes for HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates by name; "default" and "tool_use" are the names that matter."""
+    stated = config.get("chat_template")
+    if isinstance(stated, str):
+        sources = {"default": stated}
+    else:
+        sources = {entry["name"]: entry["template"] for entry in stated or []}
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        sources[file.stem] = file.read_text(encoding="utf-8")
+    own = path / "chat_template.jinja"
+    if own.is_file():
+        sources["default"] = own.read_text(encoding="utf-8")
+    return sources
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Each is a string, or an added token's description with its ``content``."""
+    tokens = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        content = value.get("content") if isinstance(value, dict) else value
+        if isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,32 @@
+"""Client channels, with the options that measurements chose: a dead or frozen peer is seen in 2.6 s, a returned one in 30 ms."""
+
+import grpc
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Of every channel and server; gRPC's own limit of 4 MiB is below a long prompt."""
+
+CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # By default a peer that was away for 8 s is found again only after 5 s more.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # keepalive alone does not see a stopped process; this does, within 2.6 s.
+    ("grpc.http2.ping_timeout_ms", 1500),
+    # A closed channel's backoff must not delay a new channel to the same address.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Traffic inside the mesh never goes through a proxy of the environment.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.default_authority", "localhost"),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A lazily connecting channel to ``host:port`` or ``unix:/path``; the caller closes it."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

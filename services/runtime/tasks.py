@@ -1,0 +1,34 @@
+"""Owned background tasks: none outlives its owner, none fails unseen."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Tasks:
+    """Owns tasks until :meth:`close`. Unlike ``asyncio.TaskGroup`` it is not bound to one ``async with`` block, and a failure is
+    reported to ``on_failure`` rather than cancelling the code that happens to wait."""
+
+    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()  # as many as the owner spawns; each leaves when done
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
+        """Starts a task; an exception other than cancellation goes to ``on_failure``."""
+        task = asyncio.get_running_loop().create_task(coro, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def close(self) -> None:
+        """Cancels what still runs and waits for it."""
+        while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            self._tasks.difference_update(tasks)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)

@@ -1,0 +1,145 @@
+"""The sampler against the plain reference: token by token, and by its distribution."""
+
+import numpy as np
+import pytest
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.gpu_worker.sampler import Purpose, RowSampling, Sampler, SeenTokens, uniform
+from tokenloom.gpu_worker.sampler.sampler import first_past
+
+from tests.gpu_worker.sampler import reference
+
+VARIANTS = {
+    "plain": {},
+    "cold": {"temperature": 0.3},
+    "hot": {"temperature": 3.0},
+    "greedy": {"temperature": 0.0},
+    "nearly greedy": {"temperature": 1e-30},
+    "top-k": {"top_k": 7},
+    "top-k 1": {"top_k": 1},
+    "top-k of all": {"top_k": 10**6},
+    "top-p": {"top_p": 0.9},
+    "tiny top-p": {"top_p": 1e-6},
+    "wide top-p": {"top_p": 0.999, "temperature": 2.0},
+    "min-p": {"min_p": 0.05},
+    "min-p and top-p": {"min_p": 0.02, "top_p": 0.8},
+    "everything": {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.01},
+}
+
+
+def params(**values) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 16, "seed": 1, **values})
+
+
+def peaked(generator, vocab: int, dtype=np.float32):
+    """A few likely tokens above a wide tail; rounded, so that equals occur, as they do in bf16."""
+    logits = generator.standard_normal(vocab) * 2.0
+    logits[generator.permutation(vocab)[: min(30, vocab)]] += 6.0
+    return (np.round(logits * 8) / 8).astype(dtype)
+
+
+@pytest.mark.parametrize("vocab", [2, 100, 5000, 20_011])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_tokens_are_those_of_the_reference(name, vocab):
+    generator = np.random.default_rng(vocab)
+    logits = np.stack([peaked(generator, vocab) for _ in range(8)])
+    rows = [RowSampling(params(seed=seed, **VARIANTS[name]), output_index=seed * 3) for seed in range(8)]
+    numbers = uniform(np.arange(8, dtype=np.uint64), np.arange(8, dtype=np.uint64) * np.uint64(3), Purpose.SAMPLE)
+    expected = [
+        reference.draw(reference.probabilities(row, sampling.params), u)
+        for row, sampling, u in zip(logits, rows, numbers, strict=True)
+    ]
+    assert Sampler().sample(logits, rows) == expected
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_distribution_is_that_of_the_reference(name):
+    """Chi-square over 20,000 output indices of one seed; cells of less than 10 expected draws are put together."""
+    logits, draws = peaked(np.random.default_rng(3), 200), 20_000
+    sampling = [RowSampling(params(seed=99, **VARIANTS[name]), output_index=index) for index in range(draws)]
+    drawn = np.bincount(Sampler().sample(np.tile(logits, (draws, 1)), sampling), minlength=200)
+    expected = reference.probabilities(logits, sampling[0].params) * draws
+    assert drawn[expected == 0].sum() == 0
+    small = expected < 10
+    cells = np.append(expected[~small], expected[small].sum())
+    counts = np.append(drawn[~small], drawn[small].sum())
+    statistic = ((counts - cells)[cells > 0] ** 2 / cells[cells > 0]).sum()
+    freedom = max(int((cells > 0).sum()) - 1, 1)
+    assert statistic < freedom + 4 * np.sqrt(2 * freedom) + 8
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    generator = np.random.default_rng(5)
+    logits = np.stack([peaked(generator, 5000) for _ in VARIANTS])
+    rows = [RowSampling(params(seed=index, **values), index) for index, values in enumerate(VARIANTS.values())]
+    alone = [Sampler().sample(logits[i : i + 1].copy(), rows[i : i + 1])[0] for i in range(len(rows))]
+    assert Sampler().sample(logits, rows) == alone
+
+
+def test_greedy_takes_the_lowest_id_among_equals():
+    logits = np.array([[1.0, 5.0, 5.0, 0.0], [2.0, 2.0, 2.0, 2.0]], dtype=np.float32)
+    rows = [RowSampling(params(temperature=0.0), 0)] * 2
+    assert Sampler().sample(logits, rows) == [1, 0]
+
+
+def test_top_k_keeps_exactly_k_of_equals():
+    rows = [RowSampling(params(top_k=3), index) for index in range(500)]
+    drawn = Sampler().sample(np.zeros((500, 8), dtype=np.float32), rows)
+    assert set(drawn) == {0, 1, 2}
+
+
+def test_a_row_that_is_not_finite_harms_no_other():
+    logits = np.zeros((4, 10), dtype=np.float32)
+    logits[0, 3], logits[1, 4], logits[2] = np.nan, np.inf, -np.inf
+    logits[3, 6] = 100.0
+    tokens = Sampler().sample(logits, [RowSampling(params(top_k=2, top_p=0.5), 0)] * 4)
+    assert tokens == [3, 4, 0, 6]
+
+
+def test_a_temperature_of_any_size_leaves_a_valid_token():
+    logits = np.tile(np.array([1.0, 3.0, 2.0], dtype=np.float32), (2, 1))
+    assert Sampler().sample(logits, [RowSampling(params(temperature=t), 0) for t in (1e-310, 1e300)])[0] == 1
+
+
+@pytest.mark.parametrize("count", [1, 63, 4095, 4096, 4100, 8192])
+@pytest.mark.parametrize("u", [0.0, 0.5, 1.0 - 2.0**-53])
+def test_first_past_never_takes_a_weight_of_zero(count, u):
+    weights = np.zeros(count)
+    weights[count // 2] = 0.7
+    assert first_past(weights, u) == count // 2
+
+
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": -0.5},
+    "all": {"repetition_penalty": 0.7, "presence_penalty": -1.0, "frequency_penalty": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_are_those_of_the_reference(name):
+    generator = np.random.default_rng(11)
+    prompt, output = generator.integers(0, 300, 50).tolist(), generator.integers(0, 300, 200).tolist()
+    chosen = params(**PENALTIES[name])
+    logits = peaked(generator, 300)
+    expected = reference.penalized(logits, chosen, prompt, output)
+    seen = SeenTokens(prompt, output[:20])
+    for token in output[20:]:
+        seen.append(token)
+    seen.penalize(logits, chosen)
+    np.testing.assert_allclose(logits, expected, rtol=1e-6)
+
+
+def test_penalties_reach_greedy_rows_and_only_their_own():
+    logits = np.tile(np.array([1.0, 3.0, 2.0], dtype=np.float32), (2, 1))
+    rows = [
+        RowSampling(params(temperature=0.0, repetition_penalty=2.0), 0, SeenTokens([1])),
+        RowSampling(params(temperature=0.0), 0),
+    ]
+    assert Sampler().sample(logits, rows) == [2, 1]
+
+
+def test_penalties_of_any_size_leave_a_valid_token():
+    logits = np.array([[1.0, -3.0, 2.0]], dtype=np.float32)
+    row = RowSampling(params(repetition_penalty=1e-300), 0, SeenTokens([0, 1]))
+    assert Sampler().sample(logits, [row])[0] in range(3)

@@ -7,6 +7,7 @@ SentencePiece does) and does not take back the characters of its run, which may 
 
 import codecs
 from collections.abc import Sequence
+from itertools import islice
 from typing import Protocol
 
 from .vocabulary import Vocabulary
@@ -103,10 +104,13 @@ class WindowStream:
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-_WINDOW:])
+        seen = (i for i in reversed(prompt_ids) if not vocabulary.is_blank(i, skip_special_tokens))
+        self._ids = list(islice(seen, _WINDOW))[::-1]
         self._given = self._decode().rstrip("\ufffd")
 
     def push(self, token_id: int) -> str:
+        if self._vocabulary.is_blank(token_id, self._skip):
+            return ""
         self._ids.append(token_id)
         text = self._decode()
         if text.endswith("\ufffd") and len(self._ids) < _LONGEST_WINDOW:

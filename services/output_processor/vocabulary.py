@@ -38,12 +38,17 @@ class Vocabulary:
         """The decoder drops a space at the very beginning of a text (SentencePiece's prefix space)."""
         self.replaces_each_byte = rule is not None and rule.replaces_each_byte
         """Malformed UTF-8 becomes U+FFFD once per byte (byte fallback), not once per broken sequence (byte level)."""
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._pieces = [] if rule is None else _tabulate(tokenizer, rule)
-        self._pieces_without_special = _blank_special(tokenizer, self._pieces)
+        self._pieces_without_special = ["" if i in self._special else piece for i, piece in enumerate(self._pieces)]
 
     def pieces(self, skip_special_tokens: bool) -> Sequence[Piece]:
         """[ids up to the largest] the piece of each token; ids beyond have no text."""
         return self._pieces_without_special if skip_special_tokens else self._pieces
+
+    def is_blank(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether the decoder never sees this token: it is skipped, or beyond the vocabulary (models are padded)."""
+        return (skip_special_tokens and token_id in self._special) or self.tokenizer.id_to_token(token_id) is None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Decodes a complete sequence with the tokenizer itself."""
@@ -55,15 +60,9 @@ def _tabulate(tokenizer: Tokenizer, rule: _Rule) -> list[Piece]:
     pieces: list[Piece] = [""] * (max(vocab.values(), default=-1) + 1)
     for token, token_id in vocab.items():
         pieces[token_id] = rule.piece(token)
+    for token_id in tokenizer.get_added_tokens_decoder():  # the decoder sees them normalized
+        pieces[token_id] = rule.piece(tokenizer.id_to_token(token_id) or "")
     return pieces
-
-
-def _blank_special(tokenizer: Tokenizer, pieces: list[Piece]) -> list[Piece]:
-    blanked = pieces.copy()
-    for token_id, token in tokenizer.get_added_tokens_decoder().items():
-        if token.special and token_id < len(blanked):
-            blanked[token_id] = ""
-    return blanked
 
 
 def _rule_of(tokenizer: Tokenizer) -> _Rule | None:

@@ -1,0 +1,97 @@
+"""Tokenizers of each family, trained or written here."""
+
+from collections.abc import Callable
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog.",
+    "naïve café, 日本語のテキスト, 😀👩‍👩‍👧 and 🇩🇪!",
+    "  spaces\n\n\ttabs",
+] * 4
+ADDED = [AddedToken("<|im_end|>", special=True), AddedToken("<tool_call>", special=False), AddedToken("<é>")]
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2, Llama 3, Qwen: BPE over bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens(ADDED)
+    return tokenizer
+
+
+def _byte_tokens() -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def llama_bpe() -> Tokenizer:
+    """Llama 2, Mistral: BPE with byte fallback, one space stripped from the start of a text."""
+    words = ["<s>", *_byte_tokens(), "▁", *"abcdefghijklmnopqrstuvwxyz.,!é", "▁t", "th", "▁th", "▁the", "▁▁"]
+    merges = [("▁", "t"), ("t", "h"), ("▁t", "h"), ("▁th", "e"), ("▁", "▁")]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens(ADDED)
+    return tokenizer
+
+
+def gemma_unigram() -> Tokenizer:
+    """Gemma-like: Unigram with byte fallback, no strip."""
+    words = ["<unk>", *_byte_tokens(), "▁", *"abcdefghijklmnopqrstuvwxyz.,!é", "▁the", "▁quick", "日本"]
+    tokenizer = Tokenizer(models.Unigram([(word, -float(i + 1)) for i, word in enumerate(words)], 0, True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens(ADDED)
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """T5-like: Unigram with the metaspace decoder."""
+    words = ["<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz.,!é😀", "▁the", "▁quick", "fox"]
+    tokenizer = Tokenizer(models.Unigram([(word, -float(i + 1)) for i, word in enumerate(words)], 0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_tokens(ADDED)
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    """BERT-like: the decoder looks at neighbours, so nothing can be tabulated."""
+    words = ["[UNK]", "the", "quick", "fox", "##es", "##s", "!", ".", "do", "n't", "'", "a", "##a", "é"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_tokens(ADDED)
+    return tokenizer
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level,
+    "llama_bpe": llama_bpe,
+    "gemma_unigram": gemma_unigram,
+    "metaspace": metaspace,
+    "word_piece": word_piece,
+}
+
+
+@pytest.fixture(params=TOKENIZERS, scope="session")
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return TOKENIZERS[request.param]()
+
+
+@pytest.fixture(scope="session")
+def byte_level_tokenizer() -> Tokenizer:
+    return byte_level()
+
+
+@pytest.fixture(scope="session")
+def llama_tokenizer() -> Tokenizer:
+    return llama_bpe()

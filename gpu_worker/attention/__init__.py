@@ -1,1 +1,1 @@
-"""attention"""
+"""Attention over the paged KV cache: an interface and its backends."""

@@ -1,0 +1,68 @@
+"""Attention written for reading: the oracle that other backends are compared with. Slow, float32."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model_config import ModelConfig
+from .cache import allocate_kv_caches
+from .interface import IntArray, KVCache
+
+
+class ReferenceBackend:
+    """One request, one softmax at a time."""
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._device = device
+
+    def allocate(self, num_blocks: int) -> list[KVCache]:
+        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device)
+
+    def plan(
+        self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
+    ) -> "ReferencePlan":
+        return ReferencePlan(
+            cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist(), slot_mapping.tolist(), self._block_size
+        )
+
+
+@dataclass(frozen=True)
+class ReferencePlan:
+    """The batch as it came, in plain lists."""
+
+    cu_query_lens: list[int]
+    seq_lens: list[int]
+    block_tables: list[list[int]]
+    slot_mapping: list[int]
+    block_size: int
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
+        for token, slot in enumerate(self.slot_mapping):
+            block, offset = divmod(slot, self.block_size)
+            kv_cache[0, block, :, offset] = key[token]
+            kv_cache[1, block, :, offset] = value[token]
+
+    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
+        out = torch.empty_like(query)
+        for request, (seq_len, table) in enumerate(zip(self.seq_lens, self.block_tables, strict=True)):
+            rows = slice(self.cu_query_lens[request], self.cu_query_lens[request + 1])
+            slots = [(table[p // self.block_size], p % self.block_size) for p in range(seq_len)]
+            key, value = torch.stack([kv_cache[:, block, :, offset] for block, offset in slots], dim=2).float()
+            out[rows] = _attend_one(query[rows].float(), key, value, scale, sliding_window).to(out.dtype)
+        return out
+
+
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+    """[q, heads, size] over [kv_heads, s, size]; the last query is the last position."""
+    (num_queries, num_heads, _), (num_kv_heads, seq_len, _) = query.shape, key.shape
+    key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (key, value))
+    scores = torch.einsum("qhd,hsd->hqs", query, key) * scale
+    positions = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
+    others = torch.arange(seq_len, device=query.device)
+    hidden = others > positions
+    if sliding_window is not None:
+        hidden = hidden | (others <= positions - sliding_window)
+    return torch.einsum("hqs,hsd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)

@@ -1,0 +1,201 @@
+"""Attention from PyTorch's own operations: gather each request's blocks, then scaled dot product attention.
+
+Needs no compiler. One gather per request, or per few short requests, measured best on CPUs: a gather of the whole
+batch leaves the caches, and padding it to the longest request costs more than the calls it saves.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..model_config import ModelConfig
+from .cache import allocate_kv_caches, write_slots
+from .interface import IntArray, KVCache
+
+_GATHER_BYTES = 1 << 20
+"""Keys and values that one call may gather for several decodes: they should stay in a core's cache."""
+_QUERY_ROWS = 512
+"""Queries of one call in a prefill: bounds the mask, and early rows skip the keys that they cannot see."""
+
+
+class TorchBackend:
+    """Plans of :class:`Segment` (a piece of one prefill) and :class:`DecodeGroup` (a few requests of one token)."""
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._device = device
+
+    def allocate(self, num_blocks: int) -> list[KVCache]:
+        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device)
+
+    def plan(
+        self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
+    ) -> "TorchPlan":
+        batch = Batch(np.diff(cu_query_lens), cu_query_lens[:-1].copy(), seq_lens.copy(), block_tables.copy())
+        return TorchPlan(batch, slot_mapping, self._config, self._block_size, self._device)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The step's requests, in columns."""
+
+    query_lens: IntArray
+    first_rows: IntArray
+    seq_lens: IntArray
+    block_tables: IntArray
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive queries of one request and the blocks that they see."""
+
+    rows: slice
+    cache_rows: Tensor
+    """[num_kv_heads * blocks] rows of the cache seen as [2, num_blocks * num_kv_heads, block_size * head_size]."""
+    num_keys: int
+    """Of the gathered ones, without the rest of the last block."""
+    mask: Tensor | None
+    """[queries, num_keys], True where a query sees a key; None: plainly causal."""
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Requests with one query each, padded to the blocks of the longest."""
+
+    rows: Tensor
+    """[n] of the queries."""
+    cache_rows: Tensor
+    """[n * num_kv_heads * blocks], as in :class:`Segment`."""
+    mask: Tensor | None
+    """[n, 1, 1, keys], True where the query sees a key; None: all."""
+
+
+class TorchPlan:
+    """Segments and groups of a step, made when a layer first asks for their sliding window."""
+
+    def __init__(
+        self, batch: Batch, slot_mapping: IntArray, config: ModelConfig, block_size: int, device: torch.device
+    ) -> None:
+        self._batch = batch
+        self._block_size = block_size
+        self._num_kv_heads = config.num_kv_heads
+        self._block_bytes = config.kv_bytes_per_token * block_size // config.num_layers
+        self._device = device
+        blocks, offsets = np.divmod(slot_mapping, block_size)
+        self._slots = (self._index(blocks), self._index(offsets))
+        self._work: dict[int | None, tuple[list[Segment], list[DecodeGroup]]] = {}
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
+        write_slots(key, value, kv_cache, *self._slots)
+
+    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
+        if sliding_window not in self._work:
+            self._work[sliding_window] = (self._segments(sliding_window), self._decode_groups(sliding_window))
+        segments, groups = self._work[sliding_window]
+        flat_cache = kv_cache.flatten(1, 2).flatten(2)
+        out = torch.empty_like(query)
+        for segment in segments:
+            out[segment.rows] = _attend_segment(query[segment.rows], kv_cache, flat_cache, segment, scale)
+        for group in groups:
+            out[group.rows] = _attend_group(query[group.rows], kv_cache, flat_cache, group, scale)
+        return out
+
+    def _segments(self, window: int | None) -> list[Segment]:
+        batch = self._batch
+        segments = []
+        for request in np.flatnonzero(batch.query_lens > 1).tolist():
+            num_queries, seq_len = int(batch.query_lens[request]), int(batch.seq_lens[request])
+            for begin in range(0, num_queries, _QUERY_ROWS):
+                end = min(begin + _QUERY_ROWS, num_queries)
+                context = seq_len - num_queries
+                segments.append(self._segment(request, context, begin, end, window))
+        return segments
+
+    def _segment(self, request: int, context: int, begin: int, end: int, window: int | None) -> Segment:
+        """Queries [begin, end) of a request with ``context`` tokens before this step."""
+        last = context + end
+        first_block = 0 if window is None else max(context + begin - window + 1, 0) // self._block_size
+        first = first_block * self._block_size
+        table = self._batch.block_tables[request, first_block : -(-last // self._block_size)]
+        mask = None
+        if context + begin > 0 or (window is not None and window < last):
+            queries = torch.arange(context + begin, last, device=self._device)[:, None]
+            keys = torch.arange(first, last, device=self._device)
+            mask = keys <= queries
+            if window is not None:
+                mask &= keys > queries - window
+        row = int(self._batch.first_rows[request])
+        return Segment(slice(row + begin, row + end), self._cache_rows(table[None]), last - first, mask)
+
+    def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
+        """Requests of similar length share a group as long as what it gathers stays small."""
+        batch = self._batch
+        requests = np.flatnonzero(batch.query_lens == 1)
+        unseen = np.zeros_like(batch.seq_lens) if window is None else np.maximum(batch.seq_lens - window, 0)
+        first_blocks = unseen // self._block_size
+        num_blocks = -(-batch.seq_lens // self._block_size) - first_blocks
+        groups, members = [], list[int]()
+        for request in requests[np.argsort(num_blocks[requests], kind="stable")].tolist():
+            if members and (len(members) + 1) * int(num_blocks[request]) * self._block_bytes > _GATHER_BYTES:
+                groups.append(self._decode_group(np.array(members), first_blocks, window))
+                members = []
+            members.append(request)
+        if members:
+            groups.append(self._decode_group(np.array(members), first_blocks, window))
+        return groups
+
+    def _decode_group(self, members: IntArray, first_blocks: IntArray, window: int | None) -> DecodeGroup:
+        batch, size = self._batch, self._block_size
+        seq_lens, first = batch.seq_lens[members, None], first_blocks[members, None]
+        ends = -(-seq_lens // size)
+        columns = first + np.arange(int((ends - first).max()))
+        # Padding repeats the request's own last block: masked, and finite unless the request itself is not.
+        tables = batch.block_tables[members[:, None], np.minimum(columns, ends - 1)]
+        positions = (columns[:, :, None] * size + np.arange(size)).reshape(len(members), -1)
+        seen = positions < seq_lens
+        if window is not None:
+            seen &= positions >= seq_lens - window
+        mask = None if seen.all() else torch.from_numpy(seen)[:, None, None].to(self._device)
+        return DecodeGroup(self._index(batch.first_rows[members]), self._cache_rows(tables), mask)
+
+    def _cache_rows(self, tables: IntArray) -> Tensor:
+        """[n, blocks] tables to [n * num_kv_heads * blocks] cache rows."""
+        heads = np.arange(self._num_kv_heads)[:, None]
+        return self._index((tables[:, None, :] * self._num_kv_heads + heads).reshape(-1))
+
+    def _index(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def _gather(kv_cache: KVCache, flat_cache: Tensor, cache_rows: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, each [n, num_kv_heads, keys, head_size], in one copy of whole blocks."""
+    _, _, num_kv_heads, _, head_size = kv_cache.shape
+    gathered = flat_cache.index_select(1, cache_rows).view(2, num_requests, num_kv_heads, -1, head_size)
+    return gathered[0], gathered[1]
+
+
+def _attend_segment(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, segment: Segment, scale: float) -> Tensor:
+    key, value = _gather(kv_cache, flat_cache, segment.cache_rows, 1)
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key[:, :, : segment.num_keys],
+        value[:, :, : segment.num_keys],
+        attn_mask=segment.mask,
+        is_causal=segment.mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+    """The query heads of one KV head stand where a prefill has its queries, so that no key is repeated for them."""
+    num_requests, num_heads, head_size = query.shape
+    key, value = _gather(kv_cache, flat_cache, group.cache_rows, num_requests)
+    grouped = query.view(num_requests, key.shape[1], -1, head_size)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=group.mask, scale=scale)
+    return out.reshape(num_requests, num_heads, head_size)

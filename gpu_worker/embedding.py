@@ -1,0 +1,22 @@
+"""Token embeddings and the output matrix, which may be one."""
+
+from torch import Tensor
+
+from .model_config import ModelConfig
+from .weights import Checkpoint
+
+_OUTPUT = "lm_head.weight"
+
+
+def load_embeddings(checkpoint: Checkpoint, name: str, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(token embeddings, output matrix), each [vocab_size, hidden_size].
+
+    Tied matrices are stored under either name. If a checkpoint that says they are tied holds both, they may differ,
+    and both are used, as transformers does.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    stored = [key for key in (name, _OUTPUT) if key in checkpoint]
+    if config.tie_word_embeddings and len(stored) == 1:
+        tied = checkpoint.take(stored[0], *shape)
+        return tied, tied
+    return checkpoint.take(name, *shape), checkpoint.take(_OUTPUT, *shape)

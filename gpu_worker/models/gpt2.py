@@ -1,0 +1,69 @@
+"""GPT-2: learned absolute positions, LayerNorm, a plain MLP."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..activation import ACTIVATIONS
+from ..attention.interface import AttentionPlan, KVCache
+from ..embedding import load_embeddings
+from ..linear import load_conv1d
+from ..model_config import ModelConfig
+from ..norm import load_layer_norm
+from ..weights import Checkpoint
+
+
+class Attention:
+    """Multi-head self-attention."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
+        self._head_size = config.head_size
+        self._scale = config.attention_scales[layer]
+        self._qkv = load_conv1d(checkpoint, f"{prefix}.c_attn", config.hidden_size, 3 * config.hidden_size)
+        self._out = load_conv1d(checkpoint, f"{prefix}.c_proj", config.hidden_size, config.hidden_size)
+
+    def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
+        query, key, value = self._qkv(x).view(x.shape[0], -1, self._head_size).chunk(3, dim=1)
+        plan.write_kv(key, value, kv_cache)
+        return self._out(plan.attend(query, kv_cache, self._scale).flatten(1))
+
+
+class Block:
+    """Attention and MLP, each behind a norm and added to its input."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
+        self._attention_norm = load_layer_norm(checkpoint, f"{prefix}.ln_1", hidden, eps)
+        self._attention = Attention(checkpoint, f"{prefix}.attn", config, layer)
+        self._mlp_norm = load_layer_norm(checkpoint, f"{prefix}.ln_2", hidden, eps)
+        self._up = load_conv1d(checkpoint, f"{prefix}.mlp.c_fc", hidden, inner)
+        self._down = load_conv1d(checkpoint, f"{prefix}.mlp.c_proj", inner, hidden)
+        self._activation = ACTIVATIONS[config.hidden_act]
+        # Causal masks that older checkpoints stored.
+        checkpoint.skip((f"{prefix}.attn.bias", f"{prefix}.attn.masked_bias"))
+
+    def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
+        x = x + self._attention(self._attention_norm(x), kv_cache, plan)
+        return x + self._down(self._activation(self._up(self._mlp_norm(x))))
+
+
+class GPT2Model:
+    """The whole model (see :class:`~.interface.Model`)."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> None:
+        self.config = config
+        # The first GPT-2 checkpoints hold the tensors without the name of the language model around them.
+        prefix = "transformer." if "transformer.wpe.weight" in checkpoint else ""
+        self._token_embedding, self._lm_head = load_embeddings(checkpoint, f"{prefix}wte.weight", config)
+        self._position_embedding = checkpoint.take(f"{prefix}wpe.weight", config.max_model_len, config.hidden_size)
+        self._blocks = [Block(checkpoint, f"{prefix}h.{layer}", config, layer) for layer in range(config.num_layers)]
+        self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", config.hidden_size, config.norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan) -> Tensor:
+        x = F.embedding(input_ids, self._token_embedding) + F.embedding(positions, self._position_embedding)
+        for block, kv_cache in zip(self._blocks, kv_caches, strict=True):
+            x = block(x, kv_cache, plan)
+        return self._norm(x)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self._lm_head).float()

@@ -1,0 +1,40 @@
+"""Where each row's KV lives: its blocks in order, and the slot of each position."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class BlockTable:
+    """Block ids of every row of the input batch, [max_num_seqs, blocks of the longest request] int32.
+
+    A slot is ``block id * block_size + position in the block``: the index of a token's place in the KV pool.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._block_ids = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._counts = np.zeros(max_num_seqs, dtype=np.int64)
+
+    def replace(self, row: int, block_ids: Sequence[int]) -> None:
+        """Gives a row a whole new table."""
+        self._counts[row] = 0
+        self.append(row, block_ids)
+
+    def append(self, row: int, block_ids: Sequence[int]) -> None:
+        if block_ids:
+            start = self._counts[row]
+            self._counts[row] = start + len(block_ids)
+            self._block_ids[row, start : self._counts[row]] = block_ids
+
+    def gather(self, rows: Ints) -> npt.NDArray[np.int32]:
+        """The tables of these rows, [n, blocks of the longest of them]; what is beyond a row's count means nothing."""
+        return self._block_ids[rows, : self._counts[rows].max(initial=0)]
+
+    def slots(self, rows: Ints, positions: Ints) -> Ints:
+        """Slots of n (row, position) pairs, [n]."""
+        block_ids = self._block_ids[rows, positions // self.block_size].astype(np.int64)
+        return block_ids * self.block_size + positions % self.block_size

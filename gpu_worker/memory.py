@@ -1,0 +1,80 @@
+"""How much memory this process may still take, and how much a call takes at its peak. Linux; bytes."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_KIB = 1024
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """What the host has to give, or what the control group still allows if that is less."""
+    return min([_meminfo(root)["MemAvailable"], *_cgroup_room(root)])
+
+
+def peak_of(call: Callable[[], None]) -> int:
+    """Runs the call; returns by how much its peak exceeded the resident memory before it.
+
+    Where the kernel does not let a process reset its peak, that of the whole life so far counts: never too little.
+    """
+    before = _status("VmRSS")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    call()
+    return max(0, _status("VmHWM") - before)
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * _KIB
+    raise AssertionError(f"/proc/self/status has no {field}")
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    lines = (root / "proc/meminfo").read_text().splitlines()
+    return {name: int(rest.split()[0]) * _KIB for name, _, rest in (line.partition(":") for line in lines)}
+
+
+def _cgroup_room(root: Path) -> Iterator[int]:
+    """Of every group above this process: its limit, less what it uses and could not drop (page cache it could)."""
+    for limit, group in _cgroup_limits(root):
+        version = "memory.current" if (group / "memory.current").exists() else "memory.usage_in_bytes"
+        used = _number(group / version) or 0
+        yield max(0, limit - max(0, used - _inactive_file(group)))
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path]]:
+    """(limit, directory) of every control group of this process that has one, version 2 or 1."""
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may name the host's tree, of which only the root is mounted.
+        parts = Path(path.lstrip("/"))
+        for group in (base / parts, *(base / parent for parent in parts.parents)):
+            limit = _number(group / name)
+            if limit is not None:
+                yield limit, group
+
+
+def _inactive_file(group: Path) -> int:
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    values = dict(line.split(maxsplit=1) for line in lines)
+    return int(values.get("total_inactive_file", values.get("inactive_file", 0)))
+
+
+def _number(file: Path) -> int | None:
+    """A number in a file; None where there is no file, or where it says ``max``."""
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

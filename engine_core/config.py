@@ -7,7 +7,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the worker loads and how it computes."""
 
     model: str
-    """A local checkpoint directory; unused by the hash worker."""
+    """A local checkpoint directory. The hash worker reads only its vocabulary size and context length, and needs none."""
     worker: str = "cpu"
     """``cpu`` (gpu_worker on the CPU) or ``hash`` (no model: the next token is a hash of the prefix)."""
     dtype: str = "auto"
@@ -32,6 +32,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     """KV pool size in bytes; None: from the memory that is free after the profile run."""
     engines_on_host: int = 1
     """How many engines share this host's memory."""
+    block_hash_seed: bytes = b""
+    """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):

@@ -28,7 +28,10 @@ class Worker(Protocol):
         """Loads weights. Raises ``ValueError`` naming a configuration feature that is not supported."""
 
     def determine_available_memory(self) -> int:
-        """Bytes that a KV pool may take, after a profile run with the largest chunk and its logits."""
+        """Bytes for all KV pools on this device together, after a profile run with the largest chunk and its logits.
+
+        On the CPU: half of what the machine (or its cgroup) has left. The core divides it among ``engines_on_host``.
+        """
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the pool; afterwards the worker is warm."""

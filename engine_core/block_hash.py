@@ -1,0 +1,26 @@
+"""Content hashes of full KV blocks, chained so that equal hashes mean equal prefixes."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from functools import cache
+
+
+@cache
+def _token_packer(block_size: int) -> struct.Struct:
+    return struct.Struct(f"<{block_size}I")
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
+    """SHA-256 over the parent's hash (for a first block: the seed), the ids as little-endian u32, and the salt."""
+    return hashlib.sha256(parent + _token_packer(len(token_ids)).pack(*token_ids) + salt).digest()
+
+
+def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes = b"", salt: bytes = b"") -> list[bytes]:
+    """The hash of each full block of ``token_ids``."""
+    hashes: list[bytes] = []
+    parent = seed
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(parent, token_ids[start : start + block_size], salt)
+        hashes.append(parent)
+    return hashes

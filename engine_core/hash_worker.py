@@ -1,0 +1,146 @@
+"""A worker without a model: the next token is a hash of the prefix, read back from a paged cache.
+
+Its cache holds token ids and positions where a model's holds keys and values, and everything goes through the block
+tables: a wrong block, slot, position or order anywhere changes the tokens.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .config import EngineConfig
+from .scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from .worker import ModelInfo
+
+DEFAULT_VOCAB_SIZE = 32_000
+DEFAULT_MAX_MODEL_LEN = 4096
+_BYTES_PER_TOKEN = 8
+_AVAILABLE_BYTES = 64 << 20
+
+_Slots = npt.NDArray[np.int32]
+
+
+class HashWorker:
+    """Fulfils :class:`tokenloom.engine_core.worker.Executor`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        vocab_size: int = DEFAULT_VOCAB_SIZE,
+        max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+    ) -> None:
+        """``vocab_size`` and ``max_model_len`` yield to those of the configured model, if there is one."""
+        self._config = config.worker
+        self._block_size = config.cache.block_size
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._rows: dict[str, _Row] = {}
+        self._cache = np.empty((0, 2), dtype=np.int32)
+
+    def load_model(self) -> ModelInfo:
+        if self._config.model:
+            checkpoint = json.loads((Path(self._config.model) / "config.json").read_text())
+            self._vocab_size = checkpoint["vocab_size"]
+            self._max_model_len = checkpoint.get("max_position_embeddings", self._max_model_len)
+        return ModelInfo(
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            kv_bytes_per_token=_BYTES_PER_TOKEN,
+            kv_layout="hash/int32/2",
+            numerics="hash",
+        )
+
+    def determine_available_memory(self) -> int:
+        return _AVAILABLE_BYTES
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        self._cache = np.full((num_blocks * self._block_size, 2), -1, dtype=np.int32)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        if self._config.step_seconds:
+            time.sleep(self._config.step_seconds)
+        self._update_rows(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        # As in a model's layer: everything is written before anything is read.
+        for req_id, num_tokens in scheduled.items():
+            self._write(self._rows[req_id], num_tokens)
+        return ModelRunnerOutput(list(scheduled), [self._sample(self._rows[req_id]) for req_id in scheduled])
+
+    def shutdown(self) -> None:
+        self._rows.clear()
+
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        for req_id in scheduler_output.finished_req_ids + scheduler_output.preempted_req_ids:
+            self._rows.pop(req_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._rows[new.req_id] = _Row.of_new(new, self._block_size)
+        self._update_cached(scheduler_output.scheduled_cached_reqs)
+
+    def _update_cached(self, cached: CachedRequestData) -> None:
+        columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for req_id, block_ids, num_computed in columns:
+            if req_id in cached.resumed_token_ids:
+                self._rows[req_id] = _Row(cached.resumed_token_ids[req_id], num_computed, self._block_size)
+            row = self._rows[req_id]
+            row.add_blocks(block_ids)
+            row.num_computed = num_computed
+
+    def _write(self, row: "_Row", num_tokens: int) -> None:
+        positions = np.arange(row.num_computed, row.num_computed + num_tokens)
+        token_ids = row.token_ids[row.num_computed : row.num_computed + num_tokens]
+        assert len(token_ids) == num_tokens, "more tokens are scheduled than there are"
+        self._cache[row.slots[positions]] = np.column_stack((token_ids, positions))
+        row.num_computed += num_tokens
+
+    def _sample(self, row: "_Row") -> list[int]:
+        if row.num_computed < len(row.token_ids):
+            return []
+        prefix = self._cache[row.slots[: row.num_computed]]
+        token_id = _next_token(prefix, self._vocab_size)
+        row.token_ids.append(token_id)
+        return [token_id]
+
+
+class _Row:
+    """What the worker keeps of a request between steps."""
+
+    def __init__(self, token_ids: list[int], num_computed: int, block_size: int) -> None:
+        self.token_ids = list(token_ids)
+        self.num_computed = num_computed
+        self.slots: _Slots = np.empty(0, dtype=np.int32)
+        self._block_size = block_size
+
+    @classmethod
+    def of_new(cls, new: NewRequestData, block_size: int) -> "_Row":
+        row = cls(new.prompt_token_ids + new.output_token_ids, new.num_computed_tokens, block_size)
+        row.add_blocks(new.block_ids)
+        return row
+
+    def add_blocks(self, block_ids: list[int]) -> None:
+        if block_ids:
+            first_slots = np.array(block_ids, dtype=np.int32)[:, None] * self._block_size
+            added = first_slots + np.arange(self._block_size, dtype=np.int32)
+            self.slots = np.concatenate((self.slots, added.ravel()))
+
+
+def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:
+    """``prefix`` is [n, 2]: token ids and positions."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prefix, dtype="<i4").tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+def expected_tokens(
+    prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE
+) -> list[int]:
+    """What a worker with an unbounded cache and no bookkeeping would produce after this prompt."""
+    token_ids = list(prompt_token_ids)
+    for _ in range(num_tokens):
+        prefix = np.column_stack((token_ids, np.arange(len(token_ids)))).astype(np.int32)
+        token_ids.append(_next_token(prefix, vocab_size))
+    return token_ids[len(prompt_token_ids) :]

@@ -1,0 +1,52 @@
+"""How many KV blocks an engine has, and how long a request may be."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from .config import EngineConfig
+from .worker import ModelInfo
+
+MAX_DEFAULT_BYTES = 4 << 30
+"""No pool takes more unless it is told to: an engine on a laptop or a shared host is one process among many."""
+
+
+class KVCacheConfig(msgspec.Struct, frozen=True):
+    """The size of the paged KV cache, settled once at start-up."""
+
+    num_blocks: int
+    max_model_len: int
+    """Prompt and output together, in tokens."""
+
+
+def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Callable[[], int]) -> KVCacheConfig:
+    """Settles the number of blocks and the context length.
+
+    ``available_memory`` is the worker's profile run, called only where its answer is needed.
+    Raises ``ValueError``, naming the setting, if no request or not the longest one fits.
+    """
+    block_size = config.cache.block_size
+    wanted = config.max_model_len or model.max_model_len
+    if wanted > model.max_model_len:
+        raise ValueError(f"max_model_len is {wanted}, but the model's context is {model.max_model_len} tokens")
+    num_blocks = _num_blocks(config, model, wanted, available_memory)
+    capacity = num_blocks * block_size
+    if capacity < (config.max_model_len or 1):
+        raise ValueError(
+            f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {block_size}), "
+            f"fewer than max_model_len {wanted}: give it more memory or lower max_model_len"
+        )
+    return KVCacheConfig(num_blocks=num_blocks, max_model_len=min(wanted, capacity))
+
+
+def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, available_memory: Callable[[], int]) -> int:
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = cache.block_size * model.kv_bytes_per_token
+    if cache.memory_bytes is not None:
+        return cache.memory_bytes // block_bytes
+    num_bytes = min(available_memory() // cache.engines_on_host, MAX_DEFAULT_BYTES)
+    # More than this could never be in use.
+    blocks_per_request = -(-max_model_len // cache.block_size)
+    return min(num_bytes // block_bytes, config.scheduler.max_num_seqs * blocks_per_request)

@@ -1,0 +1,93 @@
+"""Gives requests the KV blocks for their tokens, and finds the blocks that hold them already."""
+
+from .block_hash import hash_block
+from .block_pool import BlockPool
+from .request import Request
+
+
+class KVCacheManager:
+    """Block tables over a :class:`BlockPool`.
+
+    A full block can be hit as soon as its tokens are scheduled: within a step every layer writes the KV of all rows
+    before it attends, so a later request of the same step reads what an earlier one writes.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, hash_seed: bytes = b""
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self._hash_seed = hash_seed
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Whether the empty pool has room for this many tokens."""
+        return self._blocks_for(num_tokens) <= self.pool.num_blocks
+
+    def find_cached_blocks(self, request: Request) -> list[int]:
+        """The blocks that hold the longest known prefix of a waiting request.
+
+        Never all of its tokens: the last one must be computed, for its logits are the next token.
+        """
+        hits: list[int] = []
+        if self.enable_prefix_caching:
+            for index in range((request.num_tokens - 1) // self.block_size):
+                block_id = self.pool.find(self._block_hash(request, index))
+                if block_id is None:
+                    break
+                hits.append(block_id)
+        return hits
+
+    def can_admit(self, request: Request, hits: list[int], num_spare: int) -> bool:
+        """Whether all tokens of a waiting request fit beside ``num_spare`` blocks left to others.
+
+        All, not just the next chunk: two long prompts let in together would only preempt each other.
+        """
+        num_new = self._blocks_for(request.num_tokens) - len(hits)
+        return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
+
+    def admit(self, request: Request, hits: list[int]) -> None:
+        """Starts the block table of a request with the blocks it shares."""
+        assert not request.block_ids
+        self.pool.share(hits)
+        request.block_ids = list(hits)
+        request.num_registered_blocks = len(hits)
+        request.num_computed_tokens = len(hits) * self.block_size
+
+    def allocate(self, request: Request, num_new_tokens: int) -> list[int] | None:
+        """Makes room for a request's next tokens; returns the blocks added, None if too few are free."""
+        end = request.num_computed_tokens + num_new_tokens
+        num_missing = self._blocks_for(end) - len(request.block_ids)
+        new_block_ids: list[int] = []
+        if num_missing > 0:
+            if num_missing > self.pool.num_free:
+                return None
+            new_block_ids = self.pool.allocate(num_missing)
+            request.block_ids += new_block_ids
+        if self.enable_prefix_caching and end // self.block_size > request.num_registered_blocks:
+            self._register_blocks(request, end // self.block_size)
+        return new_block_ids
+
+    def free(self, request: Request) -> None:
+        """Takes all blocks of a request back; what they hold can be hit until they are needed."""
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_registered_blocks = 0
+        request.num_computed_tokens = 0
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
+        for index in range(request.num_registered_blocks, num_full_blocks):
+            self.pool.register(request.block_ids[index], self._block_hash(request, index))
+        request.num_registered_blocks = num_full_blocks
+
+    def _block_hash(self, request: Request, index: int) -> bytes:
+        """Of the block at ``index``; each is computed once, after the one before it."""
+        hashes = request.block_hashes
+        if index == len(hashes):
+            start = index * self.block_size
+            token_ids = request.all_token_ids[start : start + self.block_size]
+            hashes.append(hash_block(hashes[-1] if hashes else self._hash_seed, token_ids, request.cache_salt))
+        return hashes[index]

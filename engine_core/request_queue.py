@@ -1,0 +1,35 @@
+"""The queue of waiting requests."""
+
+from collections import OrderedDict
+
+from .request import Request
+
+
+class RequestQueue:
+    """First come, first served; preempted requests come back to the head.
+
+    Bounded by who adds: the engine's front takes no more requests than it has slots.
+    """
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self.num_tokens = 0
+        """Tokens of all requests here: none of them is computed."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def append(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self.num_tokens += request.num_tokens
+
+    def prepend(self, request: Request) -> None:
+        self.append(request)
+        self._requests.move_to_end(request.request_id, last=False)
+
+    def peek(self) -> Request:
+        return next(iter(self._requests.values()))
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self.num_tokens -= request.num_tokens

@@ -1,0 +1,297 @@
+"""Decides what each step computes: a token budget spent on letting every request catch up with its tokens."""
+
+import time
+from collections.abc import Callable, Iterable
+
+from .config import CacheConfig, SchedulerConfig
+from .kv_cache_config import KVCacheConfig
+from .kv_cache_manager import KVCacheManager
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
+from .request import FINISH_REASONS, Request, RequestStatus, finish_status
+from .request_queue import RequestQueue
+from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .step_plan import StepPlan
+
+
+class Scheduler:
+    """First come, first served, running before waiting, preemption from the tail.
+
+    ``schedule`` and ``update_from_output`` alternate; requests are added and aborted between steps. No step costs time
+    in proportion to the length of a sequence.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        kv_cache: KVCacheConfig,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        _check_config(config, kv_cache.max_model_len)
+        self.config = config
+        self.max_model_len = kv_cache.max_model_len
+        self.kv = KVCacheManager(
+            kv_cache.num_blocks,
+            cache.block_size,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            hash_seed=cache.block_hash_seed,
+        )
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        self.waiting = RequestQueue()
+        # Blocks that admission leaves to those already running, so that their next tokens do not preempt the newcomer.
+        self._watermark = kv_cache.num_blocks // 100
+        self._clock = clock
+        self._stats = SchedulerStats()
+        self._finished_req_ids: list[str] = []
+        self._early_outputs: list[EngineCoreOutput] = []
+
+    # Arrival and departure
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queues a request, or ends it at once: refused, or its accepted tokens meet an end condition."""
+        assert message.request_id not in self.requests, f"request {message.request_id} is live already"
+        request = Request(message, self.max_model_len, self._clock())
+        if error := self._refusal(request, message.priority):
+            self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
+        elif status := finish_status(request):
+            self._finish_early(request, status)
+        else:
+            self.requests[request.request_id] = request
+            self.waiting.append(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Ends requests without an output. Unknown ids are those that ended meanwhile."""
+        request_ids = set(request_ids)
+        for request_id in request_ids:
+            if request := self.requests.get(request_id):
+                if request.status is not RequestStatus.RUNNING:
+                    self.waiting.remove(request)
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+        self.running = [request for request in self.running if not request.is_finished]
+        self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.requests or self._early_outputs)
+
+    def take_early_outputs(self) -> list[EngineCoreOutput]:
+        """Outputs of requests that ended without a step."""
+        outputs, self._early_outputs = self._early_outputs, []
+        return outputs
+
+    # A step
+
+    def schedule(self) -> SchedulerOutput:
+        """Plans a step; nothing is scheduled only when there is no request."""
+        plan = StepPlan(self._token_budget())
+        self._schedule_running(plan)
+        if not plan.preempted_req_ids:
+            self._schedule_waiting(plan)
+        if plan.num_scheduled_tokens:
+            # Without a step the worker hears of it with the next one.
+            plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+        return plan.output()
+
+    def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
+        outputs: list[EngineCoreOutput] = []
+        any_finished = False
+        num_scheduled_tokens = scheduled.num_scheduled_tokens
+        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            request = self.requests[request_id]
+            request.num_computed_tokens += num_scheduled_tokens[request_id]
+            if token_ids:
+                output = self._accept_tokens(request, token_ids)
+                any_finished |= output.finish_reason is not None
+                outputs.append(output)
+        if any_finished:
+            self.running = [request for request in self.running if not request.is_finished]
+        return outputs
+
+    def recover_from_failed_step(self) -> None:
+        """Sends every request back to waiting, as if the worker had never known any, and forgets all cached blocks.
+
+        Blocks can be hit once they are scheduled, so after a step that failed nothing tells which of them were written.
+        """
+        for request in reversed(self.running):
+            self._requeue(request, RequestStatus.WAITING)
+        self.running.clear()
+        for request in self.requests.values():
+            if request.status is RequestStatus.PREEMPTED:
+                request.set_status(RequestStatus.WAITING)
+        self.kv.pool.forget_all()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching."""
+        if self.running:
+            return False
+        self.kv.pool.forget_all()
+        return True
+
+    def stats(self) -> SchedulerStats:
+        """As it is now; counters grow over the scheduler's life."""
+        counters = self._stats
+        return SchedulerStats(
+            num_waiting=len(self.waiting),
+            num_running=len(self.running),
+            num_waiting_tokens=self.waiting.num_tokens,
+            kv_usage=self.kv.pool.usage,
+            num_free_blocks=self.kv.pool.num_free,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            num_preemptions=counters.num_preemptions,
+        )
+
+    # Parts of schedule()
+
+    def _token_budget(self) -> int:
+        """Smaller while anything decodes, so that a long prompt does not hold up everybody's next token."""
+        config = self.config
+        if config.decode_batched_tokens is None or not config.enable_chunked_prefill or not self._is_decoding():
+            return config.max_num_batched_tokens
+        return min(config.max_num_batched_tokens, max(config.decode_batched_tokens, len(self.running)))
+
+    def _is_decoding(self) -> bool:
+        # Only the tail can have more than its next token left, so this looks at one request, two at most.
+        return any(request.num_tokens - request.num_computed_tokens == 1 for request in self.running)
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        index = 0
+        while index < len(self.running) and plan.budget > 0:
+            request = self.running[index]
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
+            if new_block_ids is None:
+                break
+            plan.add_running(request, num_new_tokens, new_block_ids)
+            index += 1
+
+    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
+        """Makes room from the tail of the running; None if that was the request itself."""
+        while (new_block_ids := self.kv.allocate(request, num_new_tokens)) is None:
+            victim = self.running.pop()
+            self._requeue(victim, RequestStatus.PREEMPTED)
+            self._stats.num_preemptions += 1
+            plan.preempted_req_ids.append(victim.request_id)
+            if victim is request:
+                return None
+        return new_block_ids
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        while self.waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            if not self._admit(self.waiting.peek(), plan):
+                break
+
+    def _admit(self, request: Request, plan: StepPlan) -> bool:
+        """Lets the head of the queue run if its tokens fit."""
+        hits = self.kv.find_cached_blocks(request)
+        num_left = request.num_tokens - len(hits) * self.kv.block_size
+        if num_left > plan.budget and not self.config.enable_chunked_prefill:
+            return False
+        if not self.kv.can_admit(request, hits, self._watermark if self.running else 0):
+            return False
+        self.waiting.remove(request)
+        self.running.append(request)
+        self.kv.admit(request, hits)
+        num_new_tokens = min(num_left, plan.budget)
+        new_block_ids = self.kv.allocate(request, num_new_tokens)
+        assert new_block_ids is not None
+        if request.first_scheduled_ns is None:
+            self._note_first_schedule(request)
+        if request.status is RequestStatus.PREEMPTED:
+            plan.add_resumed(request, num_new_tokens)
+        else:
+            plan.add_new(request, num_new_tokens)
+        request.set_status(RequestStatus.RUNNING)
+        return True
+
+    def _note_first_schedule(self, request: Request) -> None:
+        request.first_scheduled_ns = self._clock()
+        # Accepted tokens of an earlier attempt are looked up too, but it is the prompt that is counted.
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if self.kv.enable_prefix_caching:
+            self._stats.prefix_cache_queries += request.num_prompt_tokens
+            self._stats.prefix_cache_hits += request.num_cached_tokens
+
+    def _requeue(self, request: Request, status: RequestStatus) -> None:
+        self.kv.free(request)
+        request.set_status(status)
+        self.waiting.prepend(request)
+
+    # Parts of update_from_output() and add_request()
+
+    def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
+        output = EngineCoreOutput(request.request_id, token_ids, request.num_tokens - request.num_prompt_tokens)
+        for count, token_id in enumerate(token_ids, 1):
+            request.append_token(token_id)
+            if status := finish_status(request):
+                output.new_token_ids = token_ids[:count]
+                self._set_finish(output, request, status)
+                self._finish(request, status)
+                break
+        if not request.first_output_sent:
+            request.first_output_sent = True
+            output.prefill_stats = self._prefill_stats(request)
+        return output
+
+    def _prefill_stats(self, request: Request) -> PrefillStats:
+        assert request.first_scheduled_ns is not None
+        return PrefillStats(
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            queued_ns=request.first_scheduled_ns - request.arrival_ns,
+            prefill_ns=self._clock() - request.first_scheduled_ns,
+        )
+
+    def _set_finish(self, output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
+        output.finish_reason = FINISH_REASONS[status]
+        if output.finish_reason is FinishReason.STOP:
+            output.stop_token_id = request.all_token_ids[-1]
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """Ends a request that was queued; the caller takes it out of ``running`` or ``waiting``."""
+        # One that the worker never saw needs no farewell.
+        if request.status is not RequestStatus.WAITING:
+            self._finished_req_ids.append(request.request_id)
+        self.kv.free(request)
+        request.set_status(status)
+        del self.requests[request.request_id]
+
+    def _finish_early(self, request: Request, status: RequestStatus, error: str = "") -> None:
+        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error)
+        self._set_finish(output, request, status)
+        request.set_status(status)
+        self._early_outputs.append(output)
+
+    def _refusal(self, request: Request, priority: int) -> str:
+        """Why a request can never run; empty if it can."""
+        if priority:
+            return "priority is not supported yet"
+        if not request.num_prompt_tokens:
+            return "prompt is empty"
+        if request.num_prompt_tokens >= self.max_model_len:
+            return (
+                f"prompt has {request.num_prompt_tokens} tokens; "
+                f"with at least one of output the context holds {self.max_model_len}"
+            )
+        # The last token's KV is never computed.
+        if not self.kv.can_ever_hold(request.max_num_tokens - 1):
+            num_slots = self.kv.pool.num_blocks * self.kv.block_size
+            return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {num_slots}"
+        return ""
+
+
+def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
+    if config.max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
+            "a step could not serve every running request"
+        )
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
+            f"must reach max_model_len ({max_model_len})"
+        )

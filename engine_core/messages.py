@@ -108,6 +108,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     utility_output: UtilityOutput | None = None
+    num_requests_added: int = 0
+    """ADDs that the core had taken in: which of the client's requests the statistics cover."""
 
 
 class CoreHello(msgspec.Struct, tag="HELLO"):

@@ -20,8 +20,6 @@ from .models.registry import load_model
 _CPU = torch.device("cpu")
 _SHARE = 0.5
 """Of the memory that is left: the operating system's page cache and the other services need the rest."""
-_MOST = 4 << 30
-"""Bytes: more is an operator's decision (``memory_bytes``)."""
 
 
 class CPUWorker:
@@ -51,14 +49,9 @@ class CPUWorker:
         )
 
     def determine_available_memory(self) -> int:
-        """Bytes for the KV pool: half of what is left of this host (or control group) beside weights and a step's
-        largest activations, shared among its engines, and at most 4 GiB unless the configuration names a size."""
-        cache = self._config.cache
-        if cache.memory_bytes is not None:
-            return cache.memory_bytes
-        available = available_memory()
+        """Half of what this host (or control group) has left beside the weights and a step's largest activations."""
         activations = peak_of(self._profile)
-        return min(_MOST, int(_SHARE * max(0, available - activations) / cache.engines_on_host))
+        return int(_SHARE * max(0, available_memory() - activations))
 
     def _profile(self) -> None:
         """A step that fills the token budget and in which as many requests as possible draw a token."""

@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import pytest
+import torch
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.memory import available_memory
+
+from tokenloom import demo_model
+
+DEMO_MODEL = Path(demo_model.__file__).parent
+
+GREEDY = SamplingParams(max_tokens=4, seed=1, temperature=0.0)
+
+
+def make_worker(max_model_len=None, scheduler=None, **worker):
+    return CPUWorker(
+        EngineConfig(
+            worker=WorkerConfig(model=str(DEMO_MODEL), **worker),
+            cache=CacheConfig(block_size=16),
+            scheduler=scheduler or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
+            max_model_len=max_model_len,
+        )
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_loads_profiles_and_computes(dtype, itemsize):
+    worker = make_worker(dtype=dtype, num_threads=1)
+    info = worker.load_model()
+    assert info.numerics.split("/")[:3] == ["cpu", dtype, "torch"]
+    assert info.kv_bytes_per_token % itemsize == 0
+    assert 0 < worker.determine_available_memory() <= available_memory()
+    worker.initialize_kv_cache(8)
+    prompt = [5, 6, 7]
+    new = NewRequestData("a", prompt, [], GREEDY, [2], 0)
+    output = worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    assert output.req_ids == ["a"]
+    assert 0 <= output.sampled_token_ids[0][0] < info.vocab_size
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_dtype_auto_is_the_checkpoints():
+    info = make_worker(dtype="auto").load_model()
+    assert info.kv_layout.split("/")[1] == "bf16"
+
+
+@pytest.mark.parametrize(("setting", "value"), [("dtype", "float8"), ("attention_backend", "psychic")])
+def test_a_wrong_setting_is_named(setting, value):
+    with pytest.raises(ValueError, match=setting):
+        make_worker(**{setting: value}).load_model()
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "seqs", "tokens", "expected"),
+    [
+        (None, 4, 128, [125, 1, 1, 1]),
+        (100, 4, 128, [100, 26, 1, 1]),
+        (10, 4, 128, [10, 10, 10, 10]),
+        (None, 8, 3, [1, 1, 1]),
+        (None, 1, 64, [64]),
+    ],
+)
+def test_the_profiled_step_fills_the_budget_with_as_many_draws_as_fit(max_model_len, seqs, tokens, expected):
+    scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    worker = make_worker(max_model_len, scheduler)
+    worker.load_model()
+    profiled = []
+    worker._make_runner = lambda num_blocks: RunnerThatNotes(num_blocks, profiled)
+    worker.determine_available_memory()
+    assert profiled == [(sum(-(-length // 16) for length in expected), expected)]
+
+
+class RunnerThatNotes:
+    def __init__(self, num_blocks, notes):
+        self._num_blocks, self._notes = num_blocks, notes
+
+    def dummy_run(self, query_lens, block_size):
+        self._notes.append((self._num_blocks, query_lens))

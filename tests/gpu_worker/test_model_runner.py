@@ -1,0 +1,130 @@
+"""The runner over a real small model: however the work is cut, the same tokens come out."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.attention.registry import make_attention_backend
+from tokenloom.gpu_worker.input_batch import InputBatch
+from tokenloom.gpu_worker.model_runner import ModelRunner
+from tokenloom.gpu_worker.models.registry import load_model
+
+from tokenloom import demo_model
+
+DEMO_MODEL = Path(demo_model.__file__).parent
+
+PROMPTS = {"a": [7, 300, 12, 45, 99, 8, 1022, 5, 64, 31, 77], "b": [400, 2], "c": list(range(50, 90))}
+PARAMS = {
+    "a": SamplingParams(max_tokens=8, seed=1, temperature=0.0),
+    "b": SamplingParams(max_tokens=8, seed=2, temperature=1.0, top_p=0.9),
+    "c": SamplingParams(max_tokens=8, seed=3, temperature=0.7, top_k=20, frequency_penalty=0.5),
+}
+BLOCKS = {"a": [3, 1], "b": [6], "c": [5, 0, 7, 4]}
+
+
+class CountingModel:
+    """A model that remembers how many rows of logits were asked of it."""
+
+    def __init__(self, model):
+        self.config, self.forward, self._model, self.logits_rows = model.config, model.forward, model, []
+
+    def compute_logits(self, hidden):
+        self.logits_rows.append(len(hidden))
+        return self._model.compute_logits(hidden)
+
+
+@pytest.fixture(scope="module")
+def model():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield load_model(DEMO_MODEL, "float32")
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def runner(model):
+    counting = CountingModel(model)
+    backend = make_attention_backend("torch", model.config, 16, torch.device("cpu"))
+    runner = ModelRunner(counting, backend, InputBatch(4, 256, 16), num_blocks=8)
+    runner.counting = counting
+    return runner
+
+
+def new(req_id, output=()):
+    return NewRequestData(req_id, PROMPTS[req_id], list(output), PARAMS[req_id], BLOCKS[req_id], 0)
+
+
+def run(runner, scheduled, news=(), computed=None, resumed=None, preempted=(), finished=()):
+    known = computed or {}
+    cached = CachedRequestData(
+        list(known), [BLOCKS[r] if r in (resumed or {}) else [] for r in known], list(known.values()), resumed or {}
+    )
+    output = runner.execute(
+        SchedulerOutput(list(news), cached, scheduled, sum(scheduled.values()), list(finished), list(preempted))
+    )
+    return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
+
+
+def generate(runner, req_id, count):
+    """Alone, the prompt in one piece."""
+    length = len(PROMPTS[req_id])
+    tokens = run(runner, {req_id: length}, news=[new(req_id)])[req_id]
+    for position in range(length, length + count - 1):
+        tokens += run(runner, {req_id: 1}, computed={req_id: position})[req_id]
+    run(runner, {}, finished=[req_id])
+    return tokens
+
+
+def test_a_batch_computes_what_each_computes_alone(runner):
+    alone = {req_id: generate(runner, req_id, 6) for req_id in PROMPTS}
+    together = run(runner, {r: len(p) for r, p in PROMPTS.items()}, news=map(new, PROMPTS))
+    for step in range(5):
+        drawn = run(runner, dict.fromkeys(PROMPTS, 1), computed={r: len(p) + step for r, p in PROMPTS.items()})
+        for req_id, tokens in drawn.items():
+            together[req_id] += tokens
+    assert together == alone
+
+
+def test_chunks_give_the_same_token_and_nothing_before_it(runner):
+    (expected,) = generate(runner, "c", 1)
+    assert run(runner, {"c": 17}, news=[new("c")]) == {"c": []}
+    assert run(runner, {"c": 20}, computed={"c": 17}) == {"c": []}
+    assert run(runner, {"c": 3}, computed={"c": 37}) == {"c": [expected]}
+
+
+def test_resumed_after_preemption(runner):
+    expected = generate(runner, "c", 6)
+    tokens = run(runner, {"c": 40}, news=[new("c")])["c"]
+    tokens += run(runner, {"c": 1}, computed={"c": 40})["c"]
+    run(runner, {"b": 2}, news=[new("b")], preempted=["c"])
+    resumed = {"c": PROMPTS["c"] + tokens}
+    tokens += run(runner, {"c": 42}, computed={"c": 0}, resumed=resumed)["c"]
+    for position in range(42, 45):
+        tokens += run(runner, {"c": 1}, computed={"c": position})["c"]
+    assert tokens == expected
+
+
+def test_accepted_tokens_continue_the_same_output(runner):
+    expected = generate(runner, "c", 6)
+    assert run(runner, {"c": 43}, news=[new("c", output=expected[:3])])["c"] == [expected[3]]
+
+
+def test_logits_only_for_rows_that_draw(runner):
+    run(runner, {"a": 11, "b": 2, "c": 30}, news=map(new, PROMPTS))
+    run(runner, {"c": 5}, computed={"c": 30})
+    run(runner, {"c": 5, "a": 1}, computed={"c": 35, "a": 11})
+    assert runner.counting.logits_rows == [2, 2]
+
+
+def test_a_step_without_work_only_forgets(runner):
+    run(runner, {"b": 2}, news=[new("b")])
+    assert run(runner, {}, finished=["b"]) == {}
+    assert run(runner, {"b": 2}, news=[new("b")])["b"]
+
+
+@pytest.mark.parametrize("lengths", [[1], [20, 1, 1], [33, 16]])
+def test_a_dummy_run_fits_its_blocks(runner, lengths):
+    runner.dummy_run(lengths, block_size=16)
+    assert runner.counting.logits_rows == [len(lengths)]

@@ -1,1 +1,1 @@
-"""What every service shares: lifecycle, channels, errors, settings, validation. Nothing here knows one service from another."""
+"""What every service shares: lifecycle, channels, errors, settings, validation. It knows no service by name."""

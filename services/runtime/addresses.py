@@ -39,12 +39,12 @@ def parse(text: str, *, field: str = "address") -> Address:
         path = text.removeprefix("unix:")
         path = path[2:] if path.startswith("///") else path
         if not path or len(path.encode()) > MAX_UNIX_PATH:
-            raise InvalidArgument(f"{field}: a unix socket's path has 1 to {MAX_UNIX_PATH} bytes, not {text!r}", field)
+            raise InvalidArgument(f"a unix socket's path has 1 to {MAX_UNIX_PATH} bytes, not {text!r}", field)
         return Address(path=path)
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgument(f"{field}: expected host:port or unix:/path, not {text!r}", field)
+        raise InvalidArgument(f"expected an address, host:port or unix:/path, not {text!r}", field)
     return Address(host=host, port=int(port))
 
 

@@ -15,8 +15,8 @@
     ├── DeadlineExceeded       504
     └── Internal               500  our own bug; its cause is in the log only
 
-Messages reach clients: no path, address or traceback. Inside the mesh an error travels as ``types_pb2.Error`` (in a shared stream)
-or as a gRPC status with google.rpc details.
+Messages reach clients: no path, address or traceback. Inside the mesh an error travels as ``types_pb2.Error`` (in a
+shared stream) or as a gRPC status with google.rpc details.
 """
 
 import logging
@@ -32,7 +32,7 @@ from tokenloom.v1 import types_pb2
 log = logging.getLogger(__name__)
 
 DOMAIN = "tokenloom"
-"""``ErrorInfo.domain`` of our own errors: a status without it comes from the transport and its text is not for clients."""
+"""``ErrorInfo.domain`` of our own errors: other statuses are the transport's, whose text is not for clients."""
 
 _STATUS_DETAILS = "grpc-status-details-bin"
 
@@ -197,11 +197,13 @@ _TRANSPORT_MESSAGES = {
 
 
 def of_exception(error: BaseException) -> TokenloomError:
-    """The error a caller may see: ours as it is, a failed call translated, anything else logged and made ``Internal``."""
+    """The error a caller may see: ours as it is, a failed call translated, all else logged and made ``Internal``."""
     if isinstance(error, TokenloomError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc(error)
+    if isinstance(error, NotImplementedError):  # what generated servicers raise
+        return Unimplemented("this version does not implement the call")
     log.error("unexpected error", exc_info=error)
     return Internal()
 
@@ -236,7 +238,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     return status
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> NoReturn:
+async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BaseException) -> NoReturn:
     """Ends the call with the error's status and details. Never returns."""
     error = of_exception(error)
     details = ((_STATUS_DETAILS, to_status(error).SerializeToString()),)
@@ -245,7 +247,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
 
 
 def from_rpc(error: grpc.aio.AioRpcError) -> TokenloomError:
-    """What a failed call means to our caller. A status that none of our services made keeps its code but not its text."""
+    """What a failed call means to our caller. A status that is not our own keeps its code but not its text."""
     status = _attached_status(error)
     reason, field, retry_after, ours = "", None, None, False
     for detail in status.details if status is not None else ():

@@ -6,8 +6,8 @@ from typing import Any
 
 
 class Tasks:
-    """Owns tasks until :meth:`close`. Unlike ``asyncio.TaskGroup`` it is not bound to one ``async with`` block, and a failure is
-    reported to ``on_failure`` rather than cancelling the code that happens to wait."""
+    """Owns tasks until :meth:`close`. Unlike ``asyncio.TaskGroup`` it is not bound to one ``async with`` block, and a
+    failure is reported to ``on_failure`` rather than cancelling the code that happens to wait."""
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         self._on_failure = on_failure

@@ -1,0 +1,81 @@
+"""The servicer's edge: what a handler raises becomes a gRPC status, and nothing else leaves."""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+
+from . import errors
+
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class Edge(grpc.aio.ServerInterceptor):
+    """Ends calls whose handler raised with the error's status; while ``is_ready`` is false, answers UNAVAILABLE for
+    services that are not there yet. Handlers just raise ``TokenloomError``."""
+
+    def __init__(self, is_ready: Callable[[], bool]) -> None:
+        self._is_ready = is_ready
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        handler = await continuation(handler_call_details)
+        if handler is not None:
+            return _guarded(handler)
+        if not self._is_ready():
+            return grpc.stream_stream_rpc_method_handler(_starting)
+        return None  # gRPC's own UNIMPLEMENTED
+
+
+async def _starting(_: object, context: _Context) -> None:
+    await errors.abort(context, errors.Unavailable("this part is still starting"))
+
+
+def _guarded(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
+    wrap = _guarded_stream if handler.response_streaming else _guarded_unary
+    if handler.request_streaming and handler.response_streaming:
+        make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
+    elif handler.request_streaming:
+        make, behaviour = grpc.stream_unary_rpc_method_handler, handler.stream_unary
+    elif handler.response_streaming:
+        make, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
+    else:
+        make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+    return make(wrap(behaviour), handler.request_deserializer, handler.response_serializer)
+
+
+def _guarded_unary(behaviour: Any) -> Any:
+    async def call(request: object, context: _Context) -> object:
+        try:
+            return await behaviour(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await errors.abort(context, error)
+
+    return call
+
+
+def _guarded_stream(behaviour: Any) -> Any:
+    if not inspect.isasyncgenfunction(behaviour):
+        return _guarded_unary(behaviour)  # writes to the context itself
+
+    async def call(request: object, context: _Context) -> AsyncIterator[object]:
+        responses = behaviour(request, context)
+        try:
+            async for response in responses:
+                yield response
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await errors.abort(context, error)
+        finally:
+            await responses.aclose()
+
+    return call

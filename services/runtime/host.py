@@ -1,0 +1,174 @@
+"""What a running service stands on: the gRPC server, health, metrics, background tasks and the state file."""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import grpc.aio
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from . import addresses, metrics
+from .channels import MAX_MESSAGE_BYTES
+from .edge import Edge
+from .errors import Unavailable
+from .health import Health
+from .settings import ServiceSettings
+from .tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.ping_timeout_ms", 1500),
+    # Without it our clients' pings end in GOAWAY too_many_pings, which kills every call.
+    ("grpc.http2.min_ping_interval_without_data_ms", 300),
+]
+
+
+class Host:
+    """Given to a service at its start.
+
+    Attributes:
+        settings: The service's.
+        epoch: Random 64-bit incarnation of this process.
+        server: Takes servicers, also while it already runs.
+        address: Where the server listens: ``host:port`` or ``unix:/path``.
+        metrics_address: ``host:port`` of /metrics; empty when off.
+        metrics: The registry behind it.
+        health: grpc.health.v1.
+    """
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self.settings = settings
+        self.epoch = secrets.randbits(64) or 1  # zero means "any" in a Hello
+        self.metrics = metrics.new_registry()
+        self.health = Health()
+        self.address = ""
+        self.metrics_address = ""
+        self._ready = False
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Edge(lambda: self._ready)])
+        self._names = _Names(self._grpc)
+        self._metrics_server: metrics.MetricsServer | None = None
+        self._tasks = Tasks(self.failed)
+        self._failure: BaseException | None = None
+        self._failure_seen = False
+        self._failed = asyncio.Event()
+        self._state: dict[str, object] = {}
+
+    @property
+    def server(self) -> grpc.aio.Server:
+        return cast(grpc.aio.Server, self._names)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> "asyncio.Task[Any]":
+        """Starts a task that lives at most as long as the host; when it fails, the process does."""
+        return self._tasks.spawn(coro, name=name)
+
+    def failed(self, error: BaseException) -> None:
+        """Reports what the service cannot go on without: it ends, the process with status 1."""
+        if self._failure is None:
+            log.error("failed: %s", error, exc_info=error)
+            self._failure = error
+            self._failed.set()
+
+    async def wait_failed(self) -> BaseException:
+        """Returns the first failure when there is one."""
+        await self._failed.wait()
+        assert self._failure is not None
+        self._failure_seen = True
+        return self._failure
+
+    def raise_unseen_failure(self) -> None:
+        if self._failure is not None and not self._failure_seen:
+            raise self._failure
+
+    def publish(self, **fields: object) -> None:
+        """Adds fields to the state file (an HTTP address, a role), and writes it."""
+        self._state |= fields
+        if (path := self.settings.state_file) is not None:
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            draft.write_text(json.dumps(self._state))
+            draft.replace(path)
+
+    async def open(self) -> None:
+        """Binds and serves health, NOT_SERVING."""
+        await self.health.start(self.server)
+        self.address = self._bind()
+        await self._grpc.start()
+        if self.settings.metrics_listen:
+            self._metrics_server = self._bind_metrics()
+            self.metrics_address = self._metrics_server.address
+        self.publish(
+            service=self.settings.service,
+            instance_id=self.settings.instance_id,
+            pid=os.getpid(),
+            epoch=self.epoch,
+            address=self.address,
+            metrics=self.metrics_address,
+            health=self.address,
+        )
+
+    async def ready(self) -> None:
+        """SERVING, under the names of all servicers that were added; reflection knows them too."""
+        self._ready = True
+        names = list(self._names.names)
+        reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, self.server)
+        self.health.add_names(names)
+        await self.health.set_serving(not self.has_failed)
+
+    async def close(self, grace: float) -> None:
+        """Ends calls after ``grace`` seconds, then tasks, metrics and the state file."""
+        await self._grpc.stop(grace)
+        await self._tasks.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server.close)
+        if self.settings.state_file is not None:
+            self.settings.state_file.unlink(missing_ok=True)
+
+    def _bind(self) -> str:
+        address = addresses.parse(self.settings.listen, field="listen")
+        addresses.check_closed(address, insecure=self.settings.insecure)
+        try:
+            port = self._grpc.add_insecure_port(str(address))
+        except RuntimeError:
+            raise Unavailable(f"listen: cannot bind {address}; is it taken, or its folder missing?") from None
+        return str(address) if address.path else str(addresses.Address(host=address.host, port=port))
+
+    def _bind_metrics(self) -> metrics.MetricsServer:
+        address = addresses.parse(self.settings.metrics_listen, field="metrics_listen")
+        addresses.check_closed(address, insecure=self.settings.insecure, field="metrics_listen")
+        try:
+            return metrics.MetricsServer(self.metrics, address)
+        except OSError as error:
+            raise Unavailable(f"metrics_listen: cannot bind {address}: {error.strerror}") from None
+
+
+class _Names:
+    """Passes servicers on to a server and notes their names, which health and reflection tell."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+        self.names: list[str] = []
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        for handler in handlers:
+            if isinstance(handler, grpc.ServiceRpcHandler) and (name := handler.service_name()):
+                self.names.append(name)
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service_name: str, handlers: dict[str, Any]) -> None:
+        """Does nothing: gRPC refuses this faster registration once a server runs, and the generic one is enough."""

@@ -1,0 +1,71 @@
+"""Log lines for people or as JSON, one event a line whatever a client sends: control characters are escaped."""
+
+import json
+import logging
+import sys
+import time
+from collections.abc import MutableMapping
+from typing import Any, Literal
+
+
+def setup(service: str, instance_id: str, *, level: str = "info", style: Literal["human", "json"] = "human") -> None:
+    """Sends all logging of this process to stderr. Called once, by ``main``."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(service, instance_id) if style == "json" else HumanFormatter(instance_id))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class RequestLog(logging.LoggerAdapter[logging.Logger]):
+    """Adds ``request_id`` to each line: ``RequestLog(log, request_id).info("placed on %s", engine)``."""
+
+    def __init__(self, logger: logging.Logger, request_id: str) -> None:
+        super().__init__(logger, {"request_id": request_id})
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), **(self.extra or {})}
+        return msg, kwargs
+
+
+class HumanFormatter(logging.Formatter):
+    """``12:00:00.123 INFO engine-0 services.engine [request] message``."""
+
+    def __init__(self, instance_id: str) -> None:
+        super().__init__()
+        self._instance_id = instance_id
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = f"{time.strftime('%H:%M:%S', time.localtime(record.created))}.{int(record.msecs):03d}"
+        name = record.name.removeprefix("tokenloom.")
+        request = f" [{request_id}]" if (request_id := getattr(record, "request_id", "")) else ""
+        line = escape(f"{clock} {record.levelname} {self._instance_id} {name}{request} {record.getMessage()}")
+        if record.exc_info:
+            line += "\n" + "\n".join(map(escape, self.formatException(record.exc_info).split("\n")))
+        return line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (s since the epoch), level, service, instance, logger, message and more."""
+
+    def __init__(self, service: str, instance_id: str) -> None:
+        super().__init__()
+        self._common = {"service": service, "instance": instance_id}
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            **self._common,
+        }
+        fields |= {"logger": record.name, "message": record.getMessage()}
+        if request_id := getattr(record, "request_id", ""):
+            fields["request_id"] = request_id
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)  # escapes control characters and all that is not ASCII
+
+
+def escape(text: str) -> str:
+    """Control characters and line separators as escapes: what a client sends can forge no line, move no cursor."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,139 @@
+"""One lifecycle for all services: bind, start, serve, drain, stop.
+
+A process answers health checks (NOT_SERVING) and knows its address before its service starts, is SERVING only when the
+service is ready, is NOT_SERVING while it drains, and dies at the second signal.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import uvloop
+
+from . import logs
+from .errors import TokenloomError
+from .host import Host
+from .settings import ServiceSettings
+
+log = logging.getLogger(__name__)
+
+_STOP_GRACE = 0.25
+"""Seconds left for calls after the drain: what is open then are the streams of peers, which never end by themselves."""
+
+
+class Service(Protocol):
+    """What each service implements; made from its settings."""
+
+    async def start(self, host: Host) -> None:
+        """Connects, loads, adds servicers to ``host.server``; returns when ready to serve."""
+
+    async def drain(self) -> None:
+        """Takes no new work and returns when the live work is done; cancelled when the drain timeout passes."""
+
+    async def stop(self) -> None:
+        """Releases everything. Idempotent; also called when ``start`` failed half-way."""
+
+
+@contextlib.asynccontextmanager
+async def running(service: Service, settings: ServiceSettings) -> AsyncIterator[Host]:
+    """The whole lifecycle in this event loop. The body runs while the service is SERVING; leaving it drains and stops.
+
+    A failure that nobody awaited (:meth:`Host.wait_failed`) is raised at the end.
+    """
+    host = Host(settings)
+    try:
+        await host.open()
+        await service.start(host)
+        await host.ready()
+        yield host
+        await _drain(service, host)
+    finally:
+        await host.health.set_serving(False)
+        try:
+            await service.stop()
+        finally:
+            await host.close(_STOP_GRACE)
+    host.raise_unseen_failure()
+
+
+async def _drain(service: Service, host: Host) -> None:
+    await host.health.set_serving(False)
+    if host.has_failed:
+        return  # what the live work needs is gone
+    try:
+        async with asyncio.timeout(host.settings.drain_timeout):
+            await service.drain()
+    except TimeoutError:
+        log.warning("work was still live after %g s of draining; it is dropped", host.settings.drain_timeout)
+
+
+class ServiceClass(Protocol):
+    """A service's constructor."""
+
+    def __call__(self, settings: ServiceSettings, /) -> Service: ...
+
+
+def main(service_class: "type[Service] | ServiceClass", settings_class: type[ServiceSettings], name: str) -> int:
+    """A whole process: reads settings, serves until a signal, returns the exit status."""
+    settings = settings_class.load()
+    logs.setup(name, settings.instance_id, level=settings.log_level, style=settings.log_format)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(service_class(settings), settings))  # type: ignore[call-arg]
+
+
+async def _serve(service: Service, settings: ServiceSettings) -> int:
+    stopping = asyncio.Event()
+    starting = _cancel_on(stopping)
+    _first_signal_stops(stopping)
+    try:
+        async with running(service, settings) as host:
+            starting.cancel()
+            log.info("serving on %s", host.address)
+            return await _until_stopped(host, stopping)
+    except asyncio.CancelledError:
+        if not stopping.is_set():
+            raise
+        return 0
+    except TokenloomError as error:
+        log.error("%s", error.message)
+        return 1
+    finally:
+        starting.cancel()
+
+
+async def _until_stopped(host: Host, stopping: asyncio.Event) -> int:
+    stop, failed = asyncio.create_task(stopping.wait()), asyncio.create_task(host.wait_failed())
+    try:
+        await asyncio.wait((stop, failed), return_when=asyncio.FIRST_COMPLETED)
+        return 1 if failed.done() else 0
+    finally:
+        stop.cancel()
+        failed.cancel()
+
+
+def _cancel_on(stopping: asyncio.Event) -> "asyncio.Task[None]":
+    """Until cancelled itself, turns a stop signal into cancelling the current task: there is nothing to drain yet."""
+    current = asyncio.current_task()
+    assert current is not None
+
+    async def wait() -> None:
+        await stopping.wait()
+        current.cancel()
+
+    return asyncio.create_task(wait())
+
+
+def _first_signal_stops(stopping: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # the second one kills, even when the event loop hangs
+        stopping.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)

@@ -1,0 +1,145 @@
+"""Settings of a service: flags > environment (``TOKENLOOM_…``) > ``--config`` file > default, read once at the edge."""
+
+import json
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
+
+from . import addresses
+from .errors import InvalidArgument
+
+
+def _split(value: object) -> object:
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, (list, tuple)):
+        return tuple(part.strip() for item in value for part in str(item).split(",") if part.strip())
+    return value
+
+
+CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+"""``a,b`` in a flag or variable (a flag may also be repeated), a list in a file."""
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told. A service sets ``service`` and adds fields, each described for ``--help``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TOKENLOOM_",
+        extra="forbid",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+        protected_namespaces=(),
+    )
+    service: ClassVar[str] = "service"
+    """Name of the service's module."""
+
+    config: Path | None = Field(None, description="File with settings: .toml, .json or .yaml.")
+    instance_id: str = Field("", description="Name of this instance; empty: the service's name and -0.")
+    listen: str = Field("127.0.0.1:0", description="Where gRPC is served: host:port or unix:/path.")
+    metrics_listen: str = Field("127.0.0.1:0", description="host:port of Prometheus /metrics; empty: off.")
+    state_file: Path | None = Field(None, description="JSON file to write once bound: name, pid and addresses.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe lines to log.")
+    log_format: Literal["human", "json"] = Field("human", description="Lines for people or for machines.")
+    drain_timeout: float = Field(30.0, ge=0, le=86400, description="Seconds that work may go on after a stop signal.")
+    insecure: bool = Field(False, description="Allow listening, unencrypted, where other machines can connect.")
+
+    @classmethod
+    def load(cls, argv: Sequence[str] | None = None) -> Self:
+        """Reads flags (of the process when ``argv`` is None), environment and file. A bad value prints one line and
+        exits with status 2; ``--help`` prints every flag and exits with 0."""
+        prog = f"python -m tokenloom.services.{cls.service}"
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        try:
+            return cls(_cli_parse_args=arguments, _cli_prog_name=prog)  # type: ignore[call-arg]
+        except ValidationError as error:
+            reason = _first_line(error)
+        except (SettingsError, OSError, ValueError) as error:
+            reason = str(error).removeprefix("error parsing CLI: ")
+        sys.stderr.write(f"{prog}: error: {reason}\n")
+        raise SystemExit(2)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, _FileSource(settings_cls)  # flags come before all of them
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_name(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values if values.get("instance_id") else {**values, "instance_id": f"{cls.service}-0"}
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _check_address(cls, value: str, info: ValidationInfo) -> str:
+        if not value and info.field_name == "metrics_listen":
+            return value
+        return check_address(value)
+
+
+def check_address(value: str) -> str:
+    """For field validators: the address in its one spelling, or ``ValueError``."""
+    try:
+        return str(addresses.parse(value))
+    except InvalidArgument as error:
+        raise ValueError(error.message) from None
+
+
+class _FileSource(PydanticBaseSettingsSource):
+    """The file that a source above names as ``config``."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        raise NotImplementedError("the file is read whole")
+
+    def __call__(self) -> dict[str, Any]:
+        path = self.current_state.get("config")
+        return _read_file(Path(path)) if path else {}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    text = path.read_text()
+    if path.suffix == ".toml":
+        values: object = tomllib.loads(text)
+    elif path.suffix == ".json":
+        values = json.loads(text)
+    elif path.suffix in (".yaml", ".yml"):
+        values = _read_yaml(text)
+    else:
+        raise ValueError(f"--config: expected a .toml, .json or .yaml file, not {path.name!r}")
+    if not isinstance(values, dict):
+        raise ValueError(f"--config: {path.name} holds no table of settings")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _read_yaml(text: str) -> object:
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("--config: reading .yaml needs PyYAML; use .toml or .json") from None
+    return yaml.safe_load(text)
+
+
+def _first_line(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]).replace("_", "-") if first["loc"] else "settings"
+    if first["type"] == "extra_forbidden":
+        return f"--{name}: no such setting"
+    if first["type"] == "missing":
+        return f"--{name}: is required"
+    return f"--{name}: {first['msg'].removeprefix('Value error, ')} (got {first['input']!r:.80})"

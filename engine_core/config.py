@@ -7,7 +7,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """What the worker loads and how it computes."""
 
     model: str
-    """A local checkpoint directory. The hash worker reads only its vocabulary size and context length, and needs none."""
+    """A local checkpoint directory. The hash worker needs none; of one it reads vocabulary size and context length."""
     worker: str = "cpu"
     """``cpu`` (gpu_worker on the CPU) or ``hash`` (no model: the next token is a hash of the prefix)."""
     dtype: str = "auto"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from .config import EngineConfig
 from .kv_cache_config import size_kv_cache
-from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest
+from .messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .worker import Executor
@@ -47,12 +47,13 @@ class EngineCore:
 
     def step(self) -> EngineCoreOutputs:
         """Schedule, execute, update."""
+        outputs: list[EngineCoreOutput] = []
         scheduled = self.scheduler.schedule()
-        outputs = self.scheduler.take_early_outputs()
         if scheduled.total_num_scheduled_tokens:
             result = self._execute(scheduled)
-            outputs += self.scheduler.update_from_output(scheduled, result)
+            outputs = self.scheduler.update_from_output(scheduled, result)
             self.num_steps += 1
+        outputs += self.scheduler.take_early_outputs()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
     def reset_prefix_cache(self) -> bool:

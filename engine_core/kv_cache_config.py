@@ -7,9 +7,6 @@ import msgspec
 from .config import EngineConfig
 from .worker import ModelInfo
 
-MAX_DEFAULT_BYTES = 4 << 30
-"""No pool takes more unless it is told to: an engine on a laptop or a shared host is one process among many."""
-
 
 class KVCacheConfig(msgspec.Struct, frozen=True):
     """The size of the paged KV cache, settled once at start-up."""
@@ -46,7 +43,6 @@ def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, avai
     block_bytes = cache.block_size * model.kv_bytes_per_token
     if cache.memory_bytes is not None:
         return cache.memory_bytes // block_bytes
-    num_bytes = min(available_memory() // cache.engines_on_host, MAX_DEFAULT_BYTES)
     # More than this could never be in use.
-    blocks_per_request = -(-max_model_len // cache.block_size)
-    return min(num_bytes // block_bytes, config.scheduler.max_num_seqs * blocks_per_request)
+    num_useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+    return min(available_memory() // block_bytes, num_useful)

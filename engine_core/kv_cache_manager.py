@@ -30,13 +30,15 @@ class KVCacheManager:
         Never all of its tokens: the last one must be computed, for its logits are the next token.
         """
         hits: list[int] = []
-        if self.enable_prefix_caching:
-            for index in range((request.num_tokens - 1) // self.block_size):
-                block_id = self.pool.find(self._block_hash(request, index))
-                if block_id is None:
-                    break
-                hits.append(block_id)
+        while (block_id := self.find_cached_block(request, len(hits))) is not None:
+            hits.append(block_id)
         return hits
+
+    def find_cached_block(self, request: Request, index: int) -> int | None:
+        """The block that holds the tokens of a waiting request's block ``index``; those before it were found."""
+        if not self.enable_prefix_caching or index >= (request.num_tokens - 1) // self.block_size:
+            return None
+        return self.pool.find(self._block_hash(request, index))
 
     def can_admit(self, request: Request, hits: list[int], num_spare: int) -> bool:
         """Whether all tokens of a waiting request fit beside ``num_spare`` blocks left to others.

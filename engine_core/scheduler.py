@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from .config import CacheConfig, SchedulerConfig
 from .kv_cache_config import KVCacheConfig
@@ -11,6 +12,14 @@ from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
+
+
+class _Blocked(NamedTuple):
+    """The head of the waiting queue when it did not fit."""
+
+    request: Request
+    num_free: int
+    num_hits: int
 
 
 class Scheduler:
@@ -41,6 +50,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         # Blocks that admission leaves to those already running, so that their next tokens do not preempt the newcomer.
         self._watermark = kv_cache.num_blocks // 100
+        self._blocked: _Blocked | None = None
         self._clock = clock
         self._stats = SchedulerStats()
         self._finished_req_ids: list[str] = []
@@ -96,6 +106,7 @@ class Scheduler:
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
         outputs: list[EngineCoreOutput] = []
+        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens)
         any_finished = False
         num_scheduled_tokens = scheduled.num_scheduled_tokens
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
@@ -180,8 +191,19 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         while self.waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            if not self._admit(self.waiting.peek(), plan):
+            request = self.waiting.peek()
+            if self._is_still_blocked(request) or not self._admit(request, plan):
                 break
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether nothing got better since the head of the queue did not fit, so that looking again is of no use."""
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.request is request
+            and self.kv.pool.num_free <= blocked.num_free
+            and self.kv.find_cached_block(request, blocked.num_hits) is None
+        )
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
         """Lets the head of the queue run if its tokens fit."""
@@ -190,7 +212,9 @@ class Scheduler:
         if num_left > plan.budget and not self.config.enable_chunked_prefill:
             return False
         if not self.kv.can_admit(request, hits, self._watermark if self.running else 0):
+            self._blocked = _Blocked(request, self.kv.pool.num_free, len(hits))
             return False
+        self._blocked = None
         self.waiting.remove(request)
         self.running.append(request)
         self.kv.admit(request, hits)

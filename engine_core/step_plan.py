@@ -8,6 +8,7 @@ class StepPlan:
     """Collects, in columns, what the worker must know, and keeps the token budget."""
 
     __slots__ = (
+        "_budget_at_start",
         "_computed",
         "_new",
         "_new_block_ids",
@@ -17,12 +18,11 @@ class StepPlan:
         "finished_req_ids",
         "num_scheduled_tokens",
         "preempted_req_ids",
-        "total",
     )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.total = budget
+        self._budget_at_start = budget
         self.num_scheduled_tokens: dict[str, int] = {}
         self.preempted_req_ids: list[str] = []
         self.finished_req_ids: list[str] = []
@@ -65,7 +65,7 @@ class StepPlan:
             scheduled_new_reqs=self._new,
             scheduled_cached_reqs=CachedRequestData(self._req_ids, self._new_block_ids, self._computed, self._resumed),
             num_scheduled_tokens=self.num_scheduled_tokens,
-            total_num_scheduled_tokens=self.total - self.budget,
+            total_num_scheduled_tokens=self._budget_at_start - self.budget,
             finished_req_ids=self.finished_req_ids,
             preempted_req_ids=self.preempted_req_ids,
         )

@@ -28,10 +28,7 @@ class Worker(Protocol):
         """Loads weights. Raises ``ValueError`` naming a configuration feature that is not supported."""
 
     def determine_available_memory(self) -> int:
-        """Bytes for all KV pools on this device together, after a profile run with the largest chunk and its logits.
-
-        On the CPU: half of what the machine (or its cgroup) has left. The core divides it among ``engines_on_host``.
-        """
+        """Bytes that this engine's KV pool may take, after a profile run with the largest chunk and its logits."""
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Allocates the pool; afterwards the worker is warm."""

@@ -1,0 +1,266 @@
+"""Clients of an engine core for an event loop: over ZMQ, or with the core on a thread of the same process."""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from .client import utility_result
+from .config import EngineConfig
+from .core import EngineCore
+from .core_calls import CoreCalls, UtilityCall
+from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE
+from .core_launch import CORE_COMMAND, CoreProcess
+from .errors import EngineDeadError, EngineStartError
+from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
+from .serialization import Decoder, encode, to_raw
+from .worker import Executor
+
+T = TypeVar("T")
+
+
+class AsyncClient(Protocol):
+    """What the engine service's front needs of a core.
+
+    One task reads :meth:`get_output` for ever; utility calls are answered while it does.
+    """
+
+    async def start(self) -> CoreReady:
+        """Brings the core up. Raises ``EngineStartError``."""
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        """Hands a request over; a refusal comes as its output. Raises ``EngineDeadError``."""
+
+    async def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Ends requests without an output; unknown ones are ignored. Raises ``EngineDeadError``."""
+
+    async def get_output(self) -> EngineCoreOutputs:
+        """What one step produced; waits for it. Raises ``EngineDeadError``."""
+
+    async def call_utility(self, method: str, *args: object) -> object:
+        """Calls one of the core's utilities. Raises ``UtilityError`` when it fails, ``EngineDeadError``."""
+
+    async def close(self) -> None:
+        """Ends the core. Idempotent."""
+
+
+class PendingCalls:
+    """Utility calls that wait for their answers."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[object]] = {}  # as many as there are callers that wait
+
+    def new(self, method: str, args: Sequence[object]) -> tuple[UtilityCall, "asyncio.Future[object]"]:
+        call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
+        future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _: self._waiting.pop(call.call_id, None))
+        return call, future
+
+    def take(self, outputs: EngineCoreOutputs) -> bool:
+        """Whether ``outputs`` was an answer; then whoever waits for it has it."""
+        if (answer := outputs.utility_output) is None:
+            return False
+        future = self._waiting.get(answer.call_id)
+        if future is not None and not future.done():
+            try:
+                future.set_result(utility_result(answer))
+            except Exception as error:
+                future.set_exception(error)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(error)
+
+
+class AsyncMPClient:
+    """The core in a process of its own: a busy loop in this one would delay every stream."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] = CORE_COMMAND, *, grace: float = 5.0) -> None:
+        """``grace``: seconds that :meth:`close` leaves the core to finish its step before it is killed."""
+        self._config = config
+        self._grace = grace
+        self._process = CoreProcess(command)
+        self._context = zmq.asyncio.Context()
+        # Sockets keep ZMQ's own bound of 1000 messages: beyond, a send waits.
+        self._input = self._context.socket(zmq.PUSH)
+        self._output = self._context.socket(zmq.PULL)
+        self._input.bind(self._process.input_address)
+        self._output.bind(self._process.output_address)
+        self._decoder = Decoder(EngineCoreOutputs)
+        self._calls = PendingCalls()
+        self._dead: EngineDeadError | None = None
+        self._waits: set[asyncio.Future[Any]] = set()  # ZMQ operations that a dead core would never complete
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the core's process."""
+        return self._process.pid
+
+    async def start(self) -> CoreReady:
+        try:
+            ready = await asyncio.to_thread(self._process.start, self._config)
+        except BaseException:
+            self._process.kill()  # also ends the wait in the thread when it was us who were cancelled
+            raise
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(loop,), name="core-watch", daemon=True).start()
+        return ready
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        await self._send(RequestType.ADD, request)
+
+    async def abort_requests(self, request_ids: Sequence[str]) -> None:
+        await self._send(RequestType.ABORT, list(request_ids))
+
+    async def get_output(self) -> EngineCoreOutputs:
+        while True:
+            frames = await self._unless_dead(self._output.recv_multipart())
+            if frames[0] == ENGINE_CORE_DEAD:
+                self._fail(EngineDeadError("the engine core failed; its log says why"))
+                assert self._dead is not None
+                raise self._dead
+            outputs = self._decoder.decode(frames)
+            if not self._calls.take(outputs):
+                return outputs
+
+    async def call_utility(self, method: str, *args: object) -> object:
+        call, answer = self._calls.new(method, args)
+        await self._send(RequestType.UTILITY, call)
+        return await answer
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.to_thread(self._process.stop, self._grace)
+        self._fail(EngineDeadError("the client was closed"))
+        self._context.destroy(linger=0)
+
+    async def _send(self, kind: RequestType, message: object) -> None:
+        await self._unless_dead(self._input.send_multipart([kind.value, *encode(message)]))
+
+    async def _unless_dead(self, operation: Awaitable[T]) -> T:
+        """Awaits a ZMQ operation, which the death of the core would leave waiting for ever."""
+        future = asyncio.ensure_future(operation)
+        if future.done():
+            return future.result()
+        self._waits.add(future)
+        try:
+            if self._dead is not None:
+                future.cancel()
+            return await future
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._dead is None or (task is not None and task.cancelling()):
+                raise
+            raise self._dead from None
+        finally:
+            self._waits.discard(future)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        status = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(
+                self._fail, EngineDeadError(f"the engine core's process ended with status {status}")
+            )
+
+    def _fail(self, error: EngineDeadError) -> None:
+        self._dead = self._dead or error
+        self._calls.fail(self._dead)
+        for future in self._waits:
+            future.cancel()
+
+
+class AsyncInprocClient:
+    """The core on a thread of this process: for tests and for engines too small to deserve a process."""
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self._config = config
+        self._executor = executor
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="core")
+        # As many as a core's process takes in during one step.
+        self._inputs: asyncio.Queue[EngineCoreRequest | UtilityCall | list[str]] = asyncio.Queue(INPUT_QUEUE_SIZE)
+        self._answers: deque[EngineCoreOutputs] = deque()  # at most one for each input taken in since the last step
+        self._pending = PendingCalls()
+        self._core: EngineCore | None = None
+        self._calls: CoreCalls | None = None
+        self._dead: EngineDeadError | None = None
+
+    async def start(self) -> CoreReady:
+        loop = asyncio.get_running_loop()
+        try:
+            self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor)
+        except Exception as error:
+            raise EngineStartError(f"the engine core did not start: {error}") from error
+        self._calls = CoreCalls(self._core)
+        return self._core.ready
+
+    async def add_request(self, request: EngineCoreRequest) -> None:
+        await self._put(request)
+
+    async def abort_requests(self, request_ids: Sequence[str]) -> None:
+        await self._put(list(request_ids))
+
+    async def get_output(self) -> EngineCoreOutputs:
+        assert self._core is not None
+        assert self._calls is not None
+        while True:
+            if self._answers:
+                return self._answers.popleft()
+            if not self._core.has_work():
+                self._process(await self._inputs.get())
+            while not self._inputs.empty():
+                self._process(self._inputs.get_nowait())
+            if self._core.has_work() and not self._answers:
+                return await self._step(self._calls)
+
+    async def call_utility(self, method: str, *args: object) -> object:
+        call, answer = self._pending.new(method, args)
+        await self._put(call)
+        return await answer
+
+    async def close(self) -> None:
+        self._fail(EngineDeadError("the client was closed"))
+        await asyncio.to_thread(self._thread.shutdown)
+        if self._core is not None:
+            self._core.shutdown()
+
+    async def _put(self, message: EngineCoreRequest | UtilityCall | list[str]) -> None:
+        if self._dead is not None:
+            raise self._dead
+        await self._inputs.put(message)
+
+    async def _step(self, calls: CoreCalls) -> EngineCoreOutputs:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, calls.step)
+        except Exception as error:
+            self._fail(EngineDeadError("the engine core failed; its log says why"))
+            assert self._dead is not None
+            raise self._dead from error
+
+    def _process(self, message: EngineCoreRequest | UtilityCall | list[str]) -> None:
+        assert self._calls is not None
+        match message:
+            case EngineCoreRequest():
+                answer = self._calls.add(message)
+            case UtilityCall():
+                answer = self._calls.call(message)
+            case _:
+                answer = self._calls.abort(message)
+        if answer is not None and not self._pending.take(answer):
+            self._answers.append(answer)
+
+    def _fail(self, error: EngineDeadError) -> None:
+        self._dead = self._dead or error
+        self._pending.fail(self._dead)

@@ -1,0 +1,143 @@
+"""Clients of an engine core for code without an event loop: in process, or over ZMQ."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import zmq
+
+from .config import EngineConfig
+from .core import EngineCore
+from .core_calls import CoreCalls, UtilityCall
+from .core_io import ENGINE_CORE_DEAD
+from .core_launch import CORE_COMMAND, CoreProcess
+from .errors import EngineDeadError, UtilityError
+from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityOutput
+from .serialization import Decoder, encode, from_raw, to_raw
+from .worker import Executor
+
+_POLL_MS = 100
+"""How often a wait looks whether the core's process still lives."""
+
+
+class SyncClient(Protocol):
+    """What :class:`InprocClient` and :class:`SyncMPClient` have in common."""
+
+    ready: CoreReady
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Hands a request over; a refusal comes as its output."""
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Ends requests without an output; unknown ones are ignored."""
+
+    def get_output(self) -> EngineCoreOutputs:
+        """What one step produced. Only to be called while requests are unfinished. Raises ``EngineDeadError``."""
+
+    def call_utility(self, method: str, *args: object) -> object:
+        """Calls one of the core's utilities. Raises ``UtilityError`` when it fails."""
+
+    def close(self) -> None:
+        """Ends the core. Idempotent."""
+
+
+class InprocClient:
+    """The core in the caller's own process and thread: :meth:`get_output` is where it computes."""
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self._core = EngineCore(config, executor)
+        self._calls = CoreCalls(self._core)
+        self._refusals: deque[EngineCoreOutputs] = deque()  # one for each bad request not yet read
+        self.ready = self._core.ready
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if (refusal := self._calls.add(request)) is not None:
+            self._refusals.append(refusal)
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        self._calls.abort(list(request_ids))
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._refusals.popleft() if self._refusals else self._calls.step()
+
+    def call_utility(self, method: str, *args: object) -> object:
+        output = self._calls.call(UtilityCall(0, method, [to_raw(arg) for arg in args])).utility_output
+        assert output is not None
+        return utility_result(output)
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+
+class SyncMPClient:
+    """The core in a process of its own, so that detokenizing and stepping overlap."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] = CORE_COMMAND) -> None:
+        self._process = CoreProcess(command)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._output = self._context.socket(zmq.PULL)
+        self._input.bind(self._process.input_address)
+        self._output.bind(self._process.output_address)
+        self._decoder = Decoder(EngineCoreOutputs)
+        self._call_ids = itertools.count(1)
+        self._early: deque[EngineCoreOutputs] = deque()  # steps that ended while a utility call was awaited
+        try:
+            self.ready = self._process.start(config)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """Of the core's process."""
+        return self._process.pid
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(RequestType.ADD, request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self._send(RequestType.ABORT, list(request_ids))
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._early.popleft() if self._early else self._receive()
+
+    def call_utility(self, method: str, *args: object) -> object:
+        call_id = next(self._call_ids)
+        self._send(RequestType.UTILITY, UtilityCall(call_id, method, [to_raw(arg) for arg in args]))
+        while True:
+            outputs = self._receive()
+            if (answer := outputs.utility_output) is None:
+                self._early.append(outputs)
+            elif answer.call_id == call_id:
+                return utility_result(answer)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self._process.kill()  # an offline client has nobody left who could want an answer
+        self._process.stop(grace=0)
+
+    def _send(self, kind: RequestType, message: object) -> None:
+        while not self._input.poll(_POLL_MS, zmq.POLLOUT):
+            self._check_alive()
+        self._input.send_multipart([kind.value, *encode(message)])
+
+    def _receive(self) -> EngineCoreOutputs:
+        while not self._output.poll(_POLL_MS):
+            self._check_alive()
+        frames = self._output.recv_multipart()
+        if frames[0] == ENGINE_CORE_DEAD:
+            raise EngineDeadError("the engine core failed; its log says why")
+        return self._decoder.decode(frames)
+
+    def _check_alive(self) -> None:
+        if (status := self._process.exit_status()) is not None:
+            raise EngineDeadError(f"the engine core's process ended with status {status}")
+
+
+def utility_result(output: UtilityOutput) -> object:
+    """The value that a utility call returned. Raises ``UtilityError`` when it failed."""
+    if output.error:
+        raise UtilityError(output.error)
+    return from_raw(output.result)

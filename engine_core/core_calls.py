@@ -1,0 +1,72 @@
+"""What a client may ask of a core, every answer as data: the same in the core's process and in the client's own."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from .core import EngineCore
+from .messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
+from .serialization import call_with_raw, to_raw
+
+
+class UtilityCall(msgspec.Struct, array_like=True, gc=False):
+    """A call by name, of one of the few methods that the core offers."""
+
+    call_id: int
+    method: str
+    args: list[msgspec.Raw]
+
+
+class CoreCalls:
+    """Adds, aborts and utility calls of one core. Belongs to the thread that steps the core."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._num_requests_added = 0
+        self._accepting = True
+        self._utilities: dict[str, Callable[..., object]] = {"reset_prefix_cache": core.reset_prefix_cache}
+
+    def refuse_new(self) -> None:
+        """From now on requests are answered with an error."""
+        self._accepting = False
+
+    def add(self, request: EngineCoreRequest) -> EngineCoreOutputs | None:
+        """Gives the request to the core; what it refuses is answered at once."""
+        self._num_requests_added += 1
+        try:
+            if not self._accepting:
+                raise ValueError("the engine is shutting down")
+            self._core.add_request(request)
+            return None
+        except ValueError as error:
+            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error))
+            return self._stamp(EngineCoreOutputs(step=self._core.num_steps, outputs=[output]))
+
+    def abort(self, request_ids: list[str]) -> EngineCoreOutputs | None:
+        """Ends requests without an output, ignoring unknown ones. Returns the statistics if no step will bring them."""
+        self._core.abort_requests(request_ids)
+        if self._core.has_work():
+            return None
+        return self._stamp(EngineCoreOutputs(step=self._core.num_steps, scheduler_stats=self._core.scheduler.stats()))
+
+    def call(self, call: UtilityCall) -> EngineCoreOutputs:
+        """Answers a utility call; what goes wrong in it is part of the answer."""
+        return self._stamp(EngineCoreOutputs(step=self._core.num_steps, utility_output=self._call(call)))
+
+    def step(self) -> EngineCoreOutputs:
+        """One step of the core."""
+        return self._stamp(self._core.step())
+
+    def _stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """Marks how many requests the core knew of when it made ``outputs``."""
+        outputs.num_requests_added = self._num_requests_added
+        return outputs
+
+    def _call(self, call: UtilityCall) -> UtilityOutput:
+        function = self._utilities.get(call.method)
+        if function is None:
+            return UtilityOutput(call.call_id, error=f"no utility {call.method!r}; there are {sorted(self._utilities)}")
+        try:
+            return UtilityOutput(call.call_id, to_raw(call_with_raw(function, call.args)))
+        except (TypeError, ValueError, msgspec.MsgspecError) as error:
+            return UtilityOutput(call.call_id, error=f"{call.method}: {error}")

@@ -1,0 +1,96 @@
+"""The two I/O threads of a core's process: they decode and encode, so that the thread that steps does not."""
+
+import contextlib
+import queue
+import threading
+from typing import Final
+
+import zmq
+
+from .core_calls import UtilityCall
+from .messages import EngineCoreOutputs, EngineCoreRequest, RequestType
+from .serialization import Decoder, encode
+
+ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
+"""The only frame of the core's last message when it gives up."""
+
+INPUT_QUEUE_SIZE = 4096
+"""Messages: the core takes all of them before each step, so this many may come during one; then sends wait."""
+OUTPUT_QUEUE_SIZE = 64
+"""Steps: a client that reads no more stops the core rather than filling its memory."""
+LINGER_MS = 2000
+"""How long the last messages may take to leave."""
+
+
+InputMessage = EngineCoreRequest | UtilityCall | list[str] | None
+InputItem = tuple[RequestType, InputMessage]
+InputQueue = queue.Queue[InputItem]
+
+
+class InputThread:
+    """Socket → queues. Ends when its ZMQ context is terminated."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.input_queue: InputQueue = queue.Queue(INPUT_QUEUE_SIZE)
+        self._socket = context.socket(zmq.PULL)
+        self._socket.connect(address)
+        self._thread = threading.Thread(target=self._run, name="core-input", daemon=True)
+        self._requests = Decoder(EngineCoreRequest)
+        self._calls = Decoder(UtilityCall)
+        self._aborts: Decoder[list[str]] = Decoder(list[str])
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._socket:
+            while True:
+                try:
+                    kind, *body = self._socket.recv_multipart()
+                except zmq.ContextTerminated:
+                    return
+                self._receive(RequestType(kind), body)
+
+    def _receive(self, kind: RequestType, body: list[bytes]) -> None:
+        match kind:
+            case RequestType.ADD:
+                self.input_queue.put((kind, self._requests.decode(body)))
+            case RequestType.ABORT:
+                self.input_queue.put((kind, self._aborts.decode(body)))
+            case RequestType.UTILITY:
+                self.input_queue.put((kind, self._calls.decode(body)))
+            case _:
+                raise AssertionError(f"a client does not send {kind}")
+
+
+class OutputThread:
+    """Queue → socket. Ends after :meth:`close`."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._queue: queue.Queue[EngineCoreOutputs | bytes | None] = queue.Queue(OUTPUT_QUEUE_SIZE)
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.linger = LINGER_MS
+        self._socket.connect(address)
+        self._thread = threading.Thread(target=self._run, name="core-output", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: EngineCoreOutputs | bytes) -> None:
+        """Hands a message over; waits while the client is too far behind."""
+        self._queue.put(message)
+
+    def close(self) -> None:
+        """Sends what is queued and ends the thread, however little the client reads."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=LINGER_MS / 1000)
+            self._thread.join(LINGER_MS / 1000)
+
+    def _run(self) -> None:
+        with self._socket:
+            while (message := self._queue.get()) is not None:
+                frames = [message] if isinstance(message, bytes) else encode(message)
+                try:
+                    self._socket.send_multipart(frames)
+                except zmq.ContextTerminated:
+                    return

@@ -1,0 +1,104 @@
+"""Starting the core's process, whichever client wants it, and ending it."""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import zmq
+
+from .config import EngineConfig
+from .errors import EngineStartError
+from .messages import CoreFailed, CoreHello, CoreInit, CoreReady
+from .serialization import Decoder, encode
+
+CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core_main")
+"""Starts a core; ``--handshake ADDRESS`` is appended. A command, not a fork: a fork with a live gRPC runtime hangs."""
+
+_POLL_MS = 100
+"""How often a wait for the core looks whether its process still lives."""
+
+_CoreMessage = CoreHello | CoreReady | CoreFailed
+_decoder: Decoder[_CoreMessage] = Decoder(_CoreMessage)
+
+
+class CoreProcess:
+    """A core's process and the ipc addresses that join it to one client.
+
+    The process reads its standard input only to learn that its parent is gone, so it never outlives this one.
+    """
+
+    def __init__(self, command: Sequence[str] = CORE_COMMAND) -> None:
+        self._command = list(command)
+        # mkdtemp makes it 0700: nobody else can connect. A short path: a unix socket's may have 107 bytes.
+        self._directory = Path(tempfile.mkdtemp(prefix="tl-core-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        self.input_address = f"ipc://{self._directory}/input"
+        self.output_address = f"ipc://{self._directory}/output"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, once it was spawned."""
+        return self._process.pid if self._process else None
+
+    def start(self, config: EngineConfig) -> CoreReady:
+        """Spawns the process and leads it through HELLO → INIT → READY. Blocks while the model loads.
+
+        Raises ``EngineStartError`` with the core's own words, or with the exit status when it left none.
+        """
+        address = f"ipc://{self._directory}/handshake"
+        with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+            socket.linger = 0
+            socket.bind(address)
+            # A session of its own: the terminal's Ctrl-C is for the parent, which decides how the core ends.
+            self._process = subprocess.Popen(
+                [*self._command, "--handshake", address], stdin=subprocess.PIPE, start_new_session=True
+            )
+            hello = self._receive(socket)
+            assert isinstance(hello, CoreHello), hello
+            socket.send_multipart(encode(CoreInit(self.input_address, self.output_address, config)))
+            ready = self._receive(socket)
+            assert isinstance(ready, CoreReady), ready
+            return ready
+
+    def wait(self) -> int:
+        """Blocks until the process has ended; its exit status, negative for a signal."""
+        assert self._process is not None
+        return self._process.wait()
+
+    def exit_status(self) -> int | None:
+        """None while it runs or was never started."""
+        return self._process.poll() if self._process else None
+
+    def stop(self, grace: float) -> None:
+        """Asks the process to finish what it has and go; kills it after ``grace`` seconds. Idempotent."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(grace)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Ends the process now. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> CoreHello | CoreReady:
+        while not socket.poll(_POLL_MS):
+            if (status := self.exit_status()) is not None and not socket.poll(0):
+                raise EngineStartError(
+                    f"the engine core exited with status {status} while it started; its log says why"
+                )
+        message = _decoder.decode(socket.recv_multipart())
+        if isinstance(message, CoreFailed):
+            raise EngineStartError(f"the engine core did not start: {message.error}")
+        return message

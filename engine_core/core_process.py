@@ -1,0 +1,165 @@
+"""The engine core in a process of its own: the busy loop, between an input and an output thread.
+
+client ──PUSH──▶ input thread ──▶ input_queue ──▶ busy loop ──▶ output_queue ──▶ output thread ──PUSH──▶ client
+                        └───────▶ aborts_queue ──────┘ (read while a step's results come in)
+"""
+
+import enum
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from .config import EngineConfig
+from .core import EngineCore
+from .core_calls import CoreCalls, UtilityCall
+from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
+from .messages import CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
+from .serialization import Decoder, encode
+from .worker import Executor
+
+log = logging.getLogger(__name__)
+
+
+class ProcState(enum.Enum):
+    """The life of the busy loop."""
+
+    RUNNING = enum.auto()
+    REQUESTED = enum.auto()
+    """Asked to go: live requests finish, new ones are refused."""
+    SHUTTING_DOWN = enum.auto()
+    """Nothing is left to do."""
+
+
+class EngineCoreProc:
+    """Runs an :class:`EngineCore` for one client. :meth:`run` belongs to one thread, :meth:`request_shutdown` to any."""
+
+    def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
+        self._core = core
+        self._calls = CoreCalls(core)
+        self._input = InputThread(context, init.input_address)
+        self._output = OutputThread(context, init.output_address)
+        self.state = ProcState.RUNNING
+
+    def start(self) -> None:
+        """Starts the I/O threads: from here on the client is heard."""
+        self._input.start()
+        self._output.start()
+
+    def request_shutdown(self) -> None:
+        """Lets live requests finish, then :meth:`run` returns."""
+        if self.state is ProcState.RUNNING:
+            self.state = ProcState.REQUESTED
+            self._input.input_queue.put((RequestType.WAKEUP, None))
+
+    def run(self) -> None:
+        """Steps until a shutdown that was asked for. When the core fails the client is told, and the failure raised."""
+        try:
+            while self._process_inputs():
+                self._send(self._calls.step())
+        except BaseException:
+            self._output.send(ENGINE_CORE_DEAD)
+            raise
+        finally:
+            self._output.close()
+
+    def _process_inputs(self) -> bool:
+        """Takes in all that has arrived; with nothing to do, waits for something. False: shut down."""
+        inputs = self._input.input_queue
+        while not self._core.has_work():
+            if self.state is not ProcState.RUNNING:
+                self.state = ProcState.SHUTTING_DOWN
+                return False
+            self._process(inputs.get())
+        # No more than is there now: a client that never pauses must not keep the core from stepping.
+        for _ in range(inputs.qsize()):
+            self._process(inputs.get())
+        return True
+
+    def _process(self, item: InputItem) -> None:
+        kind, message = item
+        if kind is RequestType.ADD:
+            assert isinstance(message, EngineCoreRequest)
+            self._send(self._calls.add(message))
+        elif kind is RequestType.ABORT:
+            assert isinstance(message, list)
+            self._send(self._calls.abort(message))
+        elif kind is RequestType.UTILITY:
+            assert isinstance(message, UtilityCall)
+            self._send(self._calls.call(message))
+        else:
+            assert kind is RequestType.WAKEUP, kind
+            self._calls.refuse_new()
+
+    def _send(self, outputs: EngineCoreOutputs | None) -> None:
+        if outputs is not None:
+            self._output.send(outputs)
+
+
+def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfig], Executor]) -> int:
+    """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
+    guard = ProcessGuard()
+    guard.start()
+    with zmq.Context() as context:
+        with context.socket(zmq.PAIR) as socket:
+            socket.connect(handshake_address)
+            socket.send_multipart(encode(CoreHello(os.getpid())))
+            init = Decoder[CoreInit](CoreInit).decode(socket.recv_multipart())
+            try:
+                core = EngineCore(init.config, make_executor(init.config))
+            except Exception as error:
+                log.exception("the engine core cannot start")
+                socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
+                return 1
+            proc = EngineCoreProc(core, context, init)
+            guard.on_terminate = proc.request_shutdown
+            proc.start()
+            socket.send_multipart(encode(core.ready))
+        try:
+            proc.run()
+        except Exception:
+            log.exception("the engine core failed")
+            return 1
+        finally:
+            core.shutdown()
+    return 0
+
+
+class ProcessGuard:
+    """Signals and orphanhood of a core's process.
+
+    SIGTERM asks the busy loop to finish; SIGINT is the parent's business; and when standard input, a pipe from the parent, comes to
+    its end, the parent is gone and so is everyone who could want an answer.
+    """
+
+    def __init__(self) -> None:
+        self.on_terminate: Callable[[], None] = lambda: os._exit(0)
+
+    def start(self) -> None:
+        """To be called first, in the main thread: threads that are started later inherit the blocked signal."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.excepthook = _exit_on_thread_failure
+        threading.Thread(target=self._watch_terminate, name="core-signals", daemon=True).start()
+        threading.Thread(target=_watch_parent, name="core-parent", daemon=True).start()
+
+    def _watch_terminate(self) -> None:
+        while True:
+            signal.sigwait({signal.SIGTERM})
+            self.on_terminate()
+
+
+def _watch_parent() -> None:
+    while sys.stdin.buffer.raw.read(1):  # type: ignore[attr-defined]  # a pipe's buffer has a raw file
+        pass
+    os._exit(1)
+
+
+def _exit_on_thread_failure(arguments: threading.ExceptHookArgs) -> None:
+    """A core without one of its I/O threads would hang: better that its parent sees it die."""
+    log.critical("thread %s failed", arguments.thread, exc_info=arguments.exc_value)
+    os._exit(1)

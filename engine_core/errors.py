@@ -1,0 +1,13 @@
+"""What can go wrong between an engine core and its client."""
+
+
+class EngineStartError(RuntimeError):
+    """The core did not come up; the message says why and is meant for an operator, not for a client of the mesh."""
+
+
+class EngineDeadError(RuntimeError):
+    """The core is gone or gave up: nothing that was asked of it will be answered any more."""
+
+
+class UtilityError(RuntimeError):
+    """A utility call failed in the core; the core goes on."""

@@ -1,0 +1,58 @@
+"""The engine core's process: ``python -m tokenloom.services.engine.core_main --handshake ADDRESS``, started by a client of the core.
+
+Its configuration comes in the handshake; the flags only say where that is and how to log.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.core_process import run_engine_core
+from tokenloom.engine_core.worker import Executor
+
+from ..runtime import logs
+
+
+def make_executor(config: EngineConfig) -> Executor:
+    """The worker that ``config`` names. Raises ``ValueError`` for an unknown one."""
+    name = config.worker.worker
+    if name not in _WORKERS:
+        raise ValueError(f"worker: {name!r} is unknown; there are {', '.join(_WORKERS)}")
+    return _WORKERS[name](config)
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--handshake", required=True, help="ZMQ address of the client")
+    parser.add_argument("--instance-id", default="engine-0", help="name of the engine, for its log")
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="human", choices=("human", "json"))
+    arguments = parser.parse_args()
+    logs.setup("engine_core", f"{arguments.instance_id}/core", level=arguments.log_level, style=arguments.log_format)
+    status = run_engine_core(arguments.handshake, make_executor)
+    sys.stderr.flush()
+    # Threads that wait in C (for signals, for the parent) must not hold up the end.
+    os._exit(status)
+
+
+def _cpu_worker(config: EngineConfig) -> Executor:
+    # Imported here: the hash worker needs no torch, nor the seconds that importing it takes.
+    from tokenloom.gpu_worker.cpu_worker import CPUWorker
+
+    return CPUWorker(config)
+
+
+def _hash_worker(config: EngineConfig) -> Executor:
+    from tokenloom.engine_core.hash_worker import HashWorker
+
+    return HashWorker(config)
+
+
+_WORKERS: dict[str, Callable[[EngineConfig], Executor]] = {"cpu": _cpu_worker, "hash": _hash_worker}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

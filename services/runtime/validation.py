@@ -1,0 +1,144 @@
+"""The one validator: every entrance (HTTP, public gRPC, the engine's own stream, the offline API) checks requests here.
+
+Values are checked after narrowing to the wire's types, so that what is checked is what runs. Errors name the field in
+the public API's spelling.
+"""
+
+import math
+from collections.abc import Sequence
+
+from tokenloom.v1 import types_pb2
+
+from .errors import InvalidArgument
+from .narrowing import MIN_TEMPERATURE
+from .narrowing import narrow_sampling as narrow_sampling
+from .narrowing import narrow_token_ids as narrow_token_ids
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+DEFAULT_MAX_TOKENS = 16
+"""Of completions and the offline API, as in vLLM and OpenAI."""
+
+_LATER = ("min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words")
+_FLOATS = (
+    # field, default, lowest, highest, whether the lowest itself is allowed
+    ("temperature", 1.0, 0.0, math.inf, True),
+    ("top_p", 1.0, 0.0, 1.0, False),
+    ("min_p", 0.0, 0.0, 1.0, True),
+    ("presence_penalty", 0.0, -2.0, 2.0, True),
+    ("frequency_penalty", 0.0, -2.0, 2.0, True),
+    ("repetition_penalty", 1.0, 0.0, math.inf, False),
+)
+
+
+def check_generate(
+    token_ids: Sequence[int],
+    params: types_pb2.SamplingParams,
+    limits: types_pb2.ModelLimits,
+    *,
+    stop: Sequence[str] = (),
+    accepted_token_ids: Sequence[int] = (),
+) -> None:
+    """Checks a whole request for text: prompt, sampling parameters, stop strings, tokens of earlier attempts."""
+    check_sampling(params, limits)
+    check_stop(stop)
+    check_prompt(token_ids, params, limits)
+    if accepted_token_ids:
+        _check_token_ids(accepted_token_ids, limits, "accepted_token_ids")
+        if len(token_ids) + len(accepted_token_ids) > limits.max_model_len:
+            raise InvalidArgument(
+                f"prompt and accepted tokens have {len(token_ids) + len(accepted_token_ids)} tokens, "
+                f"the model's context {limits.max_model_len}",
+                "accepted_token_ids",
+            )
+
+
+def check_prompt(
+    token_ids: Sequence[int], params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, *, field: str = "prompt"
+) -> None:
+    """Checks that the prompt has tokens, all of them the model's, and that prompt and output fit the context."""
+    if not token_ids:
+        raise InvalidArgument(f"{field} is empty; at least one token is needed", field)
+    length = len(token_ids)
+    if length >= limits.max_model_len:
+        raise InvalidArgument(
+            f"{field} has {length} tokens; at most {limits.max_model_len - 1} leave room for an answer "
+            f"in the model's context of {limits.max_model_len}",
+            field,
+        )
+    _check_token_ids(token_ids, limits, field)
+    if params.HasField("max_tokens") and length + params.max_tokens > limits.max_model_len:
+        raise InvalidArgument(
+            f"max_tokens is {params.max_tokens}, but {field} has {length} tokens and the model's context is "
+            f"{limits.max_model_len}: at most {limits.max_model_len - length}",
+            "max_tokens",
+        )
+
+
+def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> None:
+    """Checks every sampling parameter; those of a later version are refused unless they are at their default."""
+    for name, default, low, high, low_allowed in _FLOATS:
+        _check_float(name, _get(params, name, default), low, high, low_allowed)
+    if 0 < _get(params, "temperature", 1.0) < MIN_TEMPERATURE:
+        raise InvalidArgument(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
+    if params.HasField("max_tokens") and not 1 <= params.max_tokens <= limits.max_model_len:
+        raise InvalidArgument(
+            f"max_tokens must be from 1 to the model's context of {limits.max_model_len}, not {params.max_tokens}",
+            "max_tokens",
+        )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+    if params.stop_token_ids:
+        _check_token_ids(params.stop_token_ids, limits, "stop_token_ids")
+    check_supported(params)
+
+
+def check_supported(params: types_pb2.SamplingParams) -> None:
+    """Refuses parameters that this version cannot fulfil: better than answering something else."""
+    for descriptor, _ in params.ListFields():
+        if descriptor.name in _LATER:
+            raise InvalidArgument(f"{descriptor.name} is not supported yet", descriptor.name)
+
+
+def check_stop(strings: Sequence[str]) -> None:
+    """Checks stop strings."""
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidArgument(f"stop may hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}", "stop")
+    for string in strings:
+        if not string:
+            raise InvalidArgument("stop must not hold an empty string", "stop")
+        if len(string) > MAX_STOP_STRING_CHARS:
+            raise InvalidArgument(f"a stop string may have at most {MAX_STOP_STRING_CHARS} characters", "stop")
+
+
+def fill_max_tokens(
+    params: types_pb2.SamplingParams, prompt_len: int, limits: types_pb2.ModelLimits, *, chat: bool
+) -> None:
+    """Sets ``max_tokens`` where the client did not: the rest of the context for chat, else 16 or what is left."""
+    if not params.HasField("max_tokens"):
+        rest = max(limits.max_model_len - prompt_len, 1)
+        params.max_tokens = rest if chat else min(DEFAULT_MAX_TOKENS, rest)
+
+
+def _get(params: types_pb2.SamplingParams, name: str, default: float) -> float:
+    if default and not params.HasField(name):  # what does not default to zero is optional on the wire
+        return default
+    value: float = getattr(params, name)
+    return value
+
+
+def _check_float(name: str, value: float, low: float, high: float, low_allowed: bool) -> None:
+    above = value >= low if low_allowed else value > low
+    if not (math.isfinite(value) and above and value <= high):  # NaN fails every comparison
+        start = f"of at least {low:g}" if low_allowed else f"above {low:g}"
+        end = "" if high == math.inf else f" and at most {high:g}"
+        raise InvalidArgument(f"{name} must be a number {start}{end}, not {value:g}", name)
+
+
+def _check_token_ids(token_ids: Sequence[int], limits: types_pb2.ModelLimits, field: str) -> None:
+    largest = max(token_ids)
+    if largest >= limits.vocab_size:
+        raise InvalidArgument(f"{field} holds token id {largest}; ids go from 0 to {limits.vocab_size - 1}", field)
+    if min(token_ids) < 0:
+        raise InvalidArgument(f"{field} holds a negative token id; ids go from 0 to {limits.vocab_size - 1}", field)

@@ -19,7 +19,6 @@ _HARMLESS_NAMES = """
     exponential_decay_length_penalty return_dict_in_generate tie_encoder_decoder n_ctx reorder_and_upcast_attn
     """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
-_OFF: tuple[Any, ...] = (None, False, [], {})
 
 
 class ConfigReader:
@@ -90,7 +89,7 @@ class ConfigReader:
     def refuse_rest(self) -> None:
         """Raises ``ValueError`` naming the entries that nobody took, unless they are harmless, private or off."""
         rest = self._values.keys() - self._taken - self._harmless
-        unknown = sorted(name for name in rest if not name.startswith("_") and self._values[name] not in _OFF)
+        unknown = sorted(name for name in rest if not name.startswith("_") and not _is_off(self._values[name]))
         if unknown:
             features = ", ".join(f"{name} = {_brief(self._values[name])}" for name in unknown)
             raise ValueError(f"{self._where}: not supported: {features}")
@@ -99,6 +98,10 @@ class ConfigReader:
         """The error for an entry with a wrong value."""
         found = _brief(self._values[name]) if name in self._values else "nothing"
         return ValueError(f"{self._where}: {name} {wanted}, found {found}")
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value == [] or value == {}
 
 
 def _brief(value: Any) -> str:

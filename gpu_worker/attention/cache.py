@@ -20,6 +20,7 @@ def kv_layout(config: ModelConfig) -> str:
 
 
 def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, offsets: Tensor) -> None:
-    """Stores [T, heads, size] keys and values at (block, offset) [T] each."""
-    kv_cache[0].index_put_((blocks[:, None], torch.arange(key.shape[1], device=key.device), offsets[:, None]), key)
-    kv_cache[1].index_put_((blocks[:, None], torch.arange(key.shape[1], device=key.device), offsets[:, None]), value)
+    """Stores [T, num_kv_heads, head_size] keys and values at block ``blocks`` [T], position ``offsets`` [T] in it."""
+    by_token = kv_cache.transpose(2, 3)
+    by_token[0][blocks, offsets] = key
+    by_token[1][blocks, offsets] = value

@@ -1,0 +1,33 @@
+"""The oracle itself, against one dense softmax."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+
+CONFIG: Any = SimpleNamespace(num_layers=1, num_kv_heads=2, head_size=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("num_queries", [1, 4, 10])
+def test_equals_dense_attention(num_queries: int, window: int | None) -> None:
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(num_queries, 4, 8, generator=generator)
+    key, value = torch.randn(2, 10, 2, 8, generator=generator)
+    backend = ReferenceBackend(CONFIG, block_size=4, device=torch.device("cpu"))
+    table = np.array([[5, 0, 3]])
+    slots = np.array([table[0, p // 4] * 4 + p % 4 for p in range(10)])
+    (cache,) = backend.allocate(6)
+    backend.plan(np.array([0, 10]), np.array([10]), table, slots).write_kv(key, value, cache)
+    plan = backend.plan(np.array([0, num_queries]), np.array([10]), table, slots[-num_queries:])
+    found = plan.attend(query, cache, 0.3, window)
+
+    behind = torch.arange(10 - num_queries, 10)[:, None] - torch.arange(10)
+    mask = (behind >= 0) & (behind < (window or 10))
+    key, value = (x.repeat_interleave(2, dim=1).transpose(0, 1) for x in (key, value))
+    expected = F.scaled_dot_product_attention(query.transpose(0, 1), key, value, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(found, expected.transpose(0, 1))

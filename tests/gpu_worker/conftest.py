@@ -1,0 +1,113 @@
+"""Small random checkpoints, and a driver that feeds a model as the runner does."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tokenloom.gpu_worker.attention.registry import make_attention_backend
+from tokenloom.gpu_worker.models.interface import Model
+from torch import Tensor
+
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+
+SaveCheckpoint = Callable[..., Path]
+EditConfig = Callable[..., None]
+RunModel = Callable[..., list[Tensor]]
+
+_SHAPES = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,  # large enough that what a token attends to decides what follows
+}
+_GPT2_SHAPES = {
+    "vocab_size": 199,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "initializer_range": 0.15,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Small matrices, and results that depend on no machine."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
+    """``save(model_type, max_shard_size=…, **config)``: a random checkpoint, biases and norms included."""
+
+    def save(model_type: str, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **entries: Any) -> Path:
+        shapes = _GPT2_SHAPES if model_type == "gpt2" else _SHAPES
+        config = transformers.AutoConfig.for_model(model_type, **{**shapes, **entries})
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # initialized to zeros and ones, which would hide one that is left out
+                torch.nn.init.normal_(parameter, float("norm" in name or "ln_" in name), 0.1)
+        path = tmp_path / f"{model_type}-{len(list(tmp_path.iterdir()))}"
+        model.save_pretrained(path, max_shard_size=max_shard_size)
+        return path
+
+    return save
+
+
+@pytest.fixture
+def edit_config() -> EditConfig:
+    """``edit(path, **entries)``: changes ``config.json``; ``...`` removes an entry."""
+
+    def edit(path: Path, **entries: Any) -> None:
+        file = path / "config.json"
+        config = json.loads(file.read_text()) | entries
+        file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+    return edit
+
+
+@pytest.fixture
+def run_model() -> RunModel:
+    """``run(model, prompts, steps)``: logits of every token, one tensor per prompt.
+
+    ``steps`` lists, for each step, how many tokens of each prompt it computes. Blocks are scattered at random.
+    """
+
+    def run(
+        model: Model, prompts: Sequence[Tensor], steps: Sequence[Sequence[int]], backend: str = "torch"
+    ) -> list[Tensor]:
+        attention = make_attention_backend(backend, model.config, BLOCK_SIZE, CPU)
+        width = max(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts)
+        tables = np.random.default_rng(0).permutation(len(prompts) * width).reshape(len(prompts), width)
+        caches = attention.allocate(tables.size)
+        done = [0] * len(prompts)
+        logits: list[list[Tensor]] = [[] for _ in prompts]
+        for step in steps:
+            members = [i for i, count in enumerate(step) if count]
+            positions = [np.arange(done[i], done[i] + step[i]) for i in members]
+            slots = [
+                tables[i, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+                for i, p in zip(members, positions, strict=True)
+            ]
+            lengths = np.array([done[i] + step[i] for i in members])
+            cu_query_lens = np.cumsum([0] + [step[i] for i in members])
+            plan = attention.plan(cu_query_lens, lengths, tables[members], np.concatenate(slots))
+            ids = torch.cat([prompts[i][p] for i, p in zip(members, positions, strict=True)])
+            hidden = model.forward(ids, torch.from_numpy(np.concatenate(positions)), caches, plan)
+            for i, part in zip(members, model.compute_logits(hidden).split([step[i] for i in members]), strict=True):
+                logits[i].append(part)
+                done[i] += step[i]
+        return [torch.cat(parts) for parts in logits]
+
+    return run

@@ -1,0 +1,189 @@
+"""Every architecture against transformers, in float32, on small random checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenloom.gpu_worker.models.registry import load_model
+from torch import Tensor
+
+SaveCheckpoint = Callable[..., Path]
+EditConfig = Callable[..., None]
+RunModel = Callable[..., list[Tensor]]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+MIXED_LAYERS = ["full_attention", "sliding_attention", "full_attention"]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, own head size": ("llama", {"head_dim": 32, "num_key_value_heads": 4}),
+    "llama, gelu": ("llama", {"hidden_act": "gelu"}),
+    "llama, linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, window": ("mistral", {"sliding_window": 50}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, window from layer 1": ("qwen2", {"use_sliding_window": True, "sliding_window": 33, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24}),
+    "qwen3, tied, biases": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3, windows by layer": (
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 20, "layer_types": MIXED_LAYERS},
+    ),
+    "gpt2": ("gpt2", {}),
+    "gpt2, untied": ("gpt2", {"tie_word_embeddings": False}),
+    "gpt2, scales by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80}),
+}
+
+LENGTHS = [1, 16, 75, 230]
+WHOLE = [LENGTHS]
+CHUNKS_AND_DECODES = [
+    [0, 16, 48, 0],
+    [0, 0, 16, 48],
+    *[[0, 0, 1, 63]] * 2,
+    [1, 0, 1, 50],
+    *[[0, 0, 1, 1]] * 6,
+    [0, 0, 2, 0],
+]
+
+
+def prompts(vocab_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, vocab_size, (length,), generator=generator) for length in LENGTHS]
+
+
+def transformers_logits(path: Path, inputs: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    with torch.no_grad():
+        return [model(ids[None]).logits[0].float() for ids in inputs]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_logits_equal_transformers(name: str, save_checkpoint: SaveCheckpoint, run_model: RunModel) -> None:
+    model_type, entries = MODELS[name]
+    path = save_checkpoint(model_type, **entries)
+    model = load_model(path)
+    inputs = prompts(model.config.vocab_size)
+    expected = transformers_logits(path, inputs)
+    assert torch.cat(expected).std() > 0.3  # or equality would show little
+    for steps in (WHOLE, CHUNKS_AND_DECODES):
+        for found, wanted in zip(run_model(model, inputs, steps), expected, strict=True):
+            assert found.dtype == torch.float32
+            rows = len(found)
+            torch.testing.assert_close(found, wanted[:rows], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_both_backends_give_the_same_logits(save_checkpoint: SaveCheckpoint, run_model: RunModel) -> None:
+    path = save_checkpoint("qwen2", use_sliding_window=True, sliding_window=33, max_window_layers=1)
+    model = load_model(path)
+    inputs = prompts(model.config.vocab_size)
+    for steps in (WHOLE, CHUNKS_AND_DECODES):
+        pairs = zip(run_model(model, inputs, steps), run_model(model, inputs, steps, "reference"), strict=True)
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
+@torch.inference_mode()
+def test_bfloat16_is_as_close_as_rounding_allows(
+    model_type: str, save_checkpoint: SaveCheckpoint, run_model: RunModel
+) -> None:
+    path = save_checkpoint(model_type, dtype=torch.bfloat16, initializer_range=0.08)
+    model = load_model(path)
+    assert model.config.dtype == torch.bfloat16
+    inputs = prompts(model.config.vocab_size)
+    expected = torch.cat(transformers_logits(path, inputs, torch.bfloat16)).log_softmax(-1)
+    found = torch.cat(run_model(model, inputs, WHOLE)).log_softmax(-1)
+    assert (found - expected).abs().mean() <= 2e-2
+
+
+@torch.inference_mode()
+def test_float32_from_a_bfloat16_checkpoint(save_checkpoint: SaveCheckpoint, run_model: RunModel) -> None:
+    path = save_checkpoint("llama", dtype=torch.bfloat16)
+    inputs = prompts(199)
+    found = run_model(load_model(path, "float32"), inputs, WHOLE)
+    torch.testing.assert_close(found, transformers_logits(path, inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@torch.inference_mode()
+def test_sharded_weights(model_type: str, save_checkpoint: SaveCheckpoint, run_model: RunModel) -> None:
+    path = save_checkpoint(model_type, max_shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    inputs = prompts(199)
+    found = run_model(load_model(path), inputs, WHOLE)
+    torch.testing.assert_close(found, transformers_logits(path, inputs), rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_gpt2_as_first_published(save_checkpoint: SaveCheckpoint, run_model: RunModel) -> None:
+    """Tensors without the outer module's name, and with the causal masks that a forward pass builds by itself."""
+    path = save_checkpoint("gpt2")
+    file = path / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    tensors |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 512, 512).tril() for layer in range(3)}
+    save_file(tensors, file, {"format": "pt"})
+    inputs = prompts(199)
+    found = run_model(load_model(path), inputs, WHOLE)
+    torch.testing.assert_close(found, transformers_logits(path, inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stored", ["embedding", "output", "both, different"])
+@torch.inference_mode()
+def test_tied_weights_stored_under_either_name(
+    stored: str, save_checkpoint: SaveCheckpoint, run_model: RunModel
+) -> None:
+    path = save_checkpoint("qwen2", tie_word_embeddings=True)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    if stored != "embedding":
+        tensors["lm_head.weight"] = embedding if stored == "output" else embedding * 0.5
+    if stored == "output":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    inputs = prompts(199)
+    found = run_model(load_model(path), inputs, WHOLE)
+    torch.testing.assert_close(found, transformers_logits(path, inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", **{name: LLAMA3[name] for name in LLAMA3 if not name.startswith("rope")}},
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    ],
+)
+@torch.inference_mode()
+def test_the_spelling_of_transformers_4(
+    scaling: dict[str, Any] | None,
+    save_checkpoint: SaveCheckpoint,
+    edit_config: EditConfig,
+    run_model: RunModel,
+) -> None:
+    path = save_checkpoint("llama", dtype=torch.bfloat16)
+    edit_config(path, rope_parameters=..., dtype=..., rope_theta=700.0, rope_scaling=scaling, torch_dtype="float32")
+    model = load_model(path)
+    assert model.config.dtype == torch.float32
+    inputs = prompts(199)
+    found = run_model(model, inputs, WHOLE)
+    torch.testing.assert_close(found, transformers_logits(path, inputs), rtol=1e-4, atol=1e-4)

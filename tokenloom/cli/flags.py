@@ -1,0 +1,30 @@
+"""From the command's options to what services are told."""
+
+from enum import Enum
+from pathlib import Path
+
+import typer
+
+from tokenloom.services.runtime import checkpoint
+from tokenloom.services.runtime.errors import TokenloomError
+
+
+def flags(**values: object) -> tuple[str, ...]:
+    """``max_model_len=512`` → ``--max-model-len 512``; None and False are left out, True is a bare flag."""
+    parts: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        parts.append("--" + name.replace("_", "-"))
+        if value is not True:
+            parts.append(str(value.value if isinstance(value, Enum) else value))
+    return tuple(parts)
+
+
+def model_directory(model: str, served_name: str | None) -> tuple[Path, str]:
+    """The checkpoint's directory and the name it is served as; exits with a usage error when there is none."""
+    try:
+        path = checkpoint.resolve(model)
+    except TokenloomError as error:
+        raise typer.BadParameter(error.message, param_hint="MODEL") from None
+    return path, served_name or checkpoint.served_name(path, model)

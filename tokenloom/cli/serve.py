@@ -1,0 +1,123 @@
+"""``tokenloom serve``: keeps a local mesh up."""
+
+import asyncio
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL_NAME
+from tokenloom.supervisor.layout import MeshOptions
+from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.output import LineCopier, bare, prefixed
+from tokenloom.supervisor.run import run_mesh
+
+from .failures import reported
+from .flags import flags, model_directory
+
+
+class LogFormat(StrEnum):
+    """Lines for people, with the part's name before each, or for machines."""
+
+    HUMAN = "human"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    """The least severe lines to show."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class Dtype(StrEnum):
+    """``auto`` keeps the checkpoint's own."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class WorkerKind(StrEnum):
+    """``hash`` computes no model: each token is a hash of those before it, to try the mesh without torch."""
+
+    CPU = "cpu"
+    HASH = "hash"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
+    engines: Annotated[int, typer.Option(min=1, max=64, help="Engines; the cores are divided among them.")] = 1,
+    tokenizers: Annotated[int, typer.Option(min=1, max=64, help="Tokenizer services.")] = 1,
+    output_processors: Annotated[int, typer.Option(min=1, max=64, help="Output processors.")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateways, on ports that follow each other.")] = 1,
+    host: Annotated[str, typer.Option(help="Address that the gateways listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0: a free one.")] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Public gRPC port; by default 1000 above --port.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that clients use; by default the directory's last part.")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in an engine's batch.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of an engine's step.")] = None,
+    kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with SHA-256 hashes of keys, one a line.")] = None,
+    strict: Annotated[bool, typer.Option(help="Refuse unknown fields in requests instead of ignoring them.")] = False,
+    insecure: Annotated[bool, typer.Option(help="Allow a --host that other machines can reach.")] = False,
+    worker: Annotated[
+        WorkerKind, typer.Option(help="What computes: the model, or a hash, for tests.")
+    ] = WorkerKind.CPU,
+    drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that work may go on after Ctrl-C.")] = 30.0,
+    log_level: Annotated[LogLevel, typer.Option(help="Least severe lines to show.")] = LogLevel.INFO,
+    log_format: Annotated[LogFormat, typer.Option(help="Lines for people or for machines.")] = LogFormat.HUMAN,
+) -> None:
+    """Serve MODEL (the demo model without one) on this machine until Ctrl-C; a second Ctrl-C kills."""
+    path, name = model_directory(model, served_model_name)
+    options = MeshOptions(
+        model=path,
+        served_model_name=name,
+        engines=engines,
+        tokenizers=tokenizers,
+        output_processors=output_processors,
+        gateways=gateways,
+        host=host,
+        port=port,
+        grpc_port=grpc_port,
+        drain_timeout=drain_timeout,
+        common_flags=flags(log_level=log_level, log_format=log_format),
+        flags={
+            "engine": flags(
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                kv_cache_memory=kv_cache_memory,
+                worker=worker,
+            ),
+            "gateway": flags(api_key_file=api_key_file, strict=strict, insecure=insecure),
+        },
+        # Not a flag: everyone on the machine can read those.
+        environment={"gateway": {"TOKENLOOM_API_KEY": api_key}} if api_key else {},
+    )
+    write_line = bare(sys.stderr) if log_format is LogFormat.JSON else prefixed(sys.stderr)
+    with reported():
+        outcome = asyncio.run(run_mesh(options, LineCopier(write_line), _announce_and_wait))
+    raise typer.Exit(0 if outcome.clean else 1)
+
+
+async def _announce_and_wait(mesh: Mesh) -> None:
+    await mesh.wait_serving()
+    name = mesh.options.served_model_name
+    for gateway in mesh.gateways:
+        print(f"{name} is served at http://{gateway.http} (gRPC: {gateway.address}). Ctrl-C stops it.", flush=True)
+    await mesh.wait_failed()

@@ -1,0 +1,40 @@
+"""Where the time of one answer went, service by service."""
+
+from rich.table import Table
+
+from .chat_client import Answer
+
+_STEPS = (
+    ("tokenizer", "tokenize", "tokenize_ms", "chat template and text to {prompt_tokens} tokens"),
+    ("coordinator", "placement", "placement_ms", "chose {prefill_engine}"),
+    ("engine", "queue", "queued_ms", "waited for a place in the batch"),
+    ("engine", "prefill", "prefill_ms", "{prompt_tokens} prompt tokens, first answer token"),
+    ("engine", "decode", "decode_ms", "{completion_tokens} answer tokens, {rate:.0f} a second"),
+    ("output processor", "detokenize", "detokenize_ms", "tokens to text"),
+)
+"""Service, step, its key in the timeline, what it did."""
+
+
+def timeline_table(answer: Answer) -> Table:
+    """A row for each step; what is left of the total is the gateway's and the way between the services."""
+    timeline = answer.timeline
+    decode_seconds = timeline["decode_ms"] / 1e3
+    details = {
+        **answer.usage,
+        **timeline,
+        "rate": (answer.usage["completion_tokens"] - 1) / decode_seconds if decode_seconds else 0.0,
+    }
+    table = Table(title="What each service did", title_justify="left", title_style="bold")
+    table.add_column("service")
+    table.add_column("step")
+    table.add_column("ms", justify="right")
+    table.add_column("", style="dim")
+    rest = timeline["total_ms"]
+    for service, step, key, text in _STEPS:
+        rest -= timeline[key]
+        table.add_row(service, step, f"{timeline[key]:.1f}", text.format(**details))
+    table.add_row("gateway", "the rest", f"{max(rest, 0.0):.1f}", "HTTP, and the way between the services")
+    table.add_section()
+    first = f"first text after {answer.seconds_to_first_token * 1e3:.0f} ms"
+    table.add_row("all", "total", f"{timeline['total_ms']:.1f}", first, style="bold")
+    return table

@@ -1,0 +1,34 @@
+"""Becomes the command given after it, tied to the life of its parent: ``launch.py PARENT_PID CPUS COMMAND…``.
+
+Run as a script, and before the command exists, because a hook between fork and exec is not safe in a process that has
+gRPC's threads. It keeps its process id through the exec. Imports nothing of the package, to start in milliseconds.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the parent is gone, however it went."""
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before the call
+        raise SystemExit(1)
+
+
+def main(argv: list[str]) -> None:
+    parent, cpus, command = int(argv[0]), argv[1], argv[2:]
+    die_with_parent(parent)
+    if cpus and sys.platform == "linux":
+        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

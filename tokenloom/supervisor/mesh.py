@@ -1,0 +1,93 @@
+"""A local mesh: all its parts kept running together, up when every one is SERVING, taken down in order."""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .layout import MeshOptions, parts_of
+from .output import LineCopier
+from .part import Part, PartFailed
+from .state_dir import MeshRecord, PartState, write_record
+
+KILL_GRACE = 2.0
+"""Seconds past the drain timeout that a part gets to end by itself."""
+
+
+class Mesh:
+    """Owns the parts. Use as ``async with``: entering starts them, leaving makes sure that none is left."""
+
+    def __init__(self, options: MeshOptions, directory: Path, output: LineCopier) -> None:
+        self.options = options
+        self.parts = [Part(spec, output) for spec in parts_of(options, directory)]
+        self._directory = directory
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> "Mesh":
+        self._publish(self.options.port)
+        self._keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in self.parts]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.kill()
+        while pending := [keeper for keeper in self._keepers if not keeper.done()]:
+            await asyncio.wait(pending)
+
+    @property
+    def gateways(self) -> Sequence[PartState]:
+        """What the gateways that are up wrote, among it their HTTP addresses."""
+        return [part.state for part in self.parts if part.spec.service == "gateway" and part.state is not None]
+
+    async def wait_serving(self) -> None:
+        """Returns when every part is SERVING. Raises `PartFailed` when one cannot be brought up."""
+        serving = asyncio.gather(*(part.serving.wait() for part in self.parts))
+        failed = asyncio.create_task(self.wait_failed())
+        both: list[asyncio.Future[Any]] = [serving, failed]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                await failed
+        finally:
+            failed.cancel()
+            serving.cancel()
+        http = self.gateways[0].http if self.gateways else None
+        if http is not None:
+            self._publish(int(http.rpartition(":")[2]))
+
+    async def wait_failed(self) -> None:
+        """Never returns; raises what ended the care for a part."""
+        await asyncio.wait(self._keepers, return_when=asyncio.FIRST_EXCEPTION)
+        for keeper in self._keepers:
+            if keeper.done():
+                keeper.result()
+        raise PartFailed("every part has ended")
+
+    async def drain(self) -> bool:
+        """Stops the parts, service by service in the order of the layout, so that each still has what its last requests
+        need. True if all ended by themselves within the drain timeout, which they share."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.options.drain_timeout
+        clean = True
+        pairs = zip(self.parts, self._keepers, strict=True)
+        for _, group in itertools.groupby(pairs, key=lambda pair: pair[0].spec.service):
+            members = list(group)
+            for part, _ in members:
+                part.stop()
+            left = max(deadline - loop.time(), 0.0) + KILL_GRACE
+            _, late = await asyncio.wait([keeper for _, keeper in members], timeout=left)
+            clean = clean and not late
+            for part, _ in members:
+                part.kill()
+        return clean
+
+    def kill(self) -> None:
+        """Ends every part now."""
+        for part in self.parts:
+            part.kill()
+
+    def _publish(self, port: int) -> None:
+        """Makes the mesh known to ``tokenloom ps``."""
+        records = [part.spec.record for part in self.parts]
+        write_record(self._directory, MeshRecord(os.getpid(), port, records))

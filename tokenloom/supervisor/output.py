@@ -1,0 +1,80 @@
+"""Carries what the parts print to where the user sees it, a line at a time, with the part's name before it."""
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+WriteLine = Callable[[str, str], None]
+"""Takes a part's name and one line of its; called from several threads, one line at a time."""
+
+_COLOURS = {"gateway": 36, "tokenizer": 35, "output_processor": 34, "coordinator": 33, "engine": 32}
+_NAME_WIDTH = len("output_processor-0")
+_LONGEST_LINE = 64 * 1024
+
+
+class LineCopier:
+    """One thread for each stream copies it in lines. The pipe is the only buffer: a stalled terminal stalls the
+    writers, as it would without a supervisor, and never the supervisor's event loop."""
+
+    def __init__(self, write_line: WriteLine) -> None:
+        self._write_line = write_line
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def open(self, name: str) -> int:
+        """A file descriptor for the part to print to; the caller closes its own copy after the part has started."""
+        read_end, write_end = os.pipe()
+        thread = threading.Thread(target=self._copy, args=(name, read_end), name=f"log-{name}", daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()]
+        self._threads.append(thread)
+        thread.start()
+        return write_end
+
+    def say(self, name: str, text: str) -> None:
+        """A line of the supervisor's own."""
+        with self._lock:
+            self._write_line(name, text)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Waits until what ended parts printed has been written."""
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def _copy(self, name: str, descriptor: int) -> None:
+        with open(descriptor, "rb") as stream:
+            while line := stream.readline(_LONGEST_LINE):
+                self.say(name, line.decode(errors="replace").rstrip("\r\n"))
+
+
+def prefixed(stream: TextIO) -> WriteLine:
+    """Writes ``name | line`` to a stream, coloured by service on a terminal."""
+    colour = stream.isatty() and "NO_COLOR" not in os.environ
+
+    def write_line(name: str, line: str) -> None:
+        prefix = f"{name:<{_NAME_WIDTH}} |"
+        if colour:
+            prefix = f"\x1b[{_COLOURS.get(name.rpartition('-')[0], 37)}m{prefix}\x1b[0m"
+        print(prefix, line, file=stream, flush=True)
+
+    return write_line
+
+
+def bare(stream: TextIO = sys.stderr) -> WriteLine:
+    """Writes lines as they are, for logs that machines read."""
+    return lambda name, line: print(line, file=stream, flush=True)
+
+
+class Tail:
+    """Keeps the last lines, to be shown when something failed."""
+
+    def __init__(self, lines: int = 40) -> None:
+        self._lines: deque[str] = deque(maxlen=lines)
+
+    def __call__(self, name: str, line: str) -> None:
+        self._lines.append(f"{name:<{_NAME_WIDTH}} | {line}")
+
+    def text(self) -> str:
+        return "\n".join(self._lines)

@@ -1,0 +1,73 @@
+"""Runs work beside a local mesh under the rules of signals: the first one drains, the second kills."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .layout import MeshOptions
+from .mesh import Mesh
+from .output import LineCopier
+from .state_dir import mesh_directory
+
+Work = Callable[[Mesh], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended."""
+
+    interrupted: bool
+    """By a signal, not by the work's return."""
+    clean: bool
+    """Every part ended by itself."""
+
+
+async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
+    """Starts a mesh, runs `work` until it returns or a signal comes, then drains the mesh.
+
+    What `work` raises is raised again once nothing runs any more.
+    """
+    interrupted = asyncio.Event()
+    with mesh_directory() as directory, contextlib.closing(output):
+        mesh = Mesh(options, directory, output)
+        with _signals(interrupted, mesh.kill):
+            async with mesh:
+                await _until(interrupted, asyncio.create_task(work(mesh)))
+                clean = await mesh.drain()
+    return Outcome(interrupted.is_set(), clean)
+
+
+async def _until(interrupted: asyncio.Event, working: "asyncio.Task[None]") -> None:
+    interruption = asyncio.create_task(interrupted.wait())
+    both: list[asyncio.Task[Any]] = [working, interruption]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.wait(both)
+
+
+@contextlib.contextmanager
+def _signals(first: asyncio.Event, second: Callable[[], None]) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP (a closed terminal) set `first`; another one calls `second`."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def on_signal() -> None:
+        if first.is_set():
+            second()
+        first.set()
+
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

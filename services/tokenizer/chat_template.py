@@ -7,8 +7,7 @@ renders for others does it in ``render_worker``, a process that can be killed.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
@@ -16,10 +15,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+if TYPE_CHECKING:  # at run time the render worker stays without gRPC
+    from ..runtime.checkpoint import CheckpointInfo
+
 MAX_RENDERED_CHARS = 8 << 20
 """More text than any context takes; a template that writes more is broken or hostile."""
-
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TemplateRefused(ValueError):
@@ -33,31 +33,19 @@ class TemplateTooLong(ValueError):
 class ChatTemplate:
     """One checkpoint's template, compiled."""
 
-    def __init__(
-        self, source: str, special_tokens: Mapping[str, str] | None = None, *, tool_source: str | None = None
-    ) -> None:
-        """``tool_source``: the template for conversations with tools, where a checkpoint has one of its own.
-
-        Raises ``ValueError`` when a source is not Jinja.
-        """
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """``special_tokens``: ``bos_token`` and the like. Raises ``ValueError`` when ``source`` is not Jinja."""
         self.source = source
-        self.tool_source = tool_source
         self.special_tokens = dict(special_tokens or {})
-        environment = _environment()
         try:
-            self._plain = environment.from_string(source)
-            self._with_tools = environment.from_string(tool_source) if tool_source else self._plain
+            self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
 
     @classmethod
-    def from_directory(cls, path: Path) -> "ChatTemplate | None":
-        """The template of a checkpoint; None when it has none. A file of its own goes before tokenizer_config.json."""
-        config = _read_json(path / "tokenizer_config.json")
-        special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json") | config)
-        sources = _sources(path, config)
-        source = sources.get("default")
-        return None if source is None else cls(source, special_tokens, tool_source=sources.get("tool_use"))
+    def from_checkpoint(cls, info: "CheckpointInfo") -> "ChatTemplate | None":
+        """The template of a checkpoint; None when it has none."""
+        return cls(info.chat_template, info.special_tokens) if info.chat_template else None
 
     def render(
         self,
@@ -73,7 +61,6 @@ class ChatTemplate:
         ``messages`` and ``tools`` in OpenAI's form; ``template_kwargs``: what the template documents, never replacing
         the names given here. Raises ``TemplateRefused`` or ``TemplateTooLong``.
         """
-        template = self._with_tools if tools else self._plain
         context: dict[str, Any] = {**(template_kwargs or {}), **self.special_tokens}
         context.update(
             messages=messages, tools=tools or None, documents=None, add_generation_prompt=add_generation_prompt
@@ -81,7 +68,7 @@ class ChatTemplate:
         parts: list[str] = []
         length = 0
         try:
-            for part in template.generate(context):
+            for part in self._template.generate(context):
                 length += len(part)
                 if length > max_chars:
                     raise TemplateTooLong(f"the rendered conversation is longer than {max_chars} characters")
@@ -137,36 +124,3 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
-
-
-def _sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The templates by name; "default" and "tool_use" are the names that matter."""
-    stated = config.get("chat_template")
-    if isinstance(stated, str):
-        sources = {"default": stated}
-    else:
-        sources = {entry["name"]: entry["template"] for entry in stated or []}
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        sources[file.stem] = file.read_text(encoding="utf-8")
-    own = path / "chat_template.jinja"
-    if own.is_file():
-        sources["default"] = own.read_text(encoding="utf-8")
-    return sources
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Each is a string, or an added token's description with its ``content``."""
-    tokens = {}
-    for name in _SPECIAL_TOKENS:
-        value = config.get(name)
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            tokens[name] = content
-    return tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}

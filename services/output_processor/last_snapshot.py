@@ -1,0 +1,84 @@
+"""Placement without the coordinator: by its last snapshot, with the picks made since. No I/O."""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
+
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineRole, EngineState, Snapshot
+from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+
+from ..runtime import errors
+from ..runtime.hello import fingerprint_difference
+
+_WAITING_WEIGHT = 4  # what one waiting request adds to a score
+
+
+class EngineKey(NamedTuple):
+    """An incarnation of an engine."""
+
+    engine_id: str
+    epoch: int
+
+    @classmethod
+    def of(cls, identity: EngineIdentity) -> "EngineKey":
+        return cls(identity.engine_id, identity.epoch)
+
+
+class LastSnapshot:
+    """The newest complete view of the engines that serve what this process serves."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self._fingerprint = fingerprint
+        self._entries: list[EngineEntry] = []
+        self._complete = False
+        self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
+        self._turn = 0
+
+    def update(self, snapshot: Snapshot) -> None:
+        """A snapshot came. While engines re-join a new coordinator, the older and complete one stays."""
+        if self._complete and not snapshot.complete:
+            return
+        self._complete = snapshot.complete
+        self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
+        self._picks.clear()
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """The widest of the engines' limits; None while none is known. Each engine checks its own."""
+        limits = [entry.identity.limits for entry in self._entries]
+        return max(limits, key=lambda each: each.max_model_len, default=None)
+
+    def pick(self, exclude: Collection[EngineKey] = ()) -> EngineIdentity:
+        """The serving engine of the lowest score; ties rotate. Counted until the next snapshot or ``release``.
+
+        Raises ``Unavailable`` when there is none.
+        """
+        candidates = [entry for entry in self._entries if _is_candidate(entry, exclude)]
+        if not candidates:
+            raise errors.Unavailable("no engine is serving this model now; try again")
+        count = len(candidates)
+        index = min(range(count), key=lambda i: (self._score(candidates[i]), (i - self._turn) % count))
+        self._turn = index + 1
+        identity = candidates[index].identity
+        self._picks[EngineKey.of(identity)] += 1
+        return identity
+
+    def release(self, key: EngineKey) -> None:
+        """A request that ``pick`` placed ended."""
+        if self._picks[key] > 0:
+            self._picks[key] -= 1
+
+    def _score(self, entry: EngineEntry) -> int:
+        return entry.score + _WAITING_WEIGHT * self._picks[EngineKey.of(entry.identity)]
+
+    def _is_ours(self, entry: EngineEntry) -> bool:
+        return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None
+
+
+def _is_candidate(entry: EngineEntry, exclude: Collection[EngineKey]) -> bool:
+    report = entry.report
+    return (
+        report.state == EngineState.ENGINE_STATE_SERVING
+        and report.role == EngineRole.ENGINE_ROLE_BOTH
+        and EngineKey.of(entry.identity) not in exclude
+    )

@@ -1,0 +1,29 @@
+"""What an output processor counts."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from tokenloom.v1.output_processor_pb2 import RequestFinished
+from tokenloom.v1.types_pb2 import FinishReason
+
+from .admission import Admission
+from .engine_link import EngineLinks
+
+
+class Metrics:
+    """What this process did; latencies and token rates of requests are the engines' and the gateway's."""
+
+    def __init__(self, registry: CollectorRegistry, admission: Admission, links: EngineLinks) -> None:
+        name = "tokenloom_output_processor_"
+        live = Gauge(name + "requests_live", "Requests that have not ended.", registry=registry)
+        live.set_function(lambda: admission.num_live)
+        engines = Gauge(name + "engine_streams", "Open streams to engines.", registry=registry)
+        engines.set_function(lambda: links.num_open)
+        self._ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
+        self._tokens = Counter(name + "tokens", "Output tokens of requests that ended.", registry=registry)
+        self._detokenize = Counter(name + "detokenize_seconds", "Time spent making text.", registry=registry)
+
+    def ended(self, finished: RequestFinished) -> None:
+        """A request ended."""
+        reason = FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+        self._ended.labels(reason).inc()
+        self._tokens.inc(finished.completion_tokens)
+        self._detokenize.inc(finished.timeline.detokenize_ns / 1e9)

@@ -1,0 +1,50 @@
+"""What one gateway has to be told, between two frames: columns, with the deltas of a slot merged. No I/O."""
+
+from collections.abc import Sequence
+
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished
+
+
+class Outbox:
+    """Collects until ``take``. Bounded by what the live requests can produce while the gateway gives no credit, for
+    which it has five seconds.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[str, int, Sequence[int]]] = {}
+        self._finished: list[RequestFinished] = []
+        self._engine_deaths: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._rows or self._finished or self._engine_deaths)
+
+    def add(self, slot: int, text: str, token_index: int, token_ids: Sequence[int]) -> None:
+        """New text and tokens of a slot; they follow what was added before."""
+        if (row := self._rows.get(slot)) is not None:
+            text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
+        self._rows[slot] = (text, token_index, token_ids)
+
+    def finish(self, finished: RequestFinished) -> None:
+        """A request ended; nothing is added for its slot any more."""
+        self._finished.append(finished)
+
+    def engine_died(self, slot: int) -> None:
+        """The slot's engine died."""
+        self._engine_deaths.append(slot)
+
+    def take(self) -> ProcessFrame:
+        """Everything collected, as one frame."""
+        rows = self._rows
+        texts, indices, ids = zip(*rows.values(), strict=True) if rows else ((), (), ())
+        counts = [len(column) for column in ids]
+        frame = ProcessFrame(
+            slot=rows,
+            text=texts,
+            token_index=indices,
+            num_tokens=() if counts.count(1) == len(counts) else counts,
+            token_ids=[token_id for column in ids for token_id in column],
+            finished=self._finished,
+            engine_death_slots=self._engine_deaths,
+        )
+        self._rows, self._finished, self._engine_deaths = {}, [], []
+        return frame

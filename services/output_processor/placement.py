@@ -1,0 +1,105 @@
+"""Where a request goes: the coordinator's pick, or the last snapshot's while the coordinator is away."""
+
+import asyncio
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import grpc.aio
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineRole, PickRequest, WatchRequest
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.engine_pb2 import PickId
+from tokenloom.v1.output_processor_pb2 import Submit
+from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+
+from ..runtime import errors
+from ..runtime.channels import open_channel
+from .engine_link import EngineLink, EngineLinks
+from .last_snapshot import EngineKey, LastSnapshot
+
+log = logging.getLogger(__name__)
+
+_PICK_SECONDS = 1.0  # a coordinator that takes longer is as good as away
+_MAX_PICKS = 3  # engines that do not answer before a request is given up
+_REWATCH_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """An engine with an open stream."""
+
+    link: EngineLink
+    pick: PickId | None
+    """To be acknowledged by the engine; None when the coordinator was away."""
+
+
+class Placer:
+    """Places requests on engines that answer."""
+
+    def __init__(self, coordinator: str, fingerprint: Fingerprint, links: EngineLinks) -> None:
+        self._channel = open_channel(coordinator)
+        self._stub = CoordinatorStub(self._channel)
+        self._fingerprint = fingerprint
+        self._links = links
+        self._snapshot = LastSnapshot(fingerprint)
+
+    @property
+    def limits(self) -> ModelLimits | None:
+        """What the engines can take; None before the first of them was heard of."""
+        return self._snapshot.limits
+
+    async def watch(self) -> None:
+        """Follows the coordinator's snapshots, for ever: while it is away the last one stands."""
+        while True:
+            call = self._stub.Watch(WatchRequest())
+            try:
+                async for snapshot in call:
+                    self._snapshot.update(snapshot)
+            except grpc.aio.AioRpcError as error:
+                log.debug("coordinator: %s %s", error.code().name, error.details())
+            finally:
+                call.cancel()
+            await asyncio.sleep(_REWATCH_SECONDS)
+
+    async def place(self, submit: Submit) -> Placement:
+        """Raises ``ResourceExhausted`` when every engine is full, ``Unavailable`` when none can be reached."""
+        exclude: list[EngineKey] = []
+        for _ in range(_MAX_PICKS):
+            engine, pick = await self._pick(submit, exclude)
+            try:
+                return Placement(await self._links.get(engine), pick)
+            except errors.Unavailable:
+                exclude.append(EngineKey.of(engine))
+        raise errors.Unavailable("no engine answers; try again")
+
+    def release(self, placement: Placement) -> None:
+        """The placed request ended."""
+        if placement.pick is None:
+            self._snapshot.release(EngineKey.of(placement.link.identity))
+
+    async def close(self) -> None:
+        """Closes the channel; cancel ``watch`` before."""
+        await self._channel.close()
+
+    async def _pick(self, submit: Submit, exclude: Collection[EngineKey]) -> tuple[EngineIdentity, PickId | None]:
+        try:
+            response = await self._stub.Pick(self._pick_request(submit, exclude), timeout=_PICK_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise errors.from_rpc(error) from None
+            return self._snapshot.pick(exclude), None
+        return response.engine, response.pick
+
+    def _pick_request(self, submit: Submit, exclude: Collection[EngineKey]) -> PickRequest:
+        params = submit.sampling_params
+        return PickRequest(
+            fingerprint=self._fingerprint,
+            role=EngineRole.ENGINE_ROLE_BOTH,
+            prompt_tokens=len(submit.prompt.token_ids) + len(submit.accepted_token_ids),
+            max_new_tokens=params.max_tokens,
+            block_hash_prefixes=submit.block_hash_prefixes,
+            tenant=submit.tenant,
+            priority=submit.priority,
+            timeout=submit.timeout if submit.HasField("timeout") else None,
+            exclude=[EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude],
+        )

@@ -1,0 +1,133 @@
+"""One request from Submit to RequestFinished: its journal, its text, its times. No I/O."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from tokenloom.v1.engine_pb2 import Finished
+from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.types_pb2 import FinishReason, Timeline
+
+from ..runtime import errors
+from .detokenizer import Detokenizer, StopMatch, Vocabulary
+
+
+class RequestState:
+    """What the output processor knows of a request.
+
+    Attributes:
+        token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
+        stop_match: The stop string that ended the output; whatever the engine still says does not count.
+        timeline: Filled as things happen.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        vocabulary: Vocabulary,
+        eos_token_ids: frozenset[int],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        text = submit.text
+        self._slot = submit.slot
+        self._prompt_tokens = len(submit.prompt.token_ids)
+        self._accepted = tuple(submit.accepted_token_ids)
+        self._stop_token_ids = frozenset(submit.sampling_params.stop_token_ids)
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._detokenizer = Detokenizer(
+            vocabulary,
+            submit.prompt.token_ids,
+            stop=text.stop,
+            include_stop_str=text.include_stop_str_in_output,
+            skip_special=text.skip_special_tokens if text.HasField("skip_special_tokens") else True,
+        )
+        self._bytes_to_skip = submit.emitted_text_bytes
+        self._attempts = 1
+        self._first_token_ns = 0
+        self.token_ids: list[int] = []
+        self.stop_match: StopMatch | None = None
+        self.timeline = Timeline()
+
+    def replay(self) -> str:
+        """Takes the tokens of earlier attempts; returns what they give beyond the text that the client has."""
+        return self._unsent(self._detokenize(self._accepted)) if self._accepted else ""
+
+    def accept(self, token_index: int, token_ids: Sequence[int]) -> tuple[str, StopMatch | None]:
+        """Takes new tokens; returns the text that can be shown, and the stop string that they completed.
+
+        Not to be called after a stop string. Raises ``Internal`` when tokens are missing or doubled.
+        """
+        assert self.stop_match is None
+        if token_index != len(self.token_ids):
+            raise errors.Internal("the engine's tokens do not follow one another")
+        now = self._clock()
+        self._first_token_ns = self._first_token_ns or now
+        self.timeline.decode_ns = now - self._first_token_ns
+        text = self._unsent(self._detokenize(token_ids))
+        self.timeline.detokenize_ns += self._clock() - now
+        return text, self.stop_match
+
+    def end(self, finished: Finished) -> tuple[str, RequestFinished]:
+        """The engine ended the attempt: the text that was held back, and the end of the request."""
+        self.timeline.queued_ns = finished.queued_ns
+        self.timeline.prefill_ns = finished.prefill_ns
+        self.timeline.kv_transfer_ns = finished.kv_wait_ns
+        if self.stop_match is not None:
+            return "", self._finished(FinishReason.FINISH_REASON_STOP, self.stop_match.stop_string, finished)
+        if finished.reason == FinishReason.FINISH_REASON_ERROR:
+            return "", self.failed(errors.from_proto(finished.error))
+        if finished.num_output_tokens != len(self.token_ids):
+            return "", self.failed(errors.Internal("the engine's last tokens are missing"))
+        text = self._unsent(self._detokenizer.finish())
+        return text, self._finished(finished.reason, self._stop_reason(finished), finished)
+
+    def stopped(self) -> RequestFinished:
+        """The end by a stop string when no engine is left to confirm it."""
+        assert self.stop_match is not None
+        return self._finished(FinishReason.FINISH_REASON_STOP, self.stop_match.stop_string)
+
+    def aborted(self) -> RequestFinished:
+        """The gateway cancelled it."""
+        return self._finished(FinishReason.FINISH_REASON_ABORT)
+
+    def failed(self, error: BaseException) -> RequestFinished:
+        """It ends with an error; what was held back for a stop string is not shown."""
+        message = self._finished(FinishReason.FINISH_REASON_ERROR)
+        message.error.CopyFrom(errors.to_proto(error))
+        return message
+
+    def _detokenize(self, token_ids: Sequence[int]) -> str:
+        ends = bool(token_ids) and token_ids[-1] in self._stop_token_ids
+        text, self.stop_match = self._detokenizer.step(token_ids, ends_with_stop_token=ends)
+        self.token_ids.extend(token_ids)
+        if self.stop_match is not None:
+            del self.token_ids[self.stop_match.num_tokens :]
+        return text
+
+    def _unsent(self, text: str) -> str:
+        """The part beyond the bytes that the client already has."""
+        if not self._bytes_to_skip:
+            return text
+        data = text.encode()
+        skipped = min(self._bytes_to_skip, len(data))
+        self._bytes_to_skip -= skipped
+        return data[skipped:].decode(errors="ignore")
+
+    def _stop_reason(self, finished: Finished) -> str:
+        if not finished.HasField("stop_token_id") or finished.stop_token_id in self._eos_token_ids:
+            return ""
+        return str(finished.stop_token_id)
+
+    def _finished(
+        self, reason: FinishReason, stop_reason: str = "", finished: Finished | None = None
+    ) -> RequestFinished:
+        return RequestFinished(
+            slot=self._slot,
+            reason=reason,
+            stop_reason=stop_reason,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=len(self.token_ids),
+            cached_tokens=finished.cached_tokens if finished is not None else 0,
+            attempts=self._attempts,
+            timeline=self.timeline,
+        )

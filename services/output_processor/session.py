@@ -1,0 +1,222 @@
+"""The stream of one gateway: its requests, its credit, its frames."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from tokenloom.v1.engine_pb2 import AddRequest, PickId
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Resume, Submit
+from tokenloom.v1.types_pb2 import FinishReason, Hello
+
+from ..runtime import errors, validation
+from ..runtime.credit import Credit
+from ..runtime.hello import HEARTBEAT_SECONDS, check_hello
+from ..runtime.tasks import Tasks
+from .admission import Admission
+from .detokenizer import Vocabulary
+from .live_request import LiveRequest
+from .metrics import Metrics
+from .outbox import Outbox
+from .placement import Placer
+from .request_state import RequestState
+
+_NO_CREDIT_SECONDS = 5.0  # after which a gateway that takes nothing is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What all sessions share."""
+
+    hello: Hello
+    vocabulary: Vocabulary
+    eos_token_ids: frozenset[int]
+    placer: Placer
+    admission: Admission
+    metrics: Metrics
+
+
+class Session:
+    """One ``Process`` stream. When it ends, however it ends, its requests are aborted."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._live: dict[int, LiveRequest] = {}  # bounded by admission
+        self._last_slot = 0
+        self._outbox = Outbox()
+        self._credit = Credit()
+        self._wake = asyncio.Event()
+        self._half_closed = False
+        self._failure: BaseException | None = None
+        self._tasks = Tasks(self._fail)
+        self._written_at = 0.0
+        self._blocked_at: float | None = None
+
+    async def frames(self, messages: AsyncIterator[ProcessInput]) -> AsyncGenerator[ProcessFrame, None]:
+        """What the gateway is to be sent: our hello, then a frame for each step of an engine, until it closes its
+        side and nothing is live. Raises what ends the stream: a wrong hello, a reused slot, no credit for too long.
+        """
+        messages = aiter(messages)
+        try:
+            first = await anext(messages, None)
+            if first is None:
+                return
+            check_hello(
+                first.hello,
+                peer_id=self._parts.hello.peer_id,
+                epoch=self._parts.hello.epoch,
+                fingerprint=self._parts.hello.fingerprint,
+            )
+            self._credit.grant(first.hello.initial_credit)
+            yield ProcessFrame(hello=self._parts.hello)
+            self._tasks.spawn(self._read(first, messages), name="gateway-read")
+            while (frame := await self._next_frame()) is not None:
+                yield frame
+        finally:
+            for live in list(self._live.values()):
+                live.cancel()
+            await self._tasks.close()
+
+    async def _read(self, first: ProcessInput, messages: AsyncIterator[ProcessInput]) -> None:
+        self._receive(first)
+        async for message in messages:
+            self._receive(message)
+        self._half_closed = True
+        self._wake.set()
+
+    def _receive(self, message: ProcessInput) -> None:
+        for submit in message.submit:
+            self._submit(submit)
+        for resume in message.resume:
+            self._refuse_resume(resume)
+        for slot in message.cancel_slots:
+            if (live := self._live.get(slot)) is not None:
+                live.cancel()
+        self._credit.grant(message.credit)
+        self._wake.set()
+
+    def _take_slot(self, slot: int) -> None:
+        if slot <= self._last_slot:
+            raise errors.InvalidArgument(f"slot {slot}: slots only grow, the last one was {self._last_slot}", "slot")
+        self._last_slot = slot
+
+    def _refuse_resume(self, resume: Resume) -> None:
+        self._take_slot(resume.slot)
+        self._refuse(resume.slot, errors.NotFound("taking over a request is not supported yet"))
+
+    def _refuse(self, slot: int, error: BaseException) -> None:
+        reason = FinishReason.FINISH_REASON_ERROR
+        self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=errors.to_proto(error)))
+
+    def _submit(self, submit: Submit) -> None:
+        self._take_slot(submit.slot)
+        try:
+            self._check(submit)
+            state = RequestState(submit, self._parts.vocabulary, self._parts.eos_token_ids)
+            self._parts.admission.enter()
+        except Exception as error:  # one request's fault never ends the stream of all
+            self._refuse(submit.slot, error)
+            return
+        if not self._live:
+            self._written_at = time.monotonic()  # the first heartbeat is due from now on
+        live = self._live[submit.slot] = LiveRequest(submit.slot, state, self._outbox, self._ended)
+        deadline = None
+        if submit.HasField("timeout"):
+            seconds = submit.timeout.ToNanoseconds() / 1e9
+            live.expire_after(seconds)
+            deadline = time.monotonic() + seconds
+        live.replay()
+        if not live.ended:
+            self._tasks.spawn(self._start(submit, live, deadline), name=f"place {submit.request_id}")
+
+    def _check(self, submit: Submit) -> None:
+        if submit.WhichOneof("task") != "sampling_params":
+            raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
+        if submit.num_samples > 1:
+            raise errors.InvalidArgument("n above 1 is not supported yet", "n")
+        limits = self._parts.placer.limits
+        if limits is None:
+            raise errors.Unavailable("no engine is serving this model yet; try again")
+        validation.check_generate(
+            submit.prompt.token_ids,
+            submit.sampling_params,
+            limits,
+            stop=submit.text.stop,
+            accepted_token_ids=submit.accepted_token_ids,
+        )
+
+    async def _start(self, submit: Submit, live: LiveRequest, deadline: float | None) -> None:
+        """Finds an engine and hands the request over. Whatever goes wrong is this request's end, not the stream's."""
+        started = time.monotonic_ns()
+        try:
+            placement = await self._parts.placer.place(submit)
+            if live.ended:  # cancelled or expired meanwhile
+                self._parts.placer.release(placement)
+                return
+            timeline, engine_id = live.state.timeline, placement.link.identity.engine_id
+            timeline.placement_ns = time.monotonic_ns() - started
+            timeline.prefill_engine = timeline.decode_engine = engine_id
+            live.send(placement, _add_request(submit, deadline, placement.pick))
+        except Exception as error:
+            live.fail(error)
+
+    def _ended(self, live: LiveRequest, finished: RequestFinished) -> None:
+        del self._live[live.slot]
+        self._parts.admission.leave()
+        self._parts.metrics.ended(finished)
+        if live.placement is not None:
+            self._parts.placer.release(live.placement)
+        self._wake.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        self._wake.set()
+
+    async def _next_frame(self) -> ProcessFrame | None:
+        """The next frame to send, None when there will be none."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            now = time.monotonic()
+            if self._outbox:
+                if self._credit.take():
+                    self._written_at, self._blocked_at = now, None
+                    return self._outbox.take()
+                self._check_blocked(now)
+            elif self._half_closed and not self._live:
+                return None
+            if (self._live or self._outbox) and now - self._written_at >= HEARTBEAT_SECONDS:
+                self._written_at = now
+                return ProcessFrame()
+            await self._wait()
+
+    def _check_blocked(self, now: float) -> None:
+        self._blocked_at = self._blocked_at or now
+        if now - self._blocked_at > _NO_CREDIT_SECONDS:
+            raise errors.ResourceExhausted(f"no credit for {_NO_CREDIT_SECONDS:g} s while output waits")
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(HEARTBEAT_SECONDS):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+
+
+def _add_request(submit: Submit, deadline: float | None, pick: PickId | None) -> AddRequest:
+    timeout = None
+    if deadline is not None:
+        timeout = Duration()
+        timeout.FromNanoseconds(max(0, int((deadline - time.monotonic()) * 1e9)))
+    return AddRequest(
+        request_id=submit.request_id,
+        prompt=submit.prompt,
+        accepted_token_ids=submit.accepted_token_ids,
+        sampling_params=submit.sampling_params,
+        priority=submit.priority,
+        timeout=timeout,
+        pick=pick,
+        trace_headers=submit.trace_headers,
+    )

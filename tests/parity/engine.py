@@ -1,0 +1,60 @@
+"""An engine core over a CPU worker in this process, driven to the end of its requests."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.messages import EngineCoreRequest, SchedulerStats
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.gpu_worker.cpu_worker import CPUWorker
+
+MAX_MODEL_LEN = 640
+
+
+class Engine:
+    """``generate`` fulfils :data:`tests.parity.identical.Generate`."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        num_blocks: int = 1400,
+        budget: int = 2048,
+        max_num_seqs: int = 32,
+        prefix_caching: bool = False,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        config = EngineConfig(
+            worker=WorkerConfig(model=str(model), dtype="float32", num_threads=1),
+            cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
+            scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
+            max_model_len=MAX_MODEL_LEN,
+        )
+        self.core = EngineCore(config, CPUWorker(config))
+        self.stop_token_ids = tuple(stop_token_ids)
+        self.stats = SchedulerStats()
+        self.most_scheduled = 0
+        """Requests in the largest step."""
+        self._names = map(str, itertools.count())
+
+    def generate(self, prompts: Sequence[list[int]], max_tokens: Sequence[int], **sampling: float) -> list[list[int]]:
+        """All at once; greedy unless ``sampling`` says otherwise. Request i of a call has seed i."""
+        tokens: dict[str, list[int]] = {}
+        for seed, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
+            params = SamplingParams(
+                max_tokens=limit, seed=seed, stop_token_ids=self.stop_token_ids, **{"temperature": 0.0, **sampling}
+            )
+            tokens[name := next(self._names)] = []
+            self.core.add_request(EngineCoreRequest(name, prompt, params))
+        while self.core.has_work():
+            outputs = self.core.step()
+            for output in outputs.outputs:
+                assert not output.error, output.error
+                assert output.token_index == len(tokens[output.request_id])
+                tokens[output.request_id] += output.new_token_ids
+            self.stats = outputs.scheduler_stats or self.stats
+            self.most_scheduled = max(self.most_scheduled, len(outputs.outputs))
+        assert self.stats.num_free_blocks == self.core.ready.num_kv_blocks, "a block leaked"
+        return list(tokens.values())

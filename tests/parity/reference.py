@@ -1,0 +1,103 @@
+"""The reference: transformers, float32, ``generate(do_sample=False)``, one prompt at a time."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from tests.parity.identical import Case
+from tokenloom import demo_model
+
+NUM_TOKENS = 24
+_FAMILY = [1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 40, 48, 63, 64, 65, 80]
+_LONG = [100, 127, 128, 129, 200, 260, 333, 400, 511, 600]
+_MEMBERS = 6
+
+_SHAPES = {
+    "vocab_size": 503,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # so large that what a token attends to decides what follows
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GPT2_SHAPES = {"vocab_size": 503, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_CONFIGS = {
+    "llama": {"rope_parameters": _LLAMA3},
+    "mistral": {"sliding_window": 50},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 24},
+    "gpt2": {"initializer_range": 0.4, "bos_token_id": None, "eos_token_id": None, **_GPT2_SHAPES},
+}
+MODELS = [*_CONFIGS, "demo"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint and what transformers makes of 32 prompts."""
+
+    path: Path
+    eos_token_ids: tuple[int, ...]
+    cases: list[Case]
+
+
+def make_reference(name: str, directory: Path) -> Reference:
+    """Writes a small random checkpoint (or takes the demo model) and computes the reference's tokens."""
+    path = Path(demo_model.__file__).parent if name == "demo" else _save_random(name, directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    eos = model.generation_config.eos_token_id
+    eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    return Reference(path, eos_token_ids, [_case(model, prompt) for prompt in _prompts(model.config.vocab_size)])
+
+
+def _save_random(model_type: str, directory: Path) -> Path:
+    entries = _CONFIGS[model_type] if model_type == "gpt2" else {**_SHAPES, **_CONFIGS[model_type]}
+    config = transformers.AutoConfig.for_model(model_type, **entries)
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # zeros and ones would hide a bias or norm that is left out
+            torch.nn.init.normal_(parameter, float("norm" in name or "ln_" in name), 0.1)
+    path = directory / model_type
+    model.save_pretrained(path)
+    return path
+
+
+def _prompts(vocab_size: int) -> list[list[int]]:
+    """32 prompts of 1 to 600 tokens: some of every length around a block's, some that share their beginnings."""
+    generator = np.random.default_rng(11)
+    prompts = [generator.integers(3, vocab_size, length).tolist() for length in _FAMILY + _LONG]
+    shared = prompts[_FAMILY.index(80)]
+    members = [shared[: 16 * i + 8] + generator.integers(3, vocab_size, 5 * i + 1).tolist() for i in range(_MEMBERS)]
+    order = generator.permutation(len(prompts) + _MEMBERS)
+    return [(prompts + members)[i] for i in order]
+
+
+@torch.inference_mode()
+def _case(model: transformers.PreTrainedModel, prompt: list[int]) -> Case:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=NUM_TOKENS,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    tokens = output.sequences[0, len(prompt) :].tolist()
+    return Case(prompt, tokens, torch.cat(output.logits).numpy())

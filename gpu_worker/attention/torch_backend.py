@@ -17,7 +17,7 @@ from .interface import IntArray, KVCache
 
 _GATHER_BYTES = 1 << 20
 """Keys and values that one call may gather for several decodes: they should stay in a core's cache."""
-_QUERY_ROWS = 512
+_QUERY_ROWS = 256
 """Queries of one call in a prefill: bounds the mask, and early rows skip the keys that they cannot see."""
 
 

@@ -150,12 +150,3 @@ def test_a_plan_keeps_no_reference_to_its_arrays() -> None:
     cache = step.cache.clone()
     plan.write_kv(step.key, step.value, cache)
     assert torch.equal(plan.attend(step.query, cache, HEAD_SIZE**-0.5), expected)
-
-
-def test_caches_are_zeroed_and_of_one_allocation() -> None:
-    config = shape(2)
-    config.num_layers = 3
-    caches = TorchBackend(config, BLOCK_SIZE, CPU).allocate(5)
-    assert [cache.shape for cache in caches] == [(2, 5, 2, BLOCK_SIZE, HEAD_SIZE)] * 3
-    assert all(cache.is_contiguous() and not cache.any() for cache in caches)
-    assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1

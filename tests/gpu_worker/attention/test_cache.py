@@ -1,0 +1,31 @@
+"""The cache's layout."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tokenloom.gpu_worker.attention.cache import allocate_kv_caches, kv_layout, write_slots
+
+CONFIG: Any = SimpleNamespace(num_layers=3, num_kv_heads=2, head_size=4, dtype=torch.bfloat16, dtype_name="bfloat16")
+
+
+def test_caches_are_zeroed_and_of_one_allocation() -> None:
+    caches = allocate_kv_caches(CONFIG, num_blocks=5, block_size=8, device=torch.device("cpu"))
+    assert [cache.shape for cache in caches] == [(2, 5, 2, 8, 4)] * 3
+    assert all(cache.is_contiguous() and not cache.any() for cache in caches)
+    assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
+
+
+def test_write_touches_only_its_slots() -> None:
+    cache = torch.zeros(2, 5, 2, 8, 4)
+    key, value = torch.randn(2, 3, 2, 4, generator=torch.Generator().manual_seed(0))
+    blocks, offsets = torch.tensor([4, 0, 4]), torch.tensor([7, 3, 0])
+    write_slots(key, value, cache, blocks, offsets)
+    for token in range(3):
+        assert torch.equal(cache[0, blocks[token], :, offsets[token]], key[token])
+        assert torch.equal(cache[1, blocks[token], :, offsets[token]], value[token])
+    assert cache.count_nonzero() == 2 * 3 * 2 * 4
+
+
+def test_layout_names_order_dtype_and_shape() -> None:
+    assert kv_layout(CONFIG) == "HND/bf16/3x2x4"

@@ -1,0 +1,12 @@
+"""Activations mean what transformers means by their names."""
+
+import pytest
+import torch
+from tokenloom.gpu_worker.activation import ACTIVATIONS
+from transformers.activations import ACT2FN
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_equals_transformers(name: str) -> None:
+    x = torch.linspace(-6, 6, 101)
+    torch.testing.assert_close(ACTIVATIONS[name](x), ACT2FN[name](x), rtol=1e-5, atol=1e-6)

@@ -1,1 +1,1 @@
-"""coordinator"""
+"""The coordinator: knows the engines and places requests."""

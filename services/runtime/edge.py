@@ -13,12 +13,24 @@ _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
+Authorize = Callable[[grpc.HandlerCallDetails], None]
+"""Raises ``TokenloomError`` for a call that may not come in."""
+
+OPEN_SERVICE = "/grpc.health.v1.Health/"
+"""What answers whoever asks: probes have no credentials."""
+
+
 class Edge(grpc.aio.ServerInterceptor):
     """Ends calls whose handler raised with the error's status; while ``is_ready`` is false, answers UNAVAILABLE for
-    services that are not there yet. Handlers just raise ``TokenloomError``."""
+    services that are not there yet. Handlers just raise ``TokenloomError``.
+
+    Attributes:
+        authorize: Asked before every call but health's; None lets all in.
+    """
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready = is_ready
+        self.authorize: Authorize | None = None
 
     async def intercept_service(
         self,
@@ -29,12 +41,17 @@ class Edge(grpc.aio.ServerInterceptor):
         if handler is not None:
             return _guarded(handler)
         if not self._is_ready():
-            return grpc.stream_stream_rpc_method_handler(_starting)
+            return _refusing(errors.Unavailable("this part is still starting"))
         return None  # gRPC's own UNIMPLEMENTED
 
 
-async def _starting(_: object, context: _Context) -> None:
-    await errors.abort(context, errors.Unavailable("this part is still starting"))
+def _refusing(error: errors.TokenloomError) -> _Handler:
+    """Fits every kind of call: it ends before a message is read or written."""
+
+    async def refuse(_: object, context: _Context) -> None:
+        await errors.abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _guarded(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":

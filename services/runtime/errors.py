@@ -8,6 +8,7 @@
     ├── NotFound               404
     │   └── ModelNotFound      404
     ├── FailedPrecondition     400  (409 would invite a blind retry)
+    ├── Aborted                409  overtaken by something newer
     ├── Unimplemented          400
     ├── Cancelled              499
     ├── ResourceExhausted      503  full; ``retry_after`` says when to come again
@@ -118,6 +119,14 @@ class FailedPrecondition(TokenloomError):
     http_status = 400
     openai_type = "invalid_request_error"
     reason = "FAILED_PRECONDITION"
+
+
+class Aborted(TokenloomError):
+    """Overtaken: a newer one of the same name took its place."""
+
+    code = grpc.StatusCode.ABORTED
+    http_status = 409
+    reason = "ABORTED"
 
 
 class Unimplemented(TokenloomError):

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from . import addresses, metrics
 from .channels import MAX_MESSAGE_BYTES
-from .edge import Edge
+from .edge import Authorize, Edge
 from .errors import Unavailable
 from .health import Health
 from .settings import ServiceSettings
@@ -56,7 +56,8 @@ class Host:
         self.address = ""
         self.metrics_address = ""
         self._ready = False
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[Edge(lambda: self._ready)])
+        self._edge = Edge(lambda: self._ready)
+        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self._edge])
         self._names = _Names(self._grpc)
         self._metrics_server: metrics.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
@@ -68,6 +69,10 @@ class Host:
     @property
     def server(self) -> grpc.aio.Server:
         return cast(grpc.aio.Server, self._names)
+
+    def authorize_calls(self, authorize: Authorize) -> None:
+        """From now on every call, but health checks, needs ``authorize`` to return."""
+        self._edge.authorize = authorize
 
     @property
     def has_failed(self) -> bool:

@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, TypeVar
 
 import uvloop
 
@@ -19,6 +19,8 @@ from .host import Host
 from .settings import ServiceSettings
 
 log = logging.getLogger(__name__)
+
+_Settings = TypeVar("_Settings", bound=ServiceSettings)
 
 _STOP_GRACE = 0.25
 """Seconds left for calls after the drain: what is open then are the streams of peers, which never end by themselves."""
@@ -70,18 +72,12 @@ async def _drain(service: Service, host: Host) -> None:
         log.warning("work was still live after %g s of draining; it is dropped", host.settings.drain_timeout)
 
 
-class ServiceClass(Protocol):
-    """A service's constructor."""
-
-    def __call__(self, settings: ServiceSettings, /) -> Service: ...
-
-
-def main(service_class: "type[Service] | ServiceClass", settings_class: type[ServiceSettings], name: str) -> int:
+def main(service_class: Callable[[_Settings], Service], settings_class: type[_Settings], name: str) -> int:
     """A whole process: reads settings, serves until a signal, returns the exit status."""
     settings = settings_class.load()
     logs.setup(name, settings.instance_id, level=settings.log_level, style=settings.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(service_class(settings), settings))  # type: ignore[call-arg]
+        return runner.run(_serve(service_class(settings), settings))
 
 
 async def _serve(service: Service, settings: ServiceSettings) -> int:

@@ -1,0 +1,50 @@
+"""The coordinator as a service: registry, servicer and the tick that notices what time changes."""
+
+import asyncio
+import time
+
+from prometheus_client import Counter, Gauge
+from tokenloom.v1 import coordinator_pb2_grpc
+
+from ..runtime.host import Host
+from .registry import Registry
+from .servicer import Changes, CoordinatorServicer
+from .settings import CoordinatorSettings
+
+_REFRESH_SECONDS = 0.5
+
+
+class CoordinatorService:
+    """Off the data path and with soft state only, so it has nothing to drain."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
+        self.servicer: CoordinatorServicer
+
+    async def start(self, host: Host) -> None:
+        changes = Changes()
+        registry = Registry(
+            host.epoch,
+            time.monotonic,
+            changes.notify,
+            max_waiting=self._settings.max_waiting,
+            settle_seconds=self._settings.settle_seconds,
+        )
+        engines = Gauge("tokenloom:engines", "Engines that are joined.", registry=host.metrics)
+        engines.set_function(lambda: len(registry))
+        picks = Counter("tokenloom:picks", "Requests to place a leg, by outcome.", ("outcome",), registry=host.metrics)
+        self.servicer = CoordinatorServicer(registry, changes, self._settings.instance_id, host.epoch, picks)
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)
+        host.spawn(_refresh(registry), name="refresh")
+
+    async def drain(self) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+
+async def _refresh(registry: Registry) -> None:
+    while True:
+        registry.refresh()
+        await asyncio.sleep(_REFRESH_SECONDS)

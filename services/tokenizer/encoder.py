@@ -1,0 +1,83 @@
+"""Text to ids and back, in threads: a long text never holds up the event loop."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tokenizers import Tokenizer
+from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
+
+from ..runtime import errors
+from ..runtime.block_hash import block_hashes
+
+MAX_WAITING = 1024
+"""Calls in threads or waiting for one; more are refused, to be tried again."""
+MAX_HASHES = 256
+"""Block hashes in a message: enough to place by."""
+_HASH_BYTES = 8
+
+T = TypeVar("T")
+
+
+class Encoder:
+    """A tokenizer and its threads."""
+
+    def __init__(self, tokenizer: Tokenizer, *, block_size: int, max_text_bytes: int, num_threads: int) -> None:
+        self._tokenizer = tokenizer
+        self._block_size = block_size
+        self._max_text_bytes = max_text_bytes
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+        self._waiting = 0
+
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool, want_hashes: bool, salt: bytes
+    ) -> list[TokenizedPrompt]:
+        """The ids of each text and, if wanted, the prefixes of its block hashes.
+
+        Raises ``InvalidArgument`` for a text over the size limit or one that the tokenizer cannot take.
+        """
+        for text in texts:
+            # A character has at most four bytes: most texts need not be measured.
+            if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
+                raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes", "prompt")
+
+        def work() -> list[TokenizedPrompt]:
+            return [self._encode(text, add_special_tokens, want_hashes, salt) for text in texts]
+
+        return await self._in_thread(work)
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of a complete sequence; ids that the tokenizer does not know have none."""
+        return await self._in_thread(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def close(self) -> None:
+        """Lets running calls end; waiting ones are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool, want_hashes: bool, salt: bytes) -> TokenizedPrompt:
+        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        hashes: list[bytes] = []
+        if want_hashes:
+            hashes = block_hashes(token_ids[: MAX_HASHES * self._block_size], self._block_size, salt=salt)
+        prefixes = [int.from_bytes(digest[:_HASH_BYTES], "little") for digest in hashes]
+        return TokenizedPrompt(token_ids=token_ids, block_hash_prefixes=prefixes)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        if self._waiting >= MAX_WAITING:
+            raise errors.ResourceExhausted(f"{MAX_WAITING} texts wait to be tokenized; try again")
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _contain, work)
+        finally:
+            self._waiting -= 1
+
+
+def _contain(work: Callable[[], T]) -> T:
+    """The library panics on some inputs with a BaseException, which would pass every handler."""
+    try:
+        return work()
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        raise errors.InvalidArgument("prompt: the tokenizer cannot take this text", "prompt") from error

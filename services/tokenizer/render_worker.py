@@ -1,0 +1,107 @@
+"""``python -m tokenloom.services.tokenizer.render_worker``: renders chat templates in a process that can be killed.
+
+Speaks JSON behind 4-byte big-endian lengths on stdin and stdout: first ``Setup``, answered by an empty ``Reply``, then
+one ``Reply`` for each ``Job``. Ends when stdin does. Its memory is limited, and a job that outlives its time ends the
+process even when nobody is left to kill it.
+"""
+
+import json
+import resource
+import signal
+import struct
+import sys
+from typing import Any, BinaryIO, TypedDict
+
+from .chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
+
+LENGTH = struct.Struct(">I")
+
+
+class Setup(TypedDict):
+    """The first message."""
+
+    source: str
+    special_tokens: dict[str, str]
+    memory_bytes: int
+    seconds: float
+
+
+class Job(TypedDict):
+    """A conversation to render; the JSON of the request, unparsed."""
+
+    messages_json: str
+    tools_json: str
+    template_kwargs_json: str
+    add_generation_prompt: bool
+
+
+class Reply(TypedDict, total=False):
+    """One of them."""
+
+    text: str
+    refused: str
+    too_long: str
+
+
+def pack(message: Setup | Job | Reply) -> bytes:
+    """A message as it goes over the pipe. ``UnicodeEncodeError`` when it holds half a surrogate pair."""
+    data = json.dumps(message, ensure_ascii=False).encode()
+    return LENGTH.pack(len(data)) + data
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
+    setup: Setup = _read(sys.stdin.buffer) or sys.exit()
+    resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
+    template = ChatTemplate(setup["source"], setup["special_tokens"])
+    _write(pack(Reply()))
+    while (job := _read(sys.stdin.buffer)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])  # SIGALRM's default action ends the process
+        answer = _answer(template, job)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write(answer)
+
+
+def _answer(template: ChatTemplate, job: Job) -> bytes:
+    try:
+        return pack(Reply(text=_render(template, job)))
+    except TemplateRefused as error:
+        return pack(Reply(refused=_printable(str(error))))
+    except TemplateTooLong as error:
+        return pack(Reply(too_long=str(error)))
+    except MemoryError:
+        return pack(Reply(too_long="rendering the conversation takes too much memory"))
+    except UnicodeEncodeError:
+        return pack(Reply(refused="the messages hold half a surrogate pair, which is no character"))
+    except (ValueError, RecursionError) as error:
+        return pack(Reply(refused=f"the messages are not the JSON that is expected: {_printable(str(error))}"))
+
+
+def _render(template: ChatTemplate, job: Job) -> str:
+    return template.render(
+        json.loads(job["messages_json"]),
+        json.loads(job["tools_json"] or "null"),
+        add_generation_prompt=job["add_generation_prompt"],
+        template_kwargs=json.loads(job["template_kwargs_json"] or "null"),
+    )
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()[:1000]
+
+
+def _read(stream: BinaryIO) -> Any:
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    return json.loads(stream.read(LENGTH.unpack(header)[0]))
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

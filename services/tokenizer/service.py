@@ -1,0 +1,70 @@
+"""The tokenizer as a service: loads a checkpoint's tokenizer and template, and follows the lifecycle of all."""
+
+import asyncio
+
+from tokenizers import Tokenizer
+from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
+from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
+from tokenloom.v1.types_pb2 import Fingerprint
+
+from ..runtime import errors
+from ..runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
+from ..runtime.host import Host
+from .chat_template import ChatTemplate
+from .encoder import Encoder
+from .renderer import Renderer
+from .servicer import TokenizerServicer
+from .settings import TokenizerSettings
+
+
+class TokenizerService:
+    """Serves ``Tokenizer``."""
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        self._settings = settings
+        self._encoder: Encoder | None = None
+        self._renderer: Renderer | None = None
+
+    async def start(self, host: Host) -> None:
+        settings = self._settings
+        info, tokenizer, answer = await asyncio.to_thread(_load, settings)
+        self._encoder = Encoder(
+            tokenizer,
+            block_size=settings.block_size,
+            max_text_bytes=settings.max_text_bytes,
+            num_threads=settings.threads,
+        )
+        if (template := _template(info)) is not None:
+            self._renderer = Renderer(template, num_workers=settings.render_workers, seconds=settings.render_timeout)
+            await self._renderer.start()
+        add_TokenizerServicer_to_server(TokenizerServicer(self._encoder, self._renderer, answer), host.server)
+
+    async def drain(self) -> None:
+        """Nothing is kept between calls: the server lets the running ones end."""
+
+    async def stop(self) -> None:
+        if self._renderer is not None:
+            await self._renderer.close()
+        if self._encoder is not None:
+            self._encoder.close()
+
+
+def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTokenizerInfoResponse]:
+    path = resolve(settings.model)
+    info, tokenizer = CheckpointInfo.load(path), load_tokenizer(path)
+    name = settings.served_model_name or served_name(path, settings.model)
+    answer = GetTokenizerInfoResponse(
+        fingerprint=Fingerprint(model=name, tokenizer=tokenizer_fingerprint(path)),
+        vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        eos_token_ids=info.eos_token_ids,
+        has_chat_template=bool(info.chat_template),
+        default_sampling_params=info.default_sampling_params,
+    )
+    return info, tokenizer, answer
+
+
+def _template(info: CheckpointInfo) -> ChatTemplate | None:
+    try:
+        return ChatTemplate.from_checkpoint(info)
+    except ValueError as error:
+        raise errors.InvalidArgument(f"model {info.path.name!r}: {error}", "model") from None

@@ -12,8 +12,7 @@ from . import errors
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-
-Authorize = Callable[[grpc.HandlerCallDetails], None]
+Authorize: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
 """Raises ``TokenloomError`` for a call that may not come in."""
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
@@ -37,6 +36,11 @@ class Edge(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
+        if self.authorize is not None and not handler_call_details.method.startswith(OPEN_SERVICE):
+            try:
+                self.authorize(handler_call_details)
+            except errors.TokenloomError as error:
+                return _refusing(error)
         handler = await continuation(handler_call_details)
         if handler is not None:
             return _guarded(handler)

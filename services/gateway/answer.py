@@ -1,0 +1,88 @@
+"""What an answer needs of its generation, whichever endpoint shapes it."""
+
+import time
+from typing import Protocol
+
+from tokenloom.v1 import inference_pb2, output_processor_pb2
+
+from . import sse
+from .collector import Delta
+from .generation import Generation
+from .job import Job
+from .metrics import FINISH_REASONS
+from .openai_models import Body, Options
+
+
+class Answer(Protocol):
+    """Shapes one response: events while it streams, or one object at its end."""
+
+    def first_events(self) -> bytes:
+        """Before any output."""
+
+    def events(self, delta: Delta) -> bytes:
+        """For some output; empty when there is nothing to tell."""
+
+    def last_events(self) -> bytes:
+        """After all output, without ``[DONE]``."""
+
+    def add(self, delta: Delta) -> None:
+        """Keeps some output for :meth:`body`."""
+
+    def body(self) -> bytes:
+        """The whole JSON response."""
+
+
+class Api(Protocol):
+    """One endpoint: how it reads bodies and shapes answers."""
+
+    def read(self, body: Body) -> tuple[Job, Options]:
+        """What the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
+
+    def answer(self, generation: Generation, options: Options) -> Answer: ...
+
+
+class AnswerBase:
+    """Fields of the generation in OpenAI's spelling; an answer holds one."""
+
+    def __init__(self, generation: Generation, options: Options, prefix: str, model: str) -> None:
+        self.generation = generation
+        self.options = options
+        self.id = f"{prefix}-{generation.request_id}"
+        self.model = model
+        self.created = int(time.time())
+
+    def writer(self, object_name: str) -> sse.EventWriter:
+        return sse.EventWriter(self.id, object_name, self.created, self.model, usage_is_null=self.options.include_usage)
+
+    def head(self, object_name: str) -> dict[str, object]:
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+    def tail(self) -> dict[str, object]:
+        """Usage, and the timeline when asked for."""
+        members: dict[str, object] = {"usage": sse.usage_object(self.generation.usage)}
+        return members | self.timeline()
+
+    def timeline(self) -> dict[str, object]:
+        if not self.options.return_timeline:
+            return {}
+        return {"timeline": sse.timeline_object(self.generation.timeline, self.generation.total_ns)}
+
+    def usage_of(self, index: int) -> inference_pb2.Usage | None:
+        """For continuous usage: the prompt's own, so far."""
+        if not self.options.continuous_usage:
+            return None
+        return inference_pb2.Usage(
+            prompt_tokens=len(self.generation.prompts[index]),
+            completion_tokens=self.generation.completion_tokens[index],
+        )
+
+    def stop_reason(self, finished: output_processor_pb2.RequestFinished) -> str | int | None:
+        """The client's stop string or stop token id that matched; None at an end of sequence."""
+        reason = finished.stop_reason
+        if reason in self.options.stop:
+            return reason
+        return int(reason) if reason.isdecimal() and int(reason) in self.options.stop_token_ids else None
+
+
+def finish_reason(finished: output_processor_pb2.RequestFinished) -> str:
+    return FINISH_REASONS[finished.reason]

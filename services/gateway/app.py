@@ -1,0 +1,76 @@
+"""The HTTP edge: who may come in, which path does what, and how failures are told."""
+
+import contextlib
+import logging
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from ..runtime import errors
+from ..runtime.logs import RequestLog
+from .auth import ApiKeys
+from .body import ClientDisconnected, Receive
+from .exchange import Exchange, Send
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[Exchange], Awaitable[None]]
+Routes = Mapping[str, Mapping[str, Handler]]
+"""Path to method to handler."""
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+"""What answers without a key: for load balancers, which have none."""
+
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
+
+class MethodNotAllowed(errors.InvalidArgument):
+    """The path exists, but not with this method."""
+
+    http_status = 405
+    reason = "METHOD_NOT_ALLOWED"
+
+
+class App:
+    """The ASGI application."""
+
+    def __init__(self, routes: Routes, keys: ApiKeys) -> None:
+        self._routes = routes
+        self._keys = keys
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "lifespan and websockets are off"
+        exchange = Exchange(scope, receive, send, _request_id(scope))
+        try:
+            await self._handler(exchange)(exchange)
+        except ClientDisconnected:
+            log.debug("%s %s: the client left", exchange.method, exchange.path)
+        except Exception as error:
+            known = errors.of_exception(error)
+            level = logging.WARNING if known.http_status >= 500 else logging.DEBUG
+            request_log = RequestLog(log, exchange.request_id.decode())
+            request_log.log(level, "%s %s: %s", exchange.method, exchange.path, known.message)
+            with contextlib.suppress(TimeoutError):
+                await exchange.fail(known)
+
+    def _handler(self, exchange: Exchange) -> Handler:
+        """Raises for a client without a key before it tells which paths there are."""
+        if exchange.path not in OPEN_PATHS:
+            self._keys.authorize(exchange.headers.get(b"authorization"))
+        methods = self._routes.get(exchange.path)
+        if methods is None:
+            raise errors.NotFound("there is nothing at this path")
+        # An ASGI server drops the body of an answer to HEAD.
+        handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
+        if handler is None:
+            raise MethodNotAllowed(f"this path takes {', '.join(methods)}, not {exchange.method}")
+        return handler
+
+
+def _request_id(scope: dict[str, Any]) -> bytes:
+    """The client's, when it is fit for a header and a log line; else a new one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return bytes(value)
+    return secrets.token_hex(16).encode()

@@ -1,0 +1,95 @@
+"""What arrived for one client request and is not sent yet: merged, so that a slow client costs its own output only."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from tokenloom.v1 import output_processor_pb2
+
+from ..runtime import errors
+
+
+@dataclass(slots=True)
+class Delta:
+    """New output of one index since the last time it was taken."""
+
+    index: int
+    token_index: int
+    """Of the first of ``token_ids`` in the whole output."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finished: output_processor_pb2.RequestFinished | None = None
+
+
+class Collector:
+    """Joins the outputs of one client request (one index for each prompt) for its only reader.
+
+    Writers never wait. What piles up while the reader waits for its client is merged into one delta an index, so the
+    bound is the output itself: ``max_tokens`` for each index.
+    """
+
+    def __init__(self, num_outputs: int) -> None:
+        self._pending: dict[int, Delta] = {}
+        self._num_tokens = [0] * num_outputs
+        self._live = num_outputs
+        self._error: errors.TokenloomError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every index has ended and all of it was taken."""
+        return self._live == 0 and not self._pending
+
+    def put(self, index: int, text: str, token_index: int, token_ids: list[int]) -> None:
+        """Adds output. Tokens that are missing or doubled fail the whole request: wrong text is worse than an error."""
+        if token_index != self._num_tokens[index]:
+            self.fail(errors.Internal(f"output token {self._num_tokens[index]} expected, {token_index} arrived"))
+            return
+        self._num_tokens[index] += len(token_ids)
+        delta = self._pending.get(index)
+        if delta is None:
+            self._pending[index] = Delta(index, token_index, text, token_ids)
+        else:
+            delta.text += text
+            delta.token_ids += token_ids
+        self._wake()
+
+    def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
+        """Ends an index. An error of one index is an error of the request."""
+        if finished.HasField("error"):
+            self.fail(errors.from_proto(finished.error))
+            return
+        if finished.completion_tokens != self._num_tokens[index]:
+            self.fail(
+                errors.Internal(f"{finished.completion_tokens} output tokens sent, {self._num_tokens[index]} arrived")
+            )
+            return
+        delta = self._pending.setdefault(index, Delta(index, self._num_tokens[index]))
+        assert delta.finished is None, "an index ends once"
+        delta.finished = finished
+        self._live -= 1
+        self._wake()
+
+    def fail(self, error: errors.TokenloomError) -> None:
+        """Ends the request; the first error stays."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+
+    async def take(self) -> list[Delta]:
+        """Waits for output and takes all of it, at most one delta an index. Raises what :meth:`fail` was given."""
+        while not self._pending and self._error is None:
+            assert self._waiter is None, "a collector has one reader"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._error is not None:
+            raise self._error
+        taken = list(self._pending.values())
+        self._pending = {}
+        return taken
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,61 @@
+"""An endpoint that generates: body in, JSON or a stream of events out."""
+
+from ..runtime import errors
+from . import sse
+from .answer import Answer, Api
+from .body import decode_object, read_body
+from .disconnect import until_disconnected
+from .exchange import Exchange
+from .generation import Generation, Generator
+
+
+def check_model(name: object, served: str) -> None:
+    """Raises :class:`errors.ModelNotFound` for another model than the served one; unset means that one."""
+    if name is None or name == served:
+        return
+    if not isinstance(name, str):
+        raise errors.InvalidArgument("model must be a string", "model")
+    raise errors.ModelNotFound(
+        f"no model named {name[:128]!r} is served; GET /v1/models lists those that are", field="model"
+    )
+
+
+class Endpoint:
+    """Runs one of OpenAI's APIs."""
+
+    def __init__(self, api: Api, generator: Generator, model: str, *, max_body_bytes: int) -> None:
+        self._api = api
+        self._generator = generator
+        self._model = model
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, exchange: Exchange) -> None:
+        body = decode_object(await read_body(exchange.headers, exchange.receive, self._max_body_bytes))
+        check_model(body.get("model"), self._model)
+        job, options = self._api.read(body)
+        async with until_disconnected(exchange.receive), self._generator.open(job) as generation:
+            answer = self._api.answer(generation, options)
+            respond = _stream if options.stream else _whole
+            await respond(exchange, generation, answer)
+
+
+async def _stream(exchange: Exchange, generation: Generation, answer: Answer) -> None:
+    deltas = await generation.take()  # what fails before the first output still gets a status of its own
+    await exchange.start(200, sse.HEADERS)
+    events = answer.first_events()
+    while True:
+        events += b"".join(map(answer.events, deltas))
+        if generation.done:
+            await exchange.finish(events + answer.last_events() + sse.DONE)
+            return
+        if events:
+            await exchange.write(events)
+            events = b""
+        deltas = await generation.take()
+
+
+async def _whole(exchange: Exchange, generation: Generation, answer: Answer) -> None:
+    while not generation.done:
+        for delta in await generation.take():
+            answer.add(delta)
+    await exchange.respond(200, answer.body())

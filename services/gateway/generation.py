@@ -1,0 +1,229 @@
+"""The road of a request, whichever edge it came through: encode, check, submit, collect; cancelled with its caller."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import cast
+
+from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
+
+from ..runtime import errors, validation
+from .collector import Collector, Delta
+from .job import Chat, Job
+from .mesh_view import MeshView
+from .metrics import GatewayMetrics
+from .output_link import Ticket
+from .output_pool import OutputPool
+from .tokenizer_client import TokenizerClient
+
+MAX_PROMPTS = 1024
+"""In one request."""
+
+
+class Generation:
+    """A request on its way: its prompts, and what came of them so far."""
+
+    def __init__(
+        self,
+        submits: Sequence[output_processor_pb2.Submit],
+        started_ns: int,
+        tokenize_ns: int,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self.request_id = secrets.token_hex(16)
+        """Ours: random, never the client's."""
+        self.prompts: list[Sequence[int]] = [submit.prompt.token_ids for submit in submits]
+        self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
+        self.completion_tokens = [0] * len(submits)
+        self._submits = submits
+        self._started_ns = started_ns
+        self._tokenize_ns = tokenize_ns
+        self._collector = Collector(len(submits))
+        self._tickets: list[Ticket] = []
+        self._watch = metrics.watch(sum(map(len, self.prompts)), started_ns)
+
+    @property
+    def done(self) -> bool:
+        return self._collector.done
+
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        """Of all prompts, so far."""
+        return inference_pb2.Usage(
+            prompt_tokens=sum(map(len, self.prompts)),
+            completion_tokens=sum(self.completion_tokens),
+            cached_tokens=sum(finished.cached_tokens for finished in self.finished.values()),
+        )
+
+    @property
+    def timeline(self) -> types_pb2.Timeline:
+        """Of the prompt that ended last, with the tokenizer's time put in."""
+        timeline = types_pb2.Timeline(tokenize_ns=self._tokenize_ns)
+        for finished in self.finished.values():
+            timeline.MergeFrom(finished.timeline)
+        return timeline
+
+    @property
+    def total_ns(self) -> int:
+        """Since the gateway had the request."""
+        return time.monotonic_ns() - self._started_ns
+
+    def submit(self, pool: OutputPool, *, timeout: float) -> None:
+        """Sends every prompt to an output processor. ``timeout``: seconds that are left."""
+        for index, submit in enumerate(self._submits):
+            submit.request_id = self.request_id if len(self._submits) == 1 else f"{self.request_id}-{index}"
+            submit.timeout.FromNanoseconds(round(max(timeout, 0.0) * 1e9))
+            self._tickets.append(pool.pick().submit(submit, self._collector, index))
+
+    async def take(self) -> list[Delta]:
+        """Waits for output; at most one delta a prompt. Raises what ended the request early."""
+        deltas = await self._collector.take()
+        for delta in deltas:
+            self.completion_tokens[delta.index] += len(delta.token_ids)
+            if delta.finished is not None:
+                self.finished[delta.index] = delta.finished
+            self._watch.output(delta)
+        return deltas
+
+    def close(self) -> None:
+        """Cancels what still runs."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+
+class Generator:
+    """Starts generations."""
+
+    def __init__(
+        self,
+        tokenizers: TokenizerClient,
+        mesh: MeshView,
+        outputs: OutputPool,
+        metrics: GatewayMetrics,
+        *,
+        max_live: int,
+        default_timeout: float,
+    ) -> None:
+        self._tokenizers = tokenizers
+        self._mesh = mesh
+        self._outputs = outputs
+        self._metrics = metrics
+        self._max_live = max_live
+        self._default_timeout = default_timeout
+        self._num_live = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def open(self, job: Job) -> AsyncIterator[Generation]:
+        """A generation for the length of the ``async with``, cancelled at its end if it still runs.
+
+        Raises any of :mod:`errors`, :class:`errors.DeadlineExceeded` for the body's time too.
+        """
+        timeout = min(job.timeout or self._default_timeout, self._default_timeout)
+        num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
+        with self._admitted(num_prompts):
+            try:
+                async with asyncio.timeout(timeout) as deadline:
+                    generation = await self._prepare(job)
+                    try:
+                        generation.submit(self._outputs, timeout=_seconds_left(deadline))
+                        yield generation
+                    finally:
+                        generation.close()
+            except TimeoutError:
+                raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
+
+    async def drain(self) -> None:
+        """Refuses new generations, and returns when none is open."""
+        self._draining = True
+        await self._idle.wait()
+
+    @contextmanager
+    def _admitted(self, num_prompts: int) -> Iterator[None]:
+        if self._draining:
+            raise errors.Unavailable("the gateway is shutting down; try again")
+        if self._num_live + num_prompts > self._max_live and self._num_live:
+            raise errors.ResourceExhausted("too many requests are live; try again")
+        self._num_live += num_prompts
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_live -= num_prompts
+            if not self._num_live:
+                self._idle.set()
+
+    async def _prepare(self, job: Job) -> Generation:
+        started_ns = time.monotonic_ns()
+        info = self._tokenizers.info
+        limits = self._mesh.limits(info.fingerprint) if info is not None else None
+        if info is None or limits is None:
+            raise errors.Unavailable("no engine is serving yet; try again")
+        sampling = _resolve(job, info)
+        validation.check_stop(job.text.stop)
+        validation.check_sampling(sampling, limits)
+        prompts = await self._encode(job, limits)
+        tokenize_ns = time.monotonic_ns() - started_ns
+        submits = [_submit(job, prompt, sampling, limits) for prompt in prompts]
+        return Generation(submits, started_ns, tokenize_ns, self._metrics)
+
+    async def _encode(self, job: Job, limits: types_pb2.ModelLimits) -> Sequence[tokenizer_pb2.TokenizedPrompt]:
+        if isinstance(job.prompts, Chat):
+            return [await self._tokenizers.encode_chat(job.prompts)]
+        if len(job.prompts) > MAX_PROMPTS:
+            message = f"{job.prompt_field} may hold at most {MAX_PROMPTS} prompts, not {len(job.prompts)}"
+            raise errors.InvalidArgument(message, job.prompt_field)
+        texts = [prompt for prompt in job.prompts if isinstance(prompt, str)]
+        if not texts:
+            return [_token_ids(prompt, job.prompt_field, limits) for prompt in job.prompts]
+        if not all(texts):
+            raise errors.InvalidArgument(f"{job.prompt_field} is empty; at least one token is needed", job.prompt_field)
+        return await self._tokenizers.encode(texts)
+
+
+def _seconds_left(deadline: asyncio.Timeout) -> float:
+    when = deadline.when()
+    assert when is not None
+    return when - asyncio.get_running_loop().time()
+
+
+def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimits) -> tokenizer_pb2.TokenizedPrompt:
+    if len(prompt) >= limits.max_model_len:
+        # Refused for its length before a long look at its items.
+        validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
+    return tokenizer_pb2.TokenizedPrompt(token_ids=validation.narrow_token_ids(field, prompt))
+
+
+def _submit(
+    job: Job,
+    prompt: tokenizer_pb2.TokenizedPrompt,
+    sampling: types_pb2.SamplingParams,
+    limits: types_pb2.ModelLimits,
+) -> output_processor_pb2.Submit:
+    """One prompt's request, checked, but for its ids and its time."""
+    submit = output_processor_pb2.Submit(
+        prompt=types_pb2.Prompt(token_ids=prompt.token_ids),
+        block_hash_prefixes=prompt.block_hash_prefixes,
+        sampling_params=sampling,
+        text=job.text,
+    )
+    params = submit.sampling_params
+    validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=isinstance(job.prompts, Chat))
+    validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
+    return submit
+
+
+def _resolve(job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse) -> types_pb2.SamplingParams:
+    """The client's parameters, the model's where it left them open, a seed, and the tokens that end the output."""
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(info.default_sampling_params)
+    sampling.MergeFrom(job.sampling)
+    if not sampling.HasField("seed"):
+        sampling.seed = secrets.randbits(64)
+    if not job.ignore_eos:
+        sampling.stop_token_ids.extend(id_ for id_ in info.eos_token_ids if id_ not in sampling.stop_token_ids)
+    return sampling

@@ -1,0 +1,115 @@
+"""uvicorn inside an event loop that is not its own."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ..runtime import addresses, errors
+from .app import App
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Request line and headers; the parser itself knows no limit."""
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that none is closed under a request."""
+BACKLOG = 1024
+
+
+class HttpServer:
+    """Serves an application on one address."""
+
+    def __init__(self, app: App, listen: str, *, insecure: bool) -> None:
+        """Binds. Raises :class:`errors.Unavailable` when it cannot."""
+        address = addresses.parse(listen, field="http_listen")
+        addresses.check_closed(address, insecure=insecure, field="http_listen")
+        self._path = address.path
+        self._socket = _bind(address)
+        port = 0 if address.path else self._socket.getsockname()[1]
+        self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        )
+        self._server = _Server(config)
+        self._served = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Runs until :meth:`drain` or :meth:`stop`."""
+        await self._server.serve([self._socket])
+        self._served.set()
+
+    async def drain(self) -> None:
+        """Closes the listener and idle connections; returns when the last live one is done."""
+        self._server.should_exit = True
+        await self._served.wait()
+
+    async def stop(self) -> None:
+        """Drops what is left."""
+        self._server.should_exit = self._server.force_exit = True
+        state = self._server.server_state
+        for task in list(state.tasks):
+            task.cancel()
+        for connection in list(state.connections):
+            connection.transport.abort()
+        self._socket.close()
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's, not the HTTP server's."""
+        yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """Closes a connection whose request head has no end."""
+
+    _in_head = False
+    _head_bytes = 0
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+                self.transport.close()
+
+
+def _bind(address: addresses.Address) -> socket.socket:
+    family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if not address.path:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address.path or (address.host, address.port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise errors.Unavailable(f"http_listen: cannot bind {address}: {error.strerror}") from None
+    return listener

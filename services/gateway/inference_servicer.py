@@ -1,0 +1,96 @@
+"""The public gRPC API."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import grpc.aio
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, output_processor_pb2
+
+from ..runtime import errors
+from .chat import read_messages
+from .collector import Delta
+from .endpoint import check_model
+from .generation import Generation, Generator
+from .health import MeshHealth
+from .job import Chat, Job
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Generates over the same road as HTTP."""
+
+    def __init__(self, generator: Generator, health: MeshHealth, model: str) -> None:
+        self._generator = generator
+        self._health = health
+        self._model = model
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Writes to the context: a handler parked in a ``yield`` would not see the cancellation at once."""
+        check_model(request.model or None, self._model)
+        job = _job(request, context.time_remaining())
+        if request.user_request_id:
+            await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
+        async with self._generator.open(job) as generation:
+            while not generation.done:
+                for delta in await generation.take():
+                    response = _response(generation, delta)
+                    if len(generation.finished) == len(generation.prompts) and delta.finished is not None:
+                        _close(response, generation, with_timeline=request.return_timeline)
+                    await context.write(response)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        limits = self._health.limits()
+        model = inference_pb2.Model(name=self._model, max_model_len=limits.max_model_len if limits else 0)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+
+def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
+    if request.priority:
+        raise errors.InvalidArgument("priority is not supported yet", "priority")
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise errors.InvalidArgument("prompt must be set: text, token_ids or chat", "prompt")
+    text = output_processor_pb2.TextOptions(
+        stop=request.stop,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else None,
+    )
+    prompts: Chat | list[str] | list[list[int]]
+    if kind == "chat":
+        messages = [_message(message.role, message.content) for message in request.chat.messages]
+        prompts = Chat(read_messages(messages, "chat.messages"))
+    else:
+        prompts = [request.text] if kind == "text" else [list(request.token_ids.ids)]
+    return Job(prompts, kind, request.sampling_params, text, ignore_eos=request.ignore_eos, timeout=timeout)
+
+
+def _message(role: str, content: str) -> Mapping[str, str]:
+    return {"role": role, "content": content}
+
+
+def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=generation.request_id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        token_index=delta.token_index,
+    )
+    if delta.finished is not None:
+        response.finish_reason = delta.finished.reason
+        response.stop_reason = delta.finished.stop_reason
+    return response
+
+
+def _close(response: inference_pb2.GenerateResponse, generation: Generation, *, with_timeline: bool) -> None:
+    response.usage.CopyFrom(generation.usage)
+    if with_timeline:
+        response.timeline.CopyFrom(generation.timeline)
+
+
+def _printable(text: str) -> str:
+    """Fit for metadata, and no longer than an id needs to be."""
+    return "".join(c for c in text[:128] if " " <= c <= "~")

@@ -1,0 +1,31 @@
+"""What a client asked for, whichever edge it came through."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tokenloom.v1 import output_processor_pb2, types_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, as the tokenizer's template takes it."""
+
+    messages_json: bytes
+    template_kwargs_json: bytes = b""
+    add_generation_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a client asked for, checked for form but not yet against the model's limits."""
+
+    prompts: Chat | Sequence[str | Sequence[object]]
+    """A conversation, texts, or lists of what should be token ids."""
+    prompt_field: str
+    """What the client calls it, for errors."""
+    sampling: types_pb2.SamplingParams
+    """Only what the client set."""
+    text: output_processor_pb2.TextOptions = field(default_factory=output_processor_pb2.TextOptions)
+    ignore_eos: bool = False
+    timeout: float | None = None
+    """Seconds; None: the gateway's default."""

@@ -1,0 +1,74 @@
+"""What the coordinator last said of the engines: limits, gauges, and whether a request would be placed."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+import grpc
+import grpc.aio
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+
+from ..runtime import channels
+from ..runtime.hello import fingerprint_difference
+
+log = logging.getLogger(__name__)
+
+BACKOFF = 0.2
+POOL_FIELDS = ("model", "tokenizer")
+"""What an engine must share with our tokenizer to be ours; the rest is between engines."""
+
+
+class MeshView:
+    """Watches the coordinator. Off the data path: while it is away the last complete snapshot stays."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._snapshot = coordinator_pb2.Snapshot()
+        self._limits: types_pb2.ModelLimits | None = None
+        self.connected = False
+
+    @property
+    def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
+        """All engines of the last complete snapshot."""
+        return self._snapshot.engines
+
+    def serving(self, fingerprint: types_pb2.Fingerprint) -> list[coordinator_pb2.EngineEntry]:
+        """Engines that serve what our tokenizer encodes for."""
+        return [
+            entry
+            for entry in self._snapshot.engines
+            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
+            and fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
+        ]
+
+    def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
+        """What every serving engine can take, or could when there last was one; None before the first."""
+        if limits := [entry.identity.limits for entry in self.serving(fingerprint)]:
+            self._limits = types_pb2.ModelLimits(
+                max_model_len=min(limit.max_model_len for limit in limits),
+                vocab_size=min(limit.vocab_size for limit in limits),
+            )
+        return self._limits
+
+    async def run(self) -> None:
+        """Watches and reconnects, until cancelled."""
+        async with channels.open_channel(self._address) as channel:
+            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+            while True:
+                call = stub.Watch(coordinator_pb2.WatchRequest())
+                try:
+                    while isinstance(snapshot := await call.read(), coordinator_pb2.Snapshot):
+                        self._take(snapshot)
+                except grpc.aio.AioRpcError as error:
+                    if self.connected:
+                        log.warning("coordinator: %s", error.code().name)
+                finally:
+                    call.cancel()
+                    self.connected = False
+                await asyncio.sleep(BACKOFF)
+
+    def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
+        self.connected = True
+        # A coordinator that just came back does not know its engines yet: the older, complete view is the better one.
+        if snapshot.complete or not self._snapshot.engines:
+            self._snapshot = snapshot

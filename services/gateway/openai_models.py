@@ -1,0 +1,205 @@
+"""The parts of OpenAI's request bodies that chat and completions share, narrowed from JSON by name and type."""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+from tokenloom.v1 import output_processor_pb2, types_pb2
+
+from ..runtime import errors, validation
+
+log = logging.getLogger(__name__)
+
+Body = Mapping[str, Any]
+
+SAMPLING_FIELDS = frozenset(
+    {
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop_token_ids",
+        "prompt_logprobs",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+    }
+)
+"""Fields that :func:`validation.narrow_sampling` reads, the same for both endpoints."""
+
+NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "top_logprobs": (None, 0),
+    "logprobs": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "prompt_embeds": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "continue_final_message": (None, False),
+    "truncate_prompt_tokens": (None,),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "add_special_tokens": (None,),
+    "detokenize": (None, True),
+    "priority": (None, 0),
+    "cache_salt": (None,),
+    "kv_transfer_params": (None,),
+}
+"""Fields whose effect would be missed, with the values that ask for nothing."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "parallel_tool_calls",
+        "spaces_between_special_tokens",
+        "request_id",
+    }
+)
+"""Known fields that change nothing here."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that the gateway itself reads, of both endpoints."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    return_timeline: bool | None = None
+
+
+Fields = TypeVar("Fields", bound=CommonFields)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the answer is to be shaped."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    return_timeline: bool
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    """The client's own, to tell its stop reason from an end of sequence."""
+
+    @classmethod
+    def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams) -> "Options":
+        """Raises :class:`errors.InvalidArgument` for options of a stream without a stream."""
+        stream = bool(fields.stream)
+        if fields.stream_options is not None and not stream:
+            raise errors.InvalidArgument("stream_options is only allowed with stream", "stream_options")
+        options = fields.stream_options or StreamOptions()
+        return cls(
+            stream=stream,
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            return_token_ids=bool(fields.return_token_ids),
+            return_timeline=bool(fields.return_timeline),
+            stop=tuple(stop_strings(fields)),
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+        )
+
+
+class BodyReader:
+    """Narrows bodies, and says once what it does not know."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._warned: set[str] = set()  # bounded below
+
+    def read(self, body: Body, model: type[Fields]) -> Fields:
+        """The gateway's own fields. Raises :class:`errors.InvalidArgument` naming the field."""
+        known = set(model.__struct_fields__) | SAMPLING_FIELDS | WITHOUT_EFFECT
+        for name, neutral in NOT_SUPPORTED_YET.items():
+            if name in body and name not in known:
+                _check_neutral(name, body[name], neutral)
+        self._check_unknown(name for name in body if name not in known and name not in NOT_SUPPORTED_YET)
+        try:
+            return msgspec.convert(body, model)
+        except msgspec.ValidationError as error:
+            raise _invalid(error) from None
+
+    def _check_unknown(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._strict:
+                raise errors.InvalidArgument(f"{name[:64]}: no such field", name[:64])
+            if name not in self._warned and len(self._warned) < 256:
+                self._warned.add(name)
+                log.warning("request field %r is ignored: no such field", name[:64])
+
+
+def sampling_params(body: Body) -> types_pb2.SamplingParams:
+    """The sampling parameters of a body."""
+    return validation.narrow_sampling({name: body[name] for name in SAMPLING_FIELDS if name in body})
+
+
+def text_options(fields: CommonFields) -> output_processor_pb2.TextOptions:
+    """How the text is made."""
+    return output_processor_pb2.TextOptions(
+        stop=stop_strings(fields),
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        skip_special_tokens=fields.skip_special_tokens,
+    )
+
+
+def stop_strings(fields: CommonFields) -> list[str]:
+    if fields.stop is None:
+        return []
+    return [fields.stop] if isinstance(fields.stop, str) else fields.stop
+
+
+def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
+    if any(value == allowed and type(value) is type(allowed) for allowed in neutral):
+        return
+    if name == "n" and not (type(value) is int and value > 1):
+        raise errors.InvalidArgument(f"n must be an integer of at least 1, not {value!r:.40}", name)
+    raise errors.InvalidArgument(f"{name} is not supported yet", name)
+
+
+def _invalid(error: msgspec.ValidationError) -> errors.InvalidArgument:
+    """msgspec says ``Expected `str`, got `int` - at `$.messages[0].role```."""
+    message, _, path = str(error).partition(" - at `$.")
+    field = re.sub(r"\[\.\.\.\]", "", path.rstrip("`")) or None
+    return errors.InvalidArgument(f"{field}: {message}" if field else message, field)

@@ -1,0 +1,104 @@
+"""The gateway as a service: joins its parts to one road and serves it over HTTP and gRPC."""
+
+import asyncio
+import logging
+
+from tokenloom.v1 import inference_pb2_grpc
+
+from ..runtime.host import Host
+from .app import App, Routes
+from .auth import ApiKeys
+from .chat import ChatApi
+from .completions import CompletionsApi
+from .endpoint import Endpoint
+from .generation import Generator
+from .health import MeshHealth
+from .http_server import HttpServer
+from .inference_servicer import InferenceServicer
+from .mesh_view import MeshView
+from .metrics import EngineGauges, GatewayMetrics
+from .openai_models import BodyReader
+from .output_pool import OutputPool
+from .routes import StatusRoutes
+from .settings import GatewaySettings
+from .tokenizer_client import TokenizerClient
+
+log = logging.getLogger(__name__)
+
+
+class GatewayService:
+    """Fulfils :class:`tokenloom.services.runtime.service.Service`.
+
+    Attributes:
+        http_address: Where HTTP is served, once started.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._http: HttpServer | None = None
+        self._generator: Generator | None = None
+        self._health: MeshHealth | None = None
+        self.http_address = ""
+
+    async def start(self, host: Host) -> None:
+        """Ready when a request would be answered: until then this waits, and HTTP says what is missing."""
+        settings = self._settings
+        keys = ApiKeys.load(settings.api_key, settings.api_key_file)
+        tokenizers = TokenizerClient(settings.tokenizers)
+        mesh = MeshView(settings.coordinator)
+        outputs = OutputPool(settings.output_processors, settings.instance_id, host.epoch)
+        self._health = health = MeshHealth(tokenizers, outputs, mesh)
+        host.spawn(tokenizers.run(), name="tokenizer probes")
+        host.spawn(mesh.run(), name="coordinator watch")
+        info = await tokenizers.wait_known()
+        outputs.start(host, info.fingerprint)
+
+        model = settings.served_model_name or info.fingerprint.model
+        metrics = GatewayMetrics(host.metrics, model)
+        host.metrics.register(EngineGauges(mesh, model))
+        self._generator = generator = Generator(
+            tokenizers,
+            mesh,
+            outputs,
+            metrics,
+            max_live=settings.max_live_requests,
+            default_timeout=settings.request_timeout,
+        )
+        host.authorize_calls(keys.authorize_call)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
+        status = StatusRoutes(health, host.metrics, model)
+        app = App({**status.routes(), **self._endpoints(generator, model)}, keys)
+        self._http = HttpServer(app, settings.http_listen, insecure=settings.insecure)
+        self.http_address = self._http.address
+        host.spawn(self._http.serve(), name="http server")
+        host.publish(http=self.http_address, model=model)
+        await self._wait_whole(health)
+        log.info("serving %s on http://%s", model, self.http_address)
+
+    async def drain(self) -> None:
+        assert self._health is not None
+        assert self._generator is not None
+        assert self._http is not None
+        self._health.draining = True
+        await self._generator.drain()
+        await self._http.drain()
+
+    async def stop(self) -> None:
+        if self._http is not None:
+            await self._http.stop()
+            self._http = None
+
+    def _endpoints(self, generator: Generator, model: str) -> Routes:
+        reader = BodyReader(strict=self._settings.strict)
+        limit = self._settings.max_body_bytes
+        chat = Endpoint(ChatApi(reader, model), generator, model, max_body_bytes=limit)
+        completions = Endpoint(CompletionsApi(reader, model), generator, model, max_body_bytes=limit)
+        return {"/v1/chat/completions": {"POST": chat}, "/v1/completions": {"POST": completions}}
+
+    async def _wait_whole(self, health: MeshHealth) -> None:
+        said: list[str] = []
+        while missing := health.missing():
+            if missing != said:
+                log.info("waiting for %s", ", ".join(missing))
+                said = missing
+            await asyncio.sleep(0.02)

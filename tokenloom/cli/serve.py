@@ -111,13 +111,12 @@ def serve(
     )
     write_line = bare(sys.stderr) if log_format is LogFormat.JSON else prefixed(sys.stderr)
     with reported():
-        outcome = asyncio.run(run_mesh(options, LineCopier(write_line), _announce_and_wait))
+        outcome = asyncio.run(run_mesh(options, LineCopier(write_line), lambda mesh: _announce_and_wait(mesh, name)))
     raise typer.Exit(0 if outcome.clean else 1)
 
 
-async def _announce_and_wait(mesh: Mesh) -> None:
+async def _announce_and_wait(mesh: Mesh, name: str) -> None:
     await mesh.wait_serving()
-    name = mesh.options.served_model_name
     for gateway in mesh.gateways:
         print(f"{name} is served at http://{gateway.http} (gRPC: {gateway.address}). Ctrl-C stops it.", flush=True)
     await mesh.wait_failed()

@@ -1,5 +1,6 @@
 """Which parts a local mesh has, and how they find each other: unix sockets in the mesh's private directory."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,8 @@ def _part(
         service=service,
         index=index,
         role="both" if is_engine else None,
-        flags=(
+        command=(
+            *(sys.executable, "-m", f"tokenloom.services.{service}"),
             *("--instance-id", f"{service}-{index}", "--listen", listen, "--state-file", str(state_file)),
             *("--drain-timeout", str(options.drain_timeout)),
             *options.common_flags,
@@ -111,7 +113,10 @@ def _gateway_flags(options: MeshOptions, sockets: Mapping[str, tuple[str, ...]],
 def _output_processor_flags(
     options: MeshOptions, sockets: Mapping[str, tuple[str, ...]], index: int
 ) -> tuple[str, ...]:
-    return "--model", str(options.model), "--coordinator", sockets["coordinator"][0]
+    return (
+        *("--model", str(options.model), "--served-model-name", options.served_model_name),
+        *("--coordinator", sockets["coordinator"][0]),
+    )
 
 
 def _engine_flags(options: MeshOptions, sockets: Mapping[str, tuple[str, ...]], index: int) -> tuple[str, ...]:

@@ -5,11 +5,10 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from .layout import MeshOptions, parts_of
 from .output import LineCopier
 from .part import Part, PartFailed
+from .part_spec import PartSpec
 from .state_dir import MeshRecord, PartState, write_record
 
 KILL_GRACE = 2.0
@@ -19,14 +18,17 @@ KILL_GRACE = 2.0
 class Mesh:
     """Owns the parts. Use as ``async with``: entering starts them, leaving makes sure that none is left."""
 
-    def __init__(self, options: MeshOptions, directory: Path, output: LineCopier) -> None:
-        self.options = options
-        self.parts = [Part(spec, output) for spec in parts_of(options, directory)]
+    def __init__(
+        self, specs: Sequence[PartSpec], directory: Path, output: LineCopier, *, port: int, drain_timeout: float
+    ) -> None:
+        self.parts = [Part(spec, output) for spec in specs]
         self._directory = directory
+        self._port = port
+        self._drain_timeout = drain_timeout
         self._keepers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Mesh":
-        self._publish(self.options.port)
+        self._publish(self._port)
         self._keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in self.parts]
         return self
 
@@ -42,16 +44,15 @@ class Mesh:
 
     async def wait_serving(self) -> None:
         """Returns when every part is SERVING. Raises `PartFailed` when one cannot be brought up."""
-        serving = asyncio.gather(*(part.serving.wait() for part in self.parts))
-        failed = asyncio.create_task(self.wait_failed())
-        both: list[asyncio.Future[Any]] = [serving, failed]
+        both = [asyncio.create_task(self._all_serving()), asyncio.create_task(self.wait_failed())]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if failed.done():
-                await failed
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            failed.cancel()
-            serving.cancel()
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)
         http = self.gateways[0].http if self.gateways else None
         if http is not None:
             self._publish(int(http.rpartition(":")[2]))
@@ -68,7 +69,7 @@ class Mesh:
         """Stops the parts, service by service in the order of the layout, so that each still has what its last requests
         need. True if all ended by themselves within the drain timeout, which they share."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.options.drain_timeout
+        deadline = loop.time() + self._drain_timeout
         clean = True
         pairs = zip(self.parts, self._keepers, strict=True)
         for _, group in itertools.groupby(pairs, key=lambda pair: pair[0].spec.service):
@@ -86,6 +87,10 @@ class Mesh:
         """Ends every part now."""
         for part in self.parts:
             part.kill()
+
+    async def _all_serving(self) -> None:
+        for part in self.parts:
+            await part.serving.wait()
 
     def _publish(self, port: int) -> None:
         """Makes the mesh known to ``tokenloom ps``."""

@@ -96,6 +96,7 @@ class Part:
 
     def _report(self, serving: bool) -> None:
         if serving:
+            self.state = read_part_state(self.spec.state_file) or self.state  # it may have told more since
             self._ever_served = True
             self.serving.set()
         else:

@@ -1,6 +1,5 @@
 """What a part is, before it runs."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ class PartSpec:
     service: str
     """The module's name in `tokenloom.services`."""
     index: int
-    flags: tuple[str, ...]
+    command: tuple[str, ...]
     state_file: Path
+    """Where the process writes its id and its addresses once it is bound."""
     role: str | None = None
     """Of an engine: ``prefill``, ``decode`` or ``both``."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -30,10 +30,6 @@ class PartSpec:
     def name(self) -> str:
         """``engine-0``: how logs call it."""
         return f"{self.service}-{self.index}"
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        return (sys.executable, "-m", f"tokenloom.services.{self.service}", *self.flags)
 
     @property
     def record(self) -> PartRecord:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .layout import MeshOptions
+from .layout import MeshOptions, parts_of
 from .mesh import Mesh
 from .output import LineCopier
 from .state_dir import mesh_directory
@@ -32,7 +32,8 @@ async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outc
     """
     interrupted = asyncio.Event()
     with mesh_directory() as directory, contextlib.closing(output):
-        mesh = Mesh(options, directory, output)
+        parts, timeout = parts_of(options, directory), options.drain_timeout
+        mesh = Mesh(parts, directory, output, port=options.port, drain_timeout=timeout)
         with _signals(interrupted, mesh.kill):
             async with mesh:
                 await _until(interrupted, asyncio.create_task(work(mesh)))

@@ -25,7 +25,7 @@ class StateDirError(Exception):
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One part as ``mesh.json`` names it; its process id and addresses are in the state file, which a restart rewrites."""
+    """One part as ``mesh.json`` names it; its process id and addresses are in the state file."""
 
     service: str
     index: int

@@ -1,0 +1,47 @@
+"""A part without work of its own, to be supervised: the real lifecycle around an empty service.
+
+``--behaviour``: ``serve``; ``usage`` and ``crash`` end before serving; ``deaf`` ignores SIGTERM;
+``child`` leaves a process of its own behind, whose id it writes beside its state file.
+"""
+
+import signal
+import subprocess
+import sys
+from typing import ClassVar, Literal
+
+from tokenloom.services.runtime.host import Host
+from tokenloom.services.runtime.service import main
+from tokenloom.services.runtime.settings import ServiceSettings
+
+
+class FakeSettings(ServiceSettings):
+    service: ClassVar[str] = "fake"
+    behaviour: Literal["serve", "usage", "crash", "deaf", "child"] = "serve"
+
+
+class FakeService:
+    def __init__(self, settings: ServiceSettings) -> None:
+        assert isinstance(settings, FakeSettings)
+        self._settings = settings
+
+    async def start(self, host: Host) -> None:
+        behaviour = self._settings.behaviour
+        if behaviour in ("usage", "crash"):
+            raise SystemExit(2 if behaviour == "usage" else 1)
+        if behaviour == "deaf":
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        if behaviour == "child":
+            command = [sys.executable, "-c", "import signal; signal.pause()"]
+            child = subprocess.Popen(command)  # noqa: ASYNC220 - it is to be left behind
+            assert self._settings.state_file is not None
+            self._settings.state_file.with_suffix(".child").write_text(str(child.pid))
+
+    async def drain(self) -> None:
+        print("drained", flush=True)
+
+    async def stop(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(FakeService, FakeSettings, "fake"))

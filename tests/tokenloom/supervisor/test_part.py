@@ -1,0 +1,127 @@
+"""One part: started, followed, started again, and ended with all that it started."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tokenloom.supervisor.output import LineCopier
+from tokenloom.supervisor.part import Part, PartFailed, describe_exit
+from tokenloom.supervisor.part_spec import PartSpec
+
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+MakeSpec = Callable[..., PartSpec]
+Printed = list[tuple[str, str]]
+
+
+@contextlib.asynccontextmanager
+async def kept(part: Part) -> AsyncIterator["asyncio.Task[None]"]:
+    """The part while it is kept; killed at the end."""
+    keeper = asyncio.create_task(part.keep())
+    try:
+        yield keeper
+    finally:
+        part.kill()
+        await asyncio.wait([keeper])
+
+
+async def serving_pid(part: Part) -> int:
+    async with asyncio.timeout(20):
+        await part.serving.wait()
+    assert part.state is not None
+    return part.state.pid
+
+
+async def test_a_part_is_serving_once_its_health_says_so(make_spec: MakeSpec, output: LineCopier) -> None:
+    part = Part(make_spec(), output)
+    async with kept(part):
+        pid = await serving_pid(part)
+        assert os.getpgid(pid) == pid, "a process group of its own"
+        assert psutil.Process(pid).ppid() == os.getpid()
+
+
+async def test_a_killed_part_comes_back_at_once(
+    make_spec: MakeSpec, output: LineCopier, printed: Printed, eventually: Eventually
+) -> None:
+    part = Part(make_spec(), output)
+    async with kept(part):
+        first = await serving_pid(part)
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: not part.serving.is_set())
+        assert await serving_pid(part) != first
+    assert ("fake-0", "killed by SIGKILL; starting again in 0.1 s") in printed
+
+
+async def test_stop_lets_the_part_drain(make_spec: MakeSpec, output: LineCopier, printed: Printed) -> None:
+    part = Part(make_spec(), output)
+    async with kept(part) as keeper:
+        await serving_pid(part)
+        part.stop()
+        async with asyncio.timeout(20):
+            await keeper
+    output.close()
+    assert ("fake-0", "drained") in printed
+    assert not part.serving.is_set()
+    assert part.restarts == 0
+
+
+async def test_a_part_that_does_not_listen_to_sigterm_can_be_killed(make_spec: MakeSpec, output: LineCopier) -> None:
+    part = Part(make_spec(behaviour="deaf"), output)
+    async with kept(part) as keeper:
+        pid = await serving_pid(part)
+        part.stop()
+        assert not (await asyncio.wait([keeper], timeout=0.2))[0]
+        part.kill()
+        await keeper
+        assert not psutil.pid_exists(pid)
+
+
+async def test_wrong_settings_are_not_tried_again(make_spec: MakeSpec, output: LineCopier) -> None:
+    part = Part(make_spec(behaviour="usage"), output)
+    async with kept(part) as keeper:
+        with pytest.raises(PartFailed, match=r"fake-0 does not start \(exited with status 2\)"):
+            await keeper
+    assert part.restarts == 1
+
+
+async def test_a_part_that_never_serves_is_given_up(
+    make_spec: MakeSpec, output: LineCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenloom.supervisor.part.START_ATTEMPTS", 2)
+    part = Part(make_spec(behaviour="crash"), output)
+    async with kept(part) as keeper:
+        with pytest.raises(PartFailed, match="status 1"):
+            await keeper
+    assert part.restarts == 2
+
+
+async def test_what_a_dead_part_left_behind_is_ended(
+    make_spec: MakeSpec, output: LineCopier, socket_dir: Path, eventually: Eventually
+) -> None:
+    part = Part(make_spec(behaviour="child"), output)
+    async with kept(part) as keeper:
+        os.kill(await serving_pid(part), signal.SIGKILL)
+        child = psutil.Process(int((socket_dir / "fake-0.child").read_text()))
+        await eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+        part.kill()
+        await keeper
+
+
+async def test_a_stop_during_the_start_ends_it(make_spec: MakeSpec, output: LineCopier) -> None:
+    part = Part(make_spec(), output)
+    async with kept(part) as keeper:
+        await asyncio.sleep(0)
+        part.stop()
+        async with asyncio.timeout(20):
+            await keeper
+    assert part.state is None
+
+
+def test_exits_are_described() -> None:
+    assert describe_exit(-9) == "killed by SIGKILL"
+    assert describe_exit(3) == "exited with status 3"

@@ -53,12 +53,14 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
     path = resolve(settings.model)
     info, tokenizer = CheckpointInfo.load(path), load_tokenizer(path)
     name = settings.served_model_name or served_name(path, settings.model)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     answer = GetTokenizerInfoResponse(
         fingerprint=Fingerprint(model=name, tokenizer=tokenizer_fingerprint(path)),
-        vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        vocab_size=max(vocabulary.values(), default=-1) + 1,
         eos_token_ids=info.eos_token_ids,
         has_chat_template=bool(info.chat_template),
         default_sampling_params=info.default_sampling_params,
+        max_token_bytes=max((len(token.encode()) for token in vocabulary), default=0),
     )
     return info, tokenizer, answer
 

@@ -1,0 +1,39 @@
+"""/metrics over HTTP."""
+
+import asyncio
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenloom.services.runtime import addresses, metrics
+
+
+def get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        return response.read().decode()
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return metrics.new_registry()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_serves_process_and_own_metrics(registry: CollectorRegistry, host: str) -> None:
+    metrics.gauge(registry, "num_requests_running", "Requests in the batch.", ["model_name"]).labels("m").set(3)
+    metrics.counter(registry, "prompt_tokens", "Tokens.").inc(2)
+    metrics.histogram(registry, "e2e_request_latency_seconds", "Time.", buckets=metrics.REQUEST_SECONDS).observe(0.4)
+    server = metrics.MetricsServer(registry, addresses.parse(f"{host}:0"))
+    try:
+        text = await asyncio.to_thread(get, f"http://{server.address}/metrics")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            await asyncio.to_thread(get, f"http://{server.address}/other")
+        caught.value.close()
+    finally:
+        server.close()
+    assert 'vllm:num_requests_running{model_name="m"} 3.0' in text
+    assert "vllm:prompt_tokens_total 2.0" in text
+    assert 'vllm:e2e_request_latency_seconds_bucket{le="0.5"} 1.0' in text
+    assert "process_resident_memory_bytes" in text
+    assert "process_cpu_seconds_total" in text

@@ -1,7 +1,6 @@
 """The engine core in a process of its own: the busy loop, between an input and an output thread.
 
 client ──PUSH──▶ input thread ──▶ input_queue ──▶ busy loop ──▶ output_queue ──▶ output thread ──PUSH──▶ client
-                        └───────▶ aborts_queue ──────┘ (read while a step's results come in)
 """
 
 import enum
@@ -36,7 +35,7 @@ class ProcState(enum.Enum):
 
 
 class EngineCoreProc:
-    """Runs an :class:`EngineCore` for one client. :meth:`run` belongs to one thread, :meth:`request_shutdown` to any."""
+    """Runs an :class:`EngineCore` for one client. :meth:`run` is for one thread, :meth:`request_shutdown` for any."""
 
     def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
         self._core = core
@@ -132,8 +131,8 @@ def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfi
 class ProcessGuard:
     """Signals and orphanhood of a core's process.
 
-    SIGTERM asks the busy loop to finish; SIGINT is the parent's business; and when standard input, a pipe from the parent, comes to
-    its end, the parent is gone and so is everyone who could want an answer.
+    SIGTERM asks the busy loop to finish; SIGINT is the parent's business; and when standard input, a pipe from the
+    parent, comes to its end, the parent is gone and so is everyone who could want an answer.
     """
 
     def __init__(self) -> None:
@@ -154,7 +153,7 @@ class ProcessGuard:
 
 
 def _watch_parent() -> None:
-    while sys.stdin.buffer.raw.read(1):  # type: ignore[attr-defined]  # a pipe's buffer has a raw file
+    while os.read(sys.stdin.fileno(), 1):
         pass
     os._exit(1)
 

@@ -1,7 +1,7 @@
 """msgpack on every socket of the core. The receiver names the type it expects, so nothing but plain data can arrive.
 
-A message is a list of ZMQ frames: the msgpack body, and after it room for out-of-band buffers. No message carries any yet, so a
-second body frame is refused.
+A message is a list of ZMQ frames: the msgpack body, and after it room for out-of-band buffers. No message carries any
+yet, so a second frame is refused.
 """
 
 import inspect

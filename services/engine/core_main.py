@@ -1,6 +1,6 @@
-"""The engine core's process: ``python -m tokenloom.services.engine.core_main --handshake ADDRESS``, started by a client of the core.
+"""The engine core's process: ``python -m tokenloom.services.engine.core_main --handshake ADDRESS``.
 
-Its configuration comes in the handshake; the flags only say where that is and how to log.
+A client of the core starts it. Its configuration comes in the handshake; the flags say where that is and how to log.
 """
 
 import argparse

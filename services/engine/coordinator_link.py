@@ -1,0 +1,138 @@
+"""The engine's ``Join`` stream: reports when a count changes, re-joins whenever the coordinator comes back."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
+
+import grpc.aio
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2, types_pb2
+
+from ..runtime.channels import open_channel
+from ..runtime.errors import Aborted, TokenloomError, Unavailable, of_exception
+from ..runtime.hello import check_hello
+from .load import LoadTracker
+from .task_group import task_group
+
+log = logging.getLogger(__name__)
+
+MIN_REPORT_SECONDS = 0.01
+MAX_REPORT_SECONDS = 1.0
+MIN_BACKOFF_SECONDS = 0.1
+MAX_BACKOFF_SECONDS = 1.0
+HELLO_SECONDS = 5.0
+MAX_PICKS = 4096
+"""Picks to acknowledge: those of a time without a coordinator mean nothing to the next one, the newest are kept."""
+
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coordinator_pb2.EngineCommand]"
+
+
+class CoordinatorLink:
+    """Keeps the engine in the coordinator's registry for as long as :meth:`run` runs."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: types_pb2.Hello,
+        identity: coordinator_pb2.EngineIdentity,
+        load: LoadTracker,
+        on_drain: Callable[[float], None],
+    ) -> None:
+        """``on_drain`` gets the seconds of grace when the coordinator asks the engine to leave."""
+        self._address = address
+        self._hello = hello
+        self._identity = identity
+        self._load = load
+        self._on_drain = on_drain
+        self._state = coordinator_pb2.ENGINE_STATE_SERVING
+        self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
+
+    def pick_arrived(self, pick: engine_pb2.PickId) -> None:
+        """The next report acknowledges it, together with the request that it placed."""
+        self._picks.append(pick)
+        self._load.changed.set()
+
+    def set_state(self, state: coordinator_pb2.EngineState) -> None:
+        """Tells the coordinator where the engine is in its life."""
+        self._state = state
+        self._load.changed.set()
+
+    async def run(self) -> None:
+        """Joins, and joins again; returns only when a newer engine of this name has joined."""
+        backoff = MIN_BACKOFF_SECONDS
+        async with open_channel(self._address) as channel:
+            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+            while True:
+                joined_at = time.monotonic()
+                try:
+                    await self._join(stub.Join())
+                except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
+                    error = of_exception(cause) if not isinstance(cause, TimeoutError) else Unavailable("no answer")
+                if isinstance(error, Aborted):
+                    log.error("left the coordinator's registry: %s", error.message)
+                    return
+                if time.monotonic() - joined_at > MAX_BACKOFF_SECONDS:
+                    backoff = MIN_BACKOFF_SECONDS
+                log.info("not in the coordinator's registry (%s), joining again", error.message)
+                await asyncio.sleep(backoff)
+                backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
+
+    async def _join(self, call: _Call) -> NoReturn:
+        """One stream, until it fails."""
+        try:
+            first = self._report()
+            first.hello.CopyFrom(self._hello)
+            first.identity.CopyFrom(self._identity)
+            await call.write(first)
+            async with asyncio.timeout(HELLO_SECONDS):
+                answer = await _read(call)
+            check_hello(answer.hello)
+            log.info("joined coordinator %s", answer.hello.peer_id)
+            async with task_group() as group:
+                group.create_task(self._write_reports(call), name="coordinator-reports")
+                group.create_task(self._read_commands(call), name="coordinator-commands")
+        finally:
+            call.cancel()  # leaving a stream does not end it
+        raise AssertionError("neither task returns")
+
+    async def _write_reports(self, call: _Call) -> NoReturn:
+        while True:
+            try:
+                async with asyncio.timeout(MAX_REPORT_SECONDS):
+                    await self._load.changed.wait()
+            except TimeoutError:
+                pass
+            await call.write(self._report())
+            await asyncio.sleep(MIN_REPORT_SECONDS)  # what changes meanwhile goes as one
+
+    async def _read_commands(self, call: _Call) -> NoReturn:
+        while True:
+            command = await _read(call)
+            if command.HasField("drain"):
+                self._on_drain(command.drain.grace.ToNanoseconds() / 1e9)
+
+    def _report(self) -> coordinator_pb2.EngineReport:
+        """One consistent view: a pick and the request that it placed are in the same report."""
+        self._load.changed.clear()
+        load = self._load.snapshot()
+        picks, self._picks = self._picks, deque(maxlen=MAX_PICKS)
+        return coordinator_pb2.EngineReport(
+            role=coordinator_pb2.ENGINE_ROLE_BOTH,
+            state=self._state,
+            waiting=load.waiting,
+            running=load.running,
+            waiting_tokens=load.waiting_tokens,
+            kv_usage=load.kv_usage,
+            free_kv_blocks=load.free_kv_blocks,
+            picks_arrived=picks,
+            step=load.step,
+        )
+
+
+async def _read(call: _Call) -> coordinator_pb2.EngineCommand:
+    message = await call.read()
+    if not isinstance(message, coordinator_pb2.EngineCommand):
+        raise Unavailable("the coordinator ended the stream")
+    return message

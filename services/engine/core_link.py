@@ -1,0 +1,105 @@
+"""The front's side of the engine core: requests in, and each step's outputs to the streams they belong to."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable
+from typing import NoReturn, Protocol
+
+from tokenloom.engine_core.async_client import AsyncClient
+from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.messages import CoreReady, EngineCoreOutputs, EngineCoreRequest
+
+from ..runtime.errors import Unavailable
+from .attempts import Attempt
+from .engine_metrics import EngineMetrics
+from .load import LoadTracker
+
+
+class OutputStream(Protocol):
+    """Where an attempt's outputs go: the stream it came by."""
+
+    def notify(self) -> None:
+        """Something waits in the stream's frame builder."""
+
+
+class CoreLink:
+    """Joins the streams of all peers to one core."""
+
+    def __init__(self, client: AsyncClient, load: LoadTracker, metrics: EngineMetrics) -> None:
+        self._client = client
+        self._load = load
+        self._metrics = metrics
+        self._live: dict[str, tuple[Attempt, OutputStream]] = {}
+        self._aborts: list[str] = []  # keys to abort in the core: each was live, so as many as there may be
+        self._aborts_waiting = asyncio.Event()
+
+    @property
+    def client(self) -> AsyncClient:
+        return self._client
+
+    @property
+    def step(self) -> int:
+        """Of the core's loop, as last heard."""
+        return self._load.step
+
+    async def start(self) -> CoreReady:
+        """Brings the core up. Raises ``EngineStartError``."""
+        ready = await self._client.start()
+        self._load.started(ready.num_kv_blocks)
+        return ready
+
+    async def run(self) -> NoReturn:
+        """Distributes outputs until the core is dead: then raises ``EngineDeadError``."""
+        while True:
+            self._distribute(await self._client.get_output())
+
+    async def run_aborts(self) -> NoReturn:
+        """Sends aborts, those of one moment in one message: who ends attempts need not wait."""
+        while True:
+            await self._aborts_waiting.wait()
+            self._aborts_waiting.clear()
+            keys, self._aborts = self._aborts, []
+            with contextlib.suppress(EngineDeadError):  # then there is nothing left to free
+                await self._client.abort_requests(keys)
+
+    async def add(self, attempt: Attempt, request: EngineCoreRequest, stream: OutputStream) -> None:
+        """Hands a live attempt to the core. Raises ``Unavailable`` when the core is dead."""
+        self._live[attempt.key] = attempt, stream
+        self._load.accepted()
+        try:
+            await self._client.add_request(request)
+        except EngineDeadError:
+            raise Unavailable("the engine failed; another may take the request") from None
+        self._load.handed_over(attempt.num_prompt_tokens)
+
+    def end(self, attempts: Iterable[Attempt]) -> None:
+        """Forgets attempts that the front ended, and has the core free what they hold."""
+        for attempt in attempts:
+            if self._live.pop(attempt.key, None) is not None:
+                self._load.ended()
+                self._metrics.observe_end(attempt, time.monotonic())
+                self._aborts.append(attempt.key)
+        if self._aborts:
+            self._aborts_waiting.set()
+
+    def _distribute(self, outputs: EngineCoreOutputs) -> None:
+        """One step's outputs, to every stream at once, so that each makes one frame of it."""
+        self._load.observe(outputs)
+        streams: set[OutputStream] = set()
+        now = time.monotonic()
+        self._metrics.observe_step(outputs)
+        for output in outputs.outputs:
+            entry = self._live.get(output.request_id)
+            if entry is None:
+                continue  # ended by the front meanwhile
+            attempt, stream = entry
+            self._metrics.observe_output(attempt, output, now)
+            attempt.attempts.take_output(attempt, output)
+            streams.add(stream)
+            if output.finish_reason is not None:
+                del self._live[output.request_id]
+                self._load.ended()
+                self._metrics.observe_end(attempt, now)
+        for stream in streams:
+            stream.notify()

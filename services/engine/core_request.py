@@ -1,0 +1,56 @@
+"""``AddRequest`` → the engine core's request: validated, every default filled in."""
+
+import secrets
+
+from tokenloom.engine_core.messages import EngineCoreRequest
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.v1 import engine_pb2, types_pb2
+
+from ..runtime import validation
+from ..runtime.errors import DeadlineExceeded, InvalidArgument
+
+
+def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.ModelLimits) -> EngineCoreRequest:
+    """The core's request, named ``key``. Raises ``InvalidArgument`` naming the field, or ``DeadlineExceeded``."""
+    _check_supported(add)
+    params = add.sampling_params
+    validation.check_generate(add.prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
+        raise DeadlineExceeded("the request's time ran out before it reached an engine")
+    num_left = limits.max_model_len - len(add.prompt.token_ids)
+    return EngineCoreRequest(
+        request_id=key,
+        prompt_token_ids=list(add.prompt.token_ids),
+        sampling_params=to_core_sampling(params, default_max_tokens=num_left),
+        accepted_token_ids=list(add.accepted_token_ids),
+        cache_salt=add.prompt.cache_salt,
+    )
+
+
+def to_core_sampling(params: types_pb2.SamplingParams, *, default_max_tokens: int) -> SamplingParams:
+    """Valid parameters with every default filled in; without a seed one is drawn."""
+    return SamplingParams(
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else default_max_tokens,
+        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
+        temperature=params.temperature if params.HasField("temperature") else 1.0,
+        top_p=params.top_p if params.HasField("top_p") else 1.0,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+        stop_token_ids=tuple(params.stop_token_ids),
+    )
+
+
+def _check_supported(add: engine_pb2.AddRequest) -> None:
+    """Refuses what a later version brings: better than answering something else."""
+    if add.WhichOneof("task") is None:
+        raise InvalidArgument("task is not set; expected sampling_params", "task")
+    for field, is_set in (
+        ("kv_source", add.HasField("kv_source")),
+        ("hold_kv", add.hold_kv),
+        ("priority", add.priority != 0),
+    ):
+        if is_set:
+            raise InvalidArgument(f"{field} is not supported yet", field)

@@ -1,0 +1,119 @@
+"""The engine's metrics, under vLLM's names, labelled ``model_name`` and ``engine``."""
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from tokenloom.engine_core.messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+
+from ..runtime import metrics
+from .attempts import Attempt
+
+_LABELS = ("model_name", "engine")
+_ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class EngineMetrics:
+    """Observes attempts and steps; times are monotonic seconds."""
+
+    def __init__(self, registry: CollectorRegistry, model: str, engine: str) -> None:
+        self._registry = registry
+        self._labels = (model, engine)
+        self._seen = SchedulerStats()
+        self._running = self._gauge("num_requests_running", "Requests in the batch.")
+        self._waiting = self._gauge("num_requests_waiting", "Requests not yet in the batch.")
+        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._preemptions = self._counter("num_preemptions", "Requests that lost their blocks and were resumed.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
+        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._success = metrics.counter(
+            registry, "request_success", "Requests that ended, by reason.", (*_LABELS, "finished_reason")
+        )
+        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
+        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.")
+        self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of tokens after the first.")
+        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", metrics.REQUEST_SECONDS)
+        self._queue = self._histogram("request_queue_time_seconds", "Waiting to be scheduled.", metrics.REQUEST_SECONDS)
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From first scheduled to the first token.", metrics.REQUEST_SECONDS
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token to the last.", metrics.REQUEST_SECONDS
+        )
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "From first scheduled to the last token.", metrics.REQUEST_SECONDS
+        )
+        self._iteration = self._histogram(
+            "iteration_tokens_total",
+            "Tokens of a step: generated, and of prompts that it completed.",
+            _ITERATION_TOKENS,
+        )
+
+    def observe_ready(self, ready: CoreReady, *, enable_prefix_caching: bool) -> None:
+        """The engine as it came up, as labels of a gauge that is 1."""
+        info = {
+            "block_size": str(ready.block_size),
+            "num_gpu_blocks": str(ready.num_kv_blocks),
+            "enable_prefix_caching": str(enable_prefix_caching),
+        }
+        names = (*_LABELS, *info)
+        gauge = metrics.gauge(self._registry, "cache_config_info", "Configuration of the KV cache.", names)
+        gauge.labels(*self._labels, *info.values()).set(1)
+
+    def observe_step(self, outputs: EngineCoreOutputs) -> None:
+        """A step as a whole."""
+        if (stats := outputs.scheduler_stats) is not None:
+            self._observe_stats(stats)
+        if outputs.outputs:
+            num_generated = sum(len(output.new_token_ids) for output in outputs.outputs)
+            stats = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]
+            self._generation_tokens.inc(num_generated)
+            self._iteration.observe(num_generated + sum(s.num_prompt_tokens - s.num_cached_tokens for s in stats))
+
+    def observe_output(self, attempt: Attempt, output: EngineCoreOutput, now: float) -> None:
+        """What a step produced for one attempt."""
+        if output.new_token_ids:
+            if attempt.first_token_at:
+                self._itl.observe(now - attempt.last_token_at)
+            else:
+                attempt.first_token_at = now
+                self._ttft.observe(now - attempt.arrival)
+            attempt.last_token_at = now
+        if (stats := output.prefill_stats) is not None:
+            self._prompt_tokens.inc(stats.num_prompt_tokens)
+            self._queue.observe(stats.queued_ns / 1e9)
+            self._prefill.observe(stats.prefill_ns / 1e9)
+
+    def observe_end(self, attempt: Attempt, now: float) -> None:
+        """An attempt that ended, by the core or by the front."""
+        assert attempt.finish_reason is not None
+        self._success.labels(*self._labels, attempt.finish_reason.name.lower()).inc()
+        self._e2e.observe(now - attempt.arrival)
+        if not attempt.first_token_at:
+            return
+        decode = attempt.last_token_at - attempt.first_token_at
+        num_tokens = attempt.num_output_tokens - attempt.num_accepted_tokens
+        self._decode.observe(decode)
+        if num_tokens > 1:
+            self._tpot.observe(decode / (num_tokens - 1))
+        if (stats := attempt.prefill_stats) is not None:
+            self._inference.observe(decode + stats.prefill_ns / 1e9)
+
+    def _observe_stats(self, stats: SchedulerStats) -> None:
+        seen, self._seen = self._seen, stats
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_usage)
+        self._queries.inc(stats.prefix_cache_queries - seen.prefix_cache_queries)
+        self._hits.inc(stats.prefix_cache_hits - seen.prefix_cache_hits)
+        self._preemptions.inc(stats.num_preemptions - seen.num_preemptions)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return metrics.gauge(self._registry, name, text, _LABELS).labels(*self._labels)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return metrics.counter(self._registry, name, text, _LABELS).labels(*self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Any = metrics.LATENCY_SECONDS) -> Any:
+        return metrics.histogram(self._registry, name, text, _LABELS, buckets).labels(*self._labels)

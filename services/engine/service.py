@@ -1,0 +1,155 @@
+"""The engine as a service: a core, its front, and the place in the coordinator's registry."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+from tokenloom.engine_core.async_client import AsyncClient, AsyncMPClient
+from tokenloom.engine_core.core_launch import CORE_COMMAND
+from tokenloom.engine_core.errors import EngineDeadError, EngineStartError
+from tokenloom.engine_core.messages import CoreReady
+from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc, types_pb2
+
+from ..runtime import checkpoint
+from ..runtime.errors import FailedPrecondition, Unavailable
+from ..runtime.hello import make_hello
+from ..runtime.host import Host
+from .admin import EngineAdminServicer
+from .admission import Admission
+from .coordinator_link import CoordinatorLink
+from .core_link import CoreLink
+from .engine_metrics import EngineMetrics
+from .load import LoadTracker
+from .servicer import EngineServicer
+from .settings import EngineSettings
+
+CLOSE_SECONDS = 1.0
+"""How long peers may take to read the last frames of an engine that goes."""
+
+
+class EngineService:
+    """One engine. Its front serves gRPC in this process; the core computes in another, unless a ``client`` is given."""
+
+    def __init__(self, settings: EngineSettings, client: AsyncClient | None = None) -> None:
+        self._settings = settings
+        self._client = client
+        self._load = LoadTracker()
+        self._admission: Admission | None = None
+        self._servicer: EngineServicer | None = None
+        self._coordinator: CoordinatorLink | None = None
+        self._host: Host | None = None
+        self._stopping = False
+
+    async def start(self, host: Host) -> None:
+        """Brings the core up, then serves, then joins. Raises ``FailedPrecondition`` with what kept the core down."""
+        settings = self._settings
+        self._host = host
+        path = await asyncio.to_thread(checkpoint.resolve, settings.model)
+        name = settings.served_model_name or checkpoint.served_name(path, settings.model)
+        if self._client is None:
+            self._client = AsyncMPClient(settings.engine_config(str(path)), _core_command(settings))
+        engine_metrics = EngineMetrics(host.metrics, name, settings.instance_id)
+        core = CoreLink(self._client, self._load, engine_metrics)
+        try:
+            ready = await core.start()
+        except EngineStartError as error:
+            raise FailedPrecondition(str(error)) from None
+        engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
+        fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
+        self._serve(host, core, ready, fingerprint)
+
+    async def drain(self) -> None:
+        """Refuses new requests and returns when the live ones have their answers."""
+        if self._admission is None or self._servicer is None:
+            return
+        self._admission.refuse_new("the engine is draining; another may take the request")
+        self._tell_coordinator(coordinator_pb2.ENGINE_STATE_DRAINING)
+        await self._servicer.idle()
+
+    async def stop(self) -> None:
+        """Answers what is still live with UNAVAILABLE and ends the core. Idempotent."""
+        self._stopping = True
+        await self._end_streams("the engine has stopped")
+        if self._client is not None:
+            await self._client.close()
+
+    def _serve(self, host: Host, core: CoreLink, ready: CoreReady, fingerprint: types_pb2.Fingerprint) -> None:
+        assert self._client is not None
+        settings = self._settings
+        hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
+        limits = types_pb2.ModelLimits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        if settings.coordinator:
+            identity = coordinator_pb2.EngineIdentity(
+                engine_id=settings.instance_id,
+                epoch=host.epoch,
+                address=settings.advertise_address or host.address,
+                host=socket.gethostname(),
+                fingerprint=fingerprint,
+                limits=limits,
+                num_kv_blocks=ready.num_kv_blocks,
+            )
+            self._coordinator = CoordinatorLink(settings.coordinator, hello, identity, self._load, self._on_drain)
+        max_live = settings.max_num_seqs + settings.max_waiting
+        self._admission = Admission(self._load, self._coordinator, max_live=max_live)
+        self._servicer = EngineServicer(hello, limits, core, self._admission)
+        engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, host.server)
+        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load)
+        engine_pb2_grpc.add_EngineAdminServicer_to_server(admin, host.server)
+        host.spawn(self._run_core(core), name="engine-core")
+        host.spawn(core.run_aborts(), name="engine-aborts")
+        if self._coordinator is not None:
+            host.spawn(self._coordinator.run(), name="engine-coordinator")
+
+    async def _run_core(self, core: CoreLink) -> None:
+        """Until the core is dead: then every live request is answered first, and the service fails."""
+        try:
+            await core.run()
+        except EngineDeadError:
+            if self._stopping:
+                return
+            await self._end_streams("the engine failed; another may take the request")
+            raise
+
+    async def _end_streams(self, reason: str) -> None:
+        if self._admission is None or self._servicer is None:
+            return
+        self._admission.refuse_new(reason)
+        self._tell_coordinator(coordinator_pb2.ENGINE_STATE_DEAD)
+        await self._servicer.close(Unavailable(reason), CLOSE_SECONDS)
+
+    def _tell_coordinator(self, state: coordinator_pb2.EngineState) -> None:
+        if self._coordinator is not None:
+            self._coordinator.set_state(state)
+
+    def _on_drain(self, grace: float) -> None:
+        """The coordinator wants the engine to leave: it finishes what it has, and stays there until it is stopped."""
+        assert self._host is not None
+        self._host.spawn(self._drain_within(grace), name="engine-drain")
+
+    async def _drain_within(self, grace: float) -> None:
+        try:
+            async with asyncio.timeout(grace):
+                await self.drain()
+        except TimeoutError:
+            await self._end_streams("the engine is leaving")
+
+
+def _core_command(settings: EngineSettings) -> list[str]:
+    flags = {
+        "--instance-id": settings.instance_id,
+        "--log-level": settings.log_level,
+        "--log-format": settings.log_format,
+    }
+    return [*CORE_COMMAND, *(part for flag in flags.items() for part in flag)]
+
+
+def _fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettings) -> types_pb2.Fingerprint:
+    """Reads all weight files, unless their hash is cached."""
+    return types_pb2.Fingerprint(
+        model=name,
+        weights=checkpoint.weights_fingerprint(path) if settings.worker != "hash" else b"",
+        tokenizer=checkpoint.tokenizer_fingerprint(path),
+        block_size=ready.block_size,
+        kv_layout=ready.kv_layout,
+        numerics=ready.numerics,
+    )

@@ -1,0 +1,72 @@
+"""What an engine can be told."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+
+from ..runtime.settings import ServiceSettings, check_address
+
+
+class EngineSettings(ServiceSettings):
+    """Names and meanings as in vLLM where vLLM has them."""
+
+    service: ClassVar[str] = "engine"
+
+    model: str = Field("tokenloom-demo", description="A checkpoint directory, a hub id, or the demo model's name.")
+    served_model_name: str = Field("", description="Name clients use; by default the directory's last part.")
+    coordinator: str = Field("", description="The coordinator's address; empty: serve without one.")
+    advertise_address: str = Field("", description="Where peers reach this engine; by default where it listens.")
+
+    worker: Literal["cpu", "hash"] = Field(
+        "cpu", description="cpu, or hash: tokens are hashes of the prefix, for tests."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
+    attention_backend: Literal["torch", "reference"] = Field("torch", description="How attention is computed.")
+    num_threads: int = Field(0, ge=0, description="Compute threads; 0: the library's choice.")
+    hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash worker takes.")
+
+    max_model_len: int | None = Field(
+        None, ge=1, description="Prompt and output together, tokens; by default the model's."
+    )
+    max_num_seqs: int = Field(128, ge=1, description="Requests in a batch.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in a step.")
+    decode_batched_tokens: int | None = Field(128, ge=1, description="Tokens in a step while any request decodes.")
+    max_waiting: int = Field(2048, ge=1, description="Requests that may wait beyond those in the batch.")
+
+    block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
+    num_kv_blocks: int | None = Field(None, ge=1, description="KV blocks; by default as many as memory allows.")
+    kv_cache_memory: int | None = Field(None, ge=1, description="Bytes of the KV pool; by default from free memory.")
+    engines_on_host: int = Field(1, ge=1, description="Engines that share this host's memory.")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prefixes.")
+
+    @field_validator("coordinator", "advertise_address")
+    @classmethod
+    def _check_peer_address(cls, value: str) -> str:
+        return check_address(value) if value else value
+
+    def engine_config(self, checkpoint: str) -> EngineConfig:
+        """The core's part of it, for the checkpoint in this directory."""
+        return EngineConfig(
+            worker=WorkerConfig(
+                model=checkpoint,
+                worker=self.worker,
+                dtype=self.dtype,
+                attention_backend=self.attention_backend,
+                num_threads=self.num_threads,
+                step_seconds=self.hash_step_seconds,
+            ),
+            cache=CacheConfig(
+                block_size=self.block_size,
+                enable_prefix_caching=self.enable_prefix_caching,
+                num_blocks=self.num_kv_blocks,
+                memory_bytes=self.kv_cache_memory,
+                engines_on_host=self.engines_on_host,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                decode_batched_tokens=self.decode_batched_tokens,
+            ),
+            max_model_len=self.max_model_len,
+        )

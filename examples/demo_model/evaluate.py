@@ -46,8 +46,9 @@ class Chat:
     """A checkpoint behind transformers, in fp32."""
 
     def __init__(self, folder: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model.requires_grad_(False)
 
     def prompt(self, messages: list[Document], tools: list[Document] | None = None) -> str:
         """The conversation as the template writes it, up to where the model speaks."""
@@ -142,9 +143,8 @@ def main() -> None:
     chat = Chat(args.model)
     with open(args.heldout, encoding="utf-8") as file:
         documents = [json.loads(line) for line in file]
-    print(
-        "# What the demo model can do\n\nGreedy decoding in fp32; exact match on questions whose wording it has not seen.\n"
-    )
+    print("# What the demo model can do\n")
+    print("Greedy decoding in fp32; exact match on questions whose wording it has not seen.\n")
     print_matches(chat, documents, args.batch, args.show_wrong)
     print_samples(chat)
 

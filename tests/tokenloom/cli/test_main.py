@@ -1,0 +1,31 @@
+"""The command's surface."""
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenloom import __version__
+from tokenloom.cli.main import app
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"tokenloom {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["serve", "ps", "demo"])
+def test_every_command_has_help(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "./nowhere"],
+        ["serve", "--engines", "0"],
+        ["serve", "--port", "70000"],
+        ["demo", "--model", "./nowhere"],
+    ],
+)
+def test_bad_arguments_end_with_status_2(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, arguments).exit_code == 2

@@ -1,6 +1,6 @@
 """The engine's loop without I/O."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .config import EngineConfig
 from .kv_cache_config import size_kv_cache
@@ -45,12 +45,13 @@ class EngineCore:
         """Whether ``step`` would do anything."""
         return self.scheduler.has_work()
 
-    def step(self) -> EngineCoreOutputs:
-        """Schedule, execute, update."""
+    def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
+        """Schedule, execute, update. ``take_aborts`` gives the requests that were aborted while the step executed."""
         outputs: list[EngineCoreOutput] = []
         scheduled = self.scheduler.schedule()
         if scheduled.total_num_scheduled_tokens:
             result = self._execute(scheduled)
+            self.scheduler.abort_requests(take_aborts())
             outputs = self.scheduler.update_from_output(scheduled, result)
             self.num_steps += 1
         outputs += self.scheduler.take_early_outputs()

@@ -1,6 +1,6 @@
 """What a client may ask of a core, every answer as data: the same in the core's process and in the client's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -53,9 +53,9 @@ class CoreCalls:
         """Answers a utility call; what goes wrong in it is part of the answer."""
         return self._stamp(EngineCoreOutputs(step=self._core.num_steps, utility_output=self._call(call)))
 
-    def step(self) -> EngineCoreOutputs:
+    def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
         """One step of the core."""
-        return self._stamp(self._core.step())
+        return self._stamp(self._core.step(take_aborts))
 
     def _stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         """Marks how many requests the core knew of when it made ``outputs``."""

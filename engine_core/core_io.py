@@ -32,6 +32,8 @@ class InputThread:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.input_queue: InputQueue = queue.Queue(INPUT_QUEUE_SIZE)
+        # The fast lane, read while a step's results come in; what it loses comes by the other queue, behind its ADD.
+        self._aborts_queue: queue.Queue[list[str]] = queue.Queue(INPUT_QUEUE_SIZE)
         self._socket = context.socket(zmq.PULL)
         self._socket.connect(address)
         self._thread = threading.Thread(target=self._run, name="core-input", daemon=True)
@@ -41,6 +43,13 @@ class InputThread:
 
     def start(self) -> None:
         self._thread.start()
+
+    def take_aborts(self) -> list[str]:
+        """Ids of requests that were aborted since the last call; some may have ended, or may not have come yet."""
+        request_ids: list[str] = []
+        for _ in range(self._aborts_queue.qsize()):
+            request_ids += self._aborts_queue.get()
+        return request_ids
 
     def _run(self) -> None:
         with self._socket:
@@ -56,7 +65,10 @@ class InputThread:
             case RequestType.ADD:
                 self.input_queue.put((kind, self._requests.decode(body)))
             case RequestType.ABORT:
-                self.input_queue.put((kind, self._aborts.decode(body)))
+                request_ids = self._aborts.decode(body)
+                with contextlib.suppress(queue.Full):
+                    self._aborts_queue.put_nowait(request_ids)
+                self.input_queue.put((kind, request_ids))
             case RequestType.UTILITY:
                 self.input_queue.put((kind, self._calls.decode(body)))
             case _:

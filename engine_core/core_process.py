@@ -1,6 +1,7 @@
 """The engine core in a process of its own: the busy loop, between an input and an output thread.
 
-client ──PUSH──▶ input thread ──▶ input_queue ──▶ busy loop ──▶ output_queue ──▶ output thread ──PUSH──▶ client
+client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy loop ──▶ output queue ──▶ output thread ──PUSH──▶ client
+                         └─────▶ aborts queue ─────┘ (also read while a step's results come in)
 """
 
 import enum
@@ -59,7 +60,7 @@ class EngineCoreProc:
         """Steps until a shutdown that was asked for. When the core fails the client is told, and the failure raised."""
         try:
             while self._process_inputs():
-                self._send(self._calls.step())
+                self._send(self._calls.step(self._input.take_aborts))
         except BaseException:
             self._output.send(ENGINE_CORE_DEAD)
             raise

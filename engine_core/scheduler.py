@@ -110,7 +110,8 @@ class Scheduler:
         any_finished = False
         num_scheduled_tokens = scheduled.num_scheduled_tokens
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            request = self.requests[request_id]
+            if (request := self.requests.get(request_id)) is None:
+                continue  # aborted while the step executed
             request.num_computed_tokens += num_scheduled_tokens[request_id]
             if token_ids:
                 output = self._accept_tokens(request, token_ids)

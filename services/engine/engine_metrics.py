@@ -67,9 +67,9 @@ class EngineMetrics:
             self._observe_stats(stats)
         if outputs.outputs:
             num_generated = sum(len(output.new_token_ids) for output in outputs.outputs)
-            stats = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]
+            prefills = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]
             self._generation_tokens.inc(num_generated)
-            self._iteration.observe(num_generated + sum(s.num_prompt_tokens - s.num_cached_tokens for s in stats))
+            self._iteration.observe(num_generated + sum(s.num_prompt_tokens - s.num_cached_tokens for s in prefills))
 
     def observe_output(self, attempt: Attempt, output: EngineCoreOutput, now: float) -> None:
         """What a step produced for one attempt."""

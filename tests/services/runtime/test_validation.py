@@ -1,0 +1,126 @@
+"""The poison matrix of the one validator: every field, every value that ever broke an engine."""
+
+import math
+
+import pytest
+from tokenloom.services.runtime import validation
+from tokenloom.services.runtime.errors import InvalidArgument
+from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams, TokenIds
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
+
+
+def refused(field: str, token_ids: list[int] | None = None, *, stop: tuple[str, ...] = (), **params: object) -> str:
+    with pytest.raises(InvalidArgument) as caught:
+        validation.check_generate([1] if token_ids is None else token_ids, SamplingParams(**params), LIMITS, stop=stop)
+    assert caught.value.field == field
+    assert field in caught.value.message
+    return caught.value.message
+
+
+def accepted(token_ids: list[int] | None = None, *, stop: tuple[str, ...] = (), **params: object) -> None:
+    validation.check_generate([1] if token_ids is None else token_ids, SamplingParams(**params), LIMITS, stop=stop)
+
+
+FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -3.0, 1e39, 1e300])
+def test_floats_that_are_never_right(name: str, value: float) -> None:
+    refused(name, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("temperature", [0, 1e-4, 2, 1000], [-0.1, 1e-7]),
+        ("top_p", [0.001, 1], [0, 1.01]),
+        ("min_p", [0, 0.5, 1], [-0.01, 1.01]),
+        ("presence_penalty", [-2, 0, 2], [-2.01, 2.01]),
+        ("frequency_penalty", [-2, 0, 2], [-2.01, 2.01]),
+        ("repetition_penalty", [0.01, 1, 5], [0, -1]),
+        ("top_k", [0, 1, 50, 2**32 - 1], []),
+        ("seed", [0, 2**64 - 1], []),
+        ("max_tokens", [1, 99], [0, 100, 101, 2**32 - 1]),
+        ("stop_token_ids", [[0], [49], []], [[50], [2**32 - 1], [0] * 1025]),
+    ],
+)
+def test_ranges(name: str, right: list[object], wrong: list[object]) -> None:
+    for value in right:
+        accepted(**{name: value})
+    for value in wrong:
+        refused(name, **{name: value})
+
+
+def test_defaults_are_right() -> None:
+    accepted()
+
+
+def test_prompts() -> None:
+    accepted([0, 49])
+    accepted([1] * 99)
+    assert "empty" in refused("prompt", [])
+    assert "50" in refused("prompt", [1, 50, 2])
+    refused("prompt", [-1])
+    refused("prompt", [2**31])
+    assert "100" in refused("prompt", [1] * 100)  # no room for an answer
+    refused("prompt", [1] * 101)
+
+
+def test_prompt_and_max_tokens_share_the_context() -> None:
+    accepted([1] * 60, max_tokens=40)
+    assert "at most 40" in refused("max_tokens", [1] * 60, max_tokens=41)
+
+
+def test_stop_strings() -> None:
+    accepted(stop=("a", "\n"))
+    accepted(stop=("a",) * 16)
+    refused("stop", stop=("a", ""))
+    refused("stop", stop=("a",) * 17)
+    refused("stop", stop=("a" * 1025,))
+
+
+def test_accepted_tokens_are_checked_too() -> None:
+    check = validation.check_generate
+    check([1] * 60, SamplingParams(max_tokens=40), LIMITS, accepted_token_ids=[1] * 40)
+    for token_ids in ([50], [1] * 41):
+        with pytest.raises(InvalidArgument) as caught:
+            check([1] * 60, SamplingParams(), LIMITS, accepted_token_ids=token_ids)
+        assert caught.value.field == "accepted_token_ids"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("min_tokens", 1),
+        ("logprobs", 0),
+        ("prompt_logprobs", 5),
+        ("logit_bias", {1: 0.0}),
+        ("allowed_token_ids", [1]),
+        ("bad_words", [TokenIds(ids=[1])]),
+    ],
+)
+def test_parameters_of_later_versions_are_refused(name: str, value: object) -> None:
+    assert "not supported yet" in refused(name, **{name: value})
+
+
+def test_every_parameter_is_checked_or_refused() -> None:
+    """A field that is added to the contract must be added to the validator."""
+    known = {*FLOATS, "max_tokens", "top_k", "seed", "stop_token_ids", *validation._LATER}
+    assert {field.name for field in SamplingParams.DESCRIPTOR.fields} == known
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "chat", "filled"), [(10, False, 16), (10, True, 90), (95, False, 5), (95, True, 5), (100, True, 1)]
+)
+def test_fill_max_tokens(prompt_len: int, chat: bool, filled: int) -> None:
+    params = SamplingParams()
+    validation.fill_max_tokens(params, prompt_len, LIMITS, chat=chat)
+    assert params.max_tokens == filled
+
+
+def test_fill_max_tokens_leaves_what_is_set() -> None:
+    params = SamplingParams(max_tokens=3)
+    validation.fill_max_tokens(params, 10, LIMITS, chat=True)
+    assert params.max_tokens == 3

@@ -1,0 +1,246 @@
+"""The offline API: a model in this process, without any service."""
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.messages import EngineCoreRequest
+from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.services.engine.core_request import to_core_sampling
+from tokenloom.services.output_processor.detokenizer import Detokenizer, Vocabulary
+from tokenloom.services.runtime import validation
+from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
+from tokenloom.services.runtime.errors import TokenloomError
+from tokenloom.services.tokenizer.chat_template import ChatTemplate
+from tokenloom.v1 import types_pb2
+
+from .engine_args import engine_config
+from .offline_request import OfflineRequest
+from .outputs import RequestOutput
+from .progress import Progress
+from .prompts import Message, Prompt, TokenizedPrompt, as_conversations, as_prompts, plain_message, read_prompt
+from .sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+class LLM:
+    """Continues prompts and conversations with one model, with vLLM's arguments. For one thread at a time.
+
+    Wrong arguments, prompts and parameters, and what a checkpoint has that is not supported, raise ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        dtype: Any = "auto",
+        seed: int | None = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        kv_cache_memory_bytes: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        served_model_name: str | None = None,
+    ) -> None:
+        """Loads the model.
+
+        Args:
+            model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
+            tokenizer: Another directory or hub id to take the tokenizer from.
+            dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
+            seed: Decides the outputs of requests that set no seed; None: different ones each time.
+            max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
+            max_num_seqs: Requests in a batch; None: 128, or the token budget if that is less.
+            max_num_batched_tokens: Token budget of a step.
+            block_size: Tokens in a KV block.
+            enable_prefix_caching: Whether requests share the KV blocks of equal beginnings.
+            enable_chunked_prefill: Whether a prompt may take several steps.
+            kv_cache_memory_bytes: Size of the KV cache; None: from the memory that is free after a profile run.
+            num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
+            gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
+            served_model_name: What ``model_name`` is to say instead of the directory's name.
+        """
+        if gpu_memory_utilization is not None:
+            _log.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory_bytes sizes the KV cache")
+        with _as_value_error():
+            path = resolve(str(model))
+            self._info = CheckpointInfo.load(path)
+            self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
+        self.model_name = served_model_name or served_name(path, str(model))
+        self._vocabulary = Vocabulary(self._tokenizer)
+        config = engine_config(
+            path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+        )
+        self._client = InprocClient(config, CPUWorker(config))
+        ready = self._client.ready
+        self._limits = types_pb2.ModelLimits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        self._random = random.Random(seed)
+        self._request_ids = map(str, itertools.count())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; outputs come in the order of the prompts.
+
+        Args:
+            prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, a list of token ids, or a list of these.
+            sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
+            use_tqdm: Whether to show a progress bar, or what to make it with.
+        """
+        with _as_value_error():
+            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
+            requests = self._requests(tokenized, sampling_params)
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several.
+
+        Args:
+            messages: Turns in OpenAI's form (role, content), or a list of such lists.
+            chat_template: Jinja source to use instead of the checkpoint's.
+            add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
+            tools: Functions in OpenAI's form, for the template to describe.
+            chat_template_kwargs: More names for the template.
+        """
+        template = self._template(chat_template)
+        texts = [
+            template.render(
+                [plain_message(message) for message in conversation],
+                tools,
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=chat_template_kwargs,
+            )
+            for conversation in as_conversations(messages)
+        ]
+        # The template writes the special tokens itself.
+        encoded = [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        with _as_value_error():
+            requests = self._requests(encoded, sampling_params)
+        return self._run(requests, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer: a ``tokenizers.Tokenizer``."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` gives, and our defaults for the rest."""
+        stated = self._info.default_sampling_params.ListFields()
+        return SamplingParams(**{field.name: value for field, value in stated})
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the KV blocks of earlier prompts."""
+        return bool(self._client.call_utility("reset_prefix_cache"))
+
+    def close(self) -> None:
+        """Gives model and KV cache back. Idempotent; the object is of no more use."""
+        self._client.close()
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        if source is not None:
+            return ChatTemplate(source, self._info.special_tokens)
+        template = ChatTemplate.from_checkpoint(self._info)
+        if template is None:
+            raise ValueError(f"model {self.model_name!r} has no chat template: give one as chat_template")
+        return template
+
+    def _requests(
+        self, prompts: Sequence[TokenizedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[OfflineRequest]:
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
+        return [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+
+    def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
+        wire, stop = params.to_wire(), params.stop_strings()
+        eos = () if params.ignore_eos else self._info.eos_token_ids
+        wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
+        if not wire.HasField("seed"):
+            wire.seed = self._random.getrandbits(64)
+        validation.check_generate(prompt.token_ids, wire, self._limits, stop=stop)
+        rest = self._limits.max_model_len - len(prompt.token_ids)
+        core_request = EngineCoreRequest(
+            request_id=next(self._request_ids),
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=to_core_sampling(wire, default_max_tokens=rest),
+            cache_salt=prompt.cache_salt,
+        )
+        detokenizer = None
+        if params.detokenize:
+            detokenizer = Detokenizer(
+                self._vocabulary,
+                prompt.token_ids,
+                stop=stop,
+                include_stop_str=params.include_stop_str_in_output,
+                skip_special=params.skip_special_tokens,
+            )
+        return OfflineRequest(core_request, prompt.text, detokenizer, eos)
+
+    def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        live = {request.core_request.request_id: request for request in requests}
+        try:
+            with Progress(len(requests), use_tqdm) as progress:
+                for request in requests:
+                    self._client.add_request(request.core_request)
+                while live:
+                    self._step(live, progress)
+        except BaseException:  # an interrupt from the keyboard included: the next call finds an idle engine
+            self._client.abort_requests(list(live))
+            self.reset_prefix_cache()  # the step may have ended before it filled the blocks that it announced
+            raise
+        return [request.output for request in requests]
+
+    def _step(self, live: dict[str, OfflineRequest], progress: Progress) -> None:
+        for step in self._client.get_output().outputs:
+            request = live[step.request_id]
+            if request.accept(step):
+                self._client.abort_requests([step.request_id])
+            if request.output.finished:
+                del live[step.request_id]
+                progress.finished(len(request.output.prompt_token_ids), request.num_tokens)
+
+
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """The services' errors are for gRPC and HTTP; a caller in Python expects ``ValueError``."""
+    try:
+        yield
+    except TokenloomError as error:
+        raise ValueError(error.message) from None

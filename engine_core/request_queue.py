@@ -1,6 +1,7 @@
 """The queue of waiting requests."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from .request import Request
 
@@ -19,6 +20,9 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
     def append(self, request: Request) -> None:
         self._requests[request.request_id] = request
         self.num_tokens += request.num_tokens
@@ -28,7 +32,8 @@ class RequestQueue:
         self._requests.move_to_end(request.request_id, last=False)
 
     def peek(self) -> Request:
-        return next(iter(self._requests.values()))
+        """The head; the queue is not empty."""
+        return next(iter(self))
 
     def remove(self, request: Request) -> None:
         del self._requests[request.request_id]

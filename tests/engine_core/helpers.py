@@ -1,0 +1,74 @@
+"""Small cores over the hash worker, and how to run them to the end."""
+
+from collections.abc import Sequence
+
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.hash_worker import HashWorker
+from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.engine_core.sampling_params import SamplingParams
+
+VOCAB_SIZE = 97
+
+
+def make_config(
+    *,
+    num_blocks: int | None = 64,
+    block_size: int = 4,
+    caching: bool = True,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    decode_budget: int | None = None,
+    chunked: bool = True,
+    max_model_len: int | None = None,
+) -> EngineConfig:
+    return EngineConfig(
+        worker=WorkerConfig(model="", worker="hash"),
+        cache=CacheConfig(block_size=block_size, enable_prefix_caching=caching, num_blocks=num_blocks),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            decode_batched_tokens=decode_budget,
+            enable_chunked_prefill=chunked,
+        ),
+        max_model_len=max_model_len,
+    )
+
+
+def make_core(**settings: object) -> EngineCore:
+    """Takes the keywords of ``make_config``."""
+    config = make_config(**settings)  # type: ignore[arg-type]
+    return EngineCore(config, HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256))
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 5,
+    *,
+    accepted: Sequence[int] = (),
+    stop: tuple[int, ...] = (),
+    salt: bytes = b"",
+) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        sampling_params=SamplingParams(max_tokens=max_tokens, seed=0, stop_token_ids=stop),
+        accepted_token_ids=list(accepted),
+        cache_salt=salt,
+    )
+
+
+def finish(core: EngineCore, max_steps: int = 1000) -> dict[str, list[EngineCoreOutput]]:
+    """Steps until the core is idle; the outputs of each request, in order."""
+    outputs: dict[str, list[EngineCoreOutput]] = {}
+    for _ in range(max_steps):
+        if not core.has_work():
+            return outputs
+        for output in core.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    raise AssertionError(f"still busy after {max_steps} steps")
+
+
+def tokens_of(outputs: list[EngineCoreOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.new_token_ids]

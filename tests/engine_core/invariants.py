@@ -1,0 +1,57 @@
+"""What must hold between any two steps, whatever happened before."""
+
+from collections import Counter
+from itertools import zip_longest
+
+from tokenloom.engine_core.block_hash import block_hashes
+from tokenloom.engine_core.block_pool import BlockPool
+from tokenloom.engine_core.request import Request, RequestStatus
+from tokenloom.engine_core.scheduler import Scheduler
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Every request is in one place, and holds exactly the blocks that its computed tokens need."""
+    waiting = list(scheduler.waiting)
+    assert len(scheduler.running) <= scheduler.config.max_num_seqs
+    assert sorted(r.request_id for r in waiting + scheduler.running) == sorted(scheduler.requests)
+    assert scheduler.waiting.num_tokens == sum(request.num_tokens for request in waiting)
+    assert all(request.status is RequestStatus.RUNNING for request in scheduler.running)
+    for request in waiting:
+        assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        assert not request.block_ids
+        assert request.num_computed_tokens == 0
+    for request in scheduler.running:
+        assert request.num_computed_tokens < request.num_tokens == len(request.all_token_ids)
+        assert len(request.block_ids) == -(-request.num_computed_tokens // scheduler.kv.block_size)
+    check_pool(scheduler.kv.pool, scheduler.running)
+    _check_content(scheduler)
+
+
+def check_pool(pool: BlockPool, holders: list[Request]) -> None:
+    """free + used = total, each block is counted once per holder, and what can be hit is what has a hash."""
+    held = Counter(block_id for request in holders for block_id in request.block_ids)
+    assert pool.ref_counts == [held[block_id] for block_id in range(pool.num_blocks)]
+    free = list(pool._free)
+    assert len(free) == pool.num_free == pool.num_blocks - len(held)
+    assert set(free) == set(range(pool.num_blocks)) - set(held)
+    registered = {block_id: block_hash for block_id, block_hash in enumerate(pool._hashes) if block_hash is not None}
+    assert registered == {block_id: block_hash for block_hash, block_id in pool._by_hash.items()}
+    assert [block_id in registered for block_id in free] == sorted(block_id in registered for block_id in free)
+
+
+def check_idle(scheduler: Scheduler) -> None:
+    """Nothing is live and no block leaked."""
+    check_scheduler(scheduler)
+    assert not scheduler.requests
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+    assert scheduler.stats().kv_usage == 0.0
+
+
+def _check_content(scheduler: Scheduler) -> None:
+    """A block can be hit only when it is full, and only by the tokens it holds; what is shared can be hit."""
+    pool, size = scheduler.kv.pool, scheduler.kv.block_size
+    for request in scheduler.running:
+        hashes = block_hashes(request.all_token_ids[: request.num_computed_tokens], size, salt=request.cache_salt)
+        for block_id, block_hash in zip_longest(request.block_ids, hashes):
+            assert pool._hashes[block_id] in (None, block_hash)
+            assert pool.ref_counts[block_id] == 1 or block_hash is not None

@@ -1,0 +1,218 @@
+"""Random lives of an engine core: whatever is added, aborted or lost, blocks add up and tokens follow from prefixes."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.messages import FinishReason
+from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
+from tests.engine_core.invariants import check_idle, check_scheduler
+
+MAX_MODEL_LEN = 48
+
+
+class StepLostError(Exception):
+    """As when a worker dies in the middle of a step."""
+
+
+class MortalWorker(HashWorker):
+    """Dies on demand after it wrote the step, and comes back with nothing."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+        self.dies = False
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        result = super().execute_model(scheduler_output)
+        if self.dies:
+            self.dies = False
+            self._rows.clear()
+            self._cache[:] = -1
+            raise StepLostError
+        return result
+
+
+@dataclass
+class Expected:
+    """What a client of one request must see."""
+
+    tokens: list[int]
+    reason: FinishReason
+    received: list[int] = field(default_factory=list)
+
+
+def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> Expected:
+    tokens = expected_tokens(prompt, min(max_tokens, MAX_MODEL_LEN - len(prompt)), VOCAB_SIZE)
+    for count, token_id in enumerate(tokens, 1):
+        if token_id in stop:
+            return Expected(tokens[:count], FinishReason.STOP)
+    return Expected(tokens, FinishReason.LENGTH)
+
+
+@dataclass
+class Arrival:
+    """A request, whose prompt starts with ``shared`` tokens that are the same in all."""
+
+    shared: int
+    tail: list[int]
+    max_tokens: int
+    num_accepted: int
+    stop: tuple[int, ...]
+    salt: bytes
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    shared=st.sampled_from([0, 8, 16, 20, 32]),
+    tail=st.lists(st.integers(0, 1), min_size=1, max_size=6),
+    max_tokens=st.integers(1, 40),
+    num_accepted=st.sampled_from([0, 0, 3, 8]),
+    stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
+    salt=st.sampled_from([b"", b"", b"tenant"]),
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Pools hold hardly more than one long request: preemption is the rule."""
+
+    requests = Bundle("requests")
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 4, 16]),
+        spare_blocks=st.integers(0, 8),
+        caching=st.sampled_from([True, True, False]),
+        chunked=st.booleans(),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(6, 64),
+        decode_budget=st.none() | st.integers(1, 16),
+    )
+    def start(
+        self,
+        block_size: int,
+        spare_blocks: int,
+        caching: bool,
+        chunked: bool,
+        max_num_seqs: int,
+        budget: int,
+        decode_budget: int | None,
+    ) -> None:
+        config = make_config(
+            block_size=block_size,
+            num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
+            caching=caching,
+            chunked=chunked,
+            max_num_seqs=max_num_seqs,
+            budget=budget if chunked else MAX_MODEL_LEN,
+            decode_budget=decode_budget,
+            max_model_len=MAX_MODEL_LEN,
+        )
+        self.worker = MortalWorker(config)
+        self.core = EngineCore(config, self.worker)
+        self.live: dict[str, Expected] = {}
+        self.num_added = 0
+
+    @rule(target=requests, arrivals=st.lists(ARRIVALS, min_size=1, max_size=6))
+    def add(self, arrivals: list[Arrival]) -> MultipleResults[str]:
+        return multiple(*(self._add(arrival) for arrival in arrivals))
+
+    @rule(request_id=consumes(requests))
+    def abort(self, request_id: str) -> None:
+        self.core.abort_requests([request_id, "unknown"])
+        self.live.pop(request_id, None)
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @precondition(lambda self: self.core.scheduler.requests)
+    @rule()
+    def lose_a_step(self) -> None:
+        self.worker.dies = True
+        try:
+            self._step()
+        except StepLostError:
+            pass
+        else:
+            raise AssertionError("requests were live, but nothing was executed")
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert self.core.reset_prefix_cache() == (not self.core.scheduler.running)
+
+    @invariant()
+    def adds_up(self) -> None:
+        scheduler = self.core.scheduler
+        check_scheduler(scheduler)
+        assert self.worker._rows.keys() <= {*scheduler.requests, *scheduler._finished_req_ids}, (
+            "the worker keeps the dead"
+        )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        for _ in range(2000):
+            if not self.core.has_work():
+                break
+            self._step()
+        assert not self.live, "requests never ended"
+        check_idle(self.core.scheduler)
+
+    def _add(self, arrival: Arrival) -> str:
+        prompt = [7] * arrival.shared + arrival.tail
+        expected = expect(prompt, arrival.max_tokens, arrival.stop)
+        expected.received.extend(expected.tokens[: arrival.num_accepted])
+        request_id = f"r{self.num_added}"
+        self.num_added += 1
+        self.live[request_id] = expected
+        self.core.add_request(
+            make_request(
+                request_id,
+                prompt,
+                arrival.max_tokens,
+                accepted=expected.received,
+                stop=arrival.stop,
+                salt=arrival.salt,
+            )
+        )
+        return request_id
+
+    def _step(self) -> None:
+        for output in self.core.step().outputs:
+            expected = self.live[output.request_id]
+            assert output.token_index == len(expected.received)
+            expected.received.extend(output.new_token_ids)
+            assert expected.received == expected.tokens[: len(expected.received)]
+            if output.finish_reason is not None:
+                assert output.finish_reason is expected.reason
+                assert expected.received == expected.tokens
+                del self.live[output.request_id]
+        check_scheduler(self.core.scheduler)
+
+
+pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -166,6 +166,7 @@ class Generator:
         sampling = _resolve(job, info)
         validation.check_stop(job.text.stop)
         validation.check_sampling(sampling, limits)
+        _check_sizes(job, info.max_token_bytes * limits.max_model_len)
         prompts = await self._encode(job, limits)
         tokenize_ns = time.monotonic_ns() - started_ns
         submits = [_submit(job, prompt, sampling, limits) for prompt in prompts]
@@ -174,21 +175,28 @@ class Generator:
     async def _encode(self, job: Job, limits: types_pb2.ModelLimits) -> Sequence[tokenizer_pb2.TokenizedPrompt]:
         if isinstance(job.prompts, Chat):
             return [await self._tokenizers.encode_chat(job.prompts)]
-        if len(job.prompts) > MAX_PROMPTS:
-            message = f"{job.prompt_field} may hold at most {MAX_PROMPTS} prompts, not {len(job.prompts)}"
-            raise errors.InvalidArgument(message, job.prompt_field)
         texts = [prompt for prompt in job.prompts if isinstance(prompt, str)]
-        if not texts:
-            return [_token_ids(prompt, job.prompt_field, limits) for prompt in job.prompts]
-        if not all(texts):
-            raise errors.InvalidArgument(f"{job.prompt_field} is empty; at least one token is needed", job.prompt_field)
-        return await self._tokenizers.encode(texts)
+        if texts:
+            return await self._tokenizers.encode(texts)
+        return [_token_ids(prompt, job.prompt_field, limits) for prompt in job.prompts]
 
 
 def _seconds_left(deadline: asyncio.Timeout) -> float:
     when = deadline.when()
     assert when is not None
     return when - asyncio.get_running_loop().time()
+
+
+def _check_sizes(job: Job, max_bytes: int) -> None:
+    """Refuses, before it is encoded, what cannot become a prompt. ``max_bytes``: of a full context; 0: unknown."""
+    field = job.prompt_field
+    if not isinstance(job.prompts, Chat) and len(job.prompts) > MAX_PROMPTS:
+        raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {len(job.prompts)}", field)
+    for text in job.texts:
+        if not text:
+            raise errors.InvalidArgument(f"{field} is empty; at least one token is needed", field)
+        if max_bytes and len(text) > max_bytes:
+            raise errors.InvalidArgument(f"{field} is longer than the model's context", field)
 
 
 def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimits) -> tokenizer_pb2.TokenizedPrompt:

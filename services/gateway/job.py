@@ -29,3 +29,10 @@ class Job:
     ignore_eos: bool = False
     timeout: float | None = None
     """Seconds; None: the gateway's default."""
+
+    @property
+    def texts(self) -> Sequence[str | bytes]:
+        """What is to be encoded."""
+        if isinstance(self.prompts, Chat):
+            return [self.prompts.messages_json]
+        return [prompt for prompt in self.prompts if isinstance(prompt, str)]

@@ -199,7 +199,8 @@ def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> Non
 
 
 def _invalid(error: msgspec.ValidationError) -> errors.InvalidArgument:
-    """msgspec says ``Expected `str`, got `int` - at `$.messages[0].role```."""
+    """msgspec says where: ``Expected `str`, got `int` - at `$.stop[0]```; the field is ``stop``."""
     message, _, path = str(error).partition(" - at `$.")
-    field = re.sub(r"\[\.\.\.\]", "", path.rstrip("`")) or None
-    return errors.InvalidArgument(f"{field}: {message}" if field else message, field)
+    where = path.rstrip("`").replace("[...]", "")
+    field = re.sub(r"\[\d+\]$", "", where) or None
+    return errors.InvalidArgument(f"{where}: {message}" if where else message, field)

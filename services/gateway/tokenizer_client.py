@@ -71,7 +71,7 @@ class TokenizerClient:
         )
         return (await self._call(lambda stub: stub.EncodeChat(request))).prompt
 
-    async def _call(self, send: Callable[[tokenizer_pb2_grpc.TokenizerAsyncStub], Awaitable[T]]) -> T:
+    async def _call(self, send: "Callable[[tokenizer_pb2_grpc.TokenizerAsyncStub], Awaitable[T]]") -> T:
         """Each living replica once, beginning with the next in turn; only an unavailable one is passed over.
 
         The request's own deadline cancels the call from outside.

@@ -1,0 +1,170 @@
+"""Requests that no gateway may let through, and the field each must be refused for."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tokenloom.v1 import inference_pb2, types_pb2
+
+HUGE = 2**63
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@dataclass(frozen=True)
+class BadBody:
+    """A body with one thing wrong."""
+
+    path: str
+    fields: dict[str, Any]
+    param: str | None
+    status: int = 400
+
+    def __str__(self) -> str:
+        return f"{self.path.rpartition('/v1/')[2]} {str(self.fields)[:60]}"
+
+
+def both(param: str, *values: Any) -> list[BadBody]:
+    """Each value as one field of either endpoint."""
+    return [BadBody(path, {param: value}, param) for value in values for path in (CHAT, COMPLETIONS)]
+
+
+def completion(param: str, **fields: Any) -> BadBody:
+    return BadBody(COMPLETIONS, fields, param)
+
+
+def chat(param: str, messages: Any) -> BadBody:
+    return BadBody(CHAT, {"messages": messages}, param)
+
+
+def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
+    """All of them, for a model of this size."""
+    user = {"role": "user", "content": "hi"}
+    return [
+        *(BadBody(path, {"model": "other"}, "model", 404) for path in (CHAT, COMPLETIONS)),
+        *both("model", 5, [], {}),
+        *both("max_tokens", 0, -1, 1.5, "3", True, HUGE, max_model_len, [1]),
+        *both("temperature", -1, -0.1, "hot", True, [0], {}),
+        *both("top_p", 0, -1, 1.01, "x", False),
+        *both("top_k", -2, 1.5, "x", True, HUGE),
+        *both("min_p", -0.1, 1.1, "x"),
+        *both("seed", 1.5, "x", True, 2**64, -(2**63) - 1),
+        *both("presence_penalty", -2.1, 2.1, "x", []),
+        *both("frequency_penalty", -2.1, 2.1, {}),
+        *both("repetition_penalty", 0, -1, "x"),
+        *both("stop", "", ["a", ""], [1], 5, {}, ["a"] * 17, ["x" * 5000]),
+        *both("stop_token_ids", [-1], [vocab_size], [1.0], [True], ["a"], "a", 5, [2**32]),
+        *both("n", 0, -1, 1.5, "2", True, 2, HUGE),
+        *both("stream", 1, "yes"),
+        *both("stream_options", 5, {"include_usage": True}),
+        *both("logit_bias", {"5": 1.0}),
+        *both("min_tokens", 3),
+        *both("ignore_eos", "x"),
+        *both("tools", [{"type": "function"}]),
+        *both("response_format", {"type": "json_object"}),
+        *both("kv_transfer_params", {}),
+        completion("prompt"),
+        completion("prompt", prompt=None),
+        completion("prompt", prompt=""),
+        completion("prompt", prompt=[]),
+        completion("prompt", prompt=[[]]),
+        completion("prompt", prompt=["a", ""]),
+        completion("prompt", prompt=["a", 5]),
+        completion("prompt", prompt=[["a"]]),
+        completion("prompt", prompt={"text": "a"}),
+        completion("prompt", prompt=7),
+        completion("prompt", prompt=[1, -1]),
+        completion("prompt", prompt=[1, vocab_size]),
+        completion("prompt", prompt=[1, 1.0]),
+        completion("prompt", prompt=[1, True]),
+        completion("prompt", prompt=[1, None]),
+        completion("prompt", prompt=[1, HUGE]),
+        completion("prompt", prompt=[1] * max_model_len),
+        completion("prompt", prompt=[1] * (max_model_len * 100)),
+        completion("prompt", prompt="word " * (max_model_len * 2)),
+        completion("prompt", prompt="x" * 4_000_000),
+        completion("prompt", prompt=["a"] * 2000),
+        completion("max_tokens", prompt=[1] * (max_model_len - 4), max_tokens=5),
+        completion("logprobs", prompt="a", logprobs=1),
+        completion("echo", prompt="a", echo=True),
+        chat("messages", []),
+        chat("messages", "hi"),
+        chat("messages", {}),
+        chat("messages", ["hi"]),
+        chat("messages[0].role", [{"content": "hi"}]),
+        chat("messages[0].role", [{"role": "king", "content": "hi"}]),
+        chat("messages[1].content", [user, {"role": "user"}]),
+        chat("messages[0].content", [{"role": "user", "content": None}]),
+        chat("messages[0].content", [{"role": "user", "content": []}]),
+        chat("messages[0].content[0].type", [{"role": "user", "content": [{"type": "image_url"}]}]),
+        chat("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
+        chat("messages", [{"role": "user", "content": "word " * (max_model_len * 2)}]),
+        BadBody(CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        BadBody(CHAT, {"logprobs": True}, "logprobs"),
+        BadBody(CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    ]
+
+
+RAW_BODIES: dict[str, bytes] = {
+    "nothing": b"",
+    "no object": b"[]",
+    "text": b"hello",
+    "cut off": b'{"model": "x", "prompt": "a',
+    "two values": b"{} {}",
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "Infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "-Infinity": b'{"prompt": "a", "temperature": -Infinity}',
+    "1e400": b'{"prompt": "a", "temperature": 1e400}',
+    "invalid UTF-8": b'{"prompt": "\xff\xfe"}',
+    "lone surrogate": b'{"prompt": "\\ud800"}',
+    "deep lists": b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+}
+"""Bodies that are no JSON object; none may reach a handler."""
+
+
+def bad_calls(model: str, vocab_size: int, max_model_len: int) -> dict[str, tuple[inference_pb2.GenerateRequest, str]]:
+    """Name to (request, field) for the public gRPC API."""
+    params = types_pb2.SamplingParams
+
+    def request(field: str, **fields: Any) -> tuple[inference_pb2.GenerateRequest, str]:
+        return inference_pb2.GenerateRequest(**({"model": model, "text": "a"} | fields)), field
+
+    def sampling(field: str, **fields: Any) -> tuple[inference_pb2.GenerateRequest, str]:
+        return request(field, sampling_params=params(**fields))
+
+    def ids(*values: int) -> tuple[inference_pb2.GenerateRequest, str]:
+        prompt = types_pb2.TokenIds(ids=values)
+        return inference_pb2.GenerateRequest(model=model, token_ids=prompt), "token_ids"
+
+    floats = {
+        "temperature": (-1, math.nan, math.inf),
+        "top_p": (0, -1, 1.1, math.nan),
+        "min_p": (-0.5, 1.5, math.nan),
+        "presence_penalty": (-3, 3, math.nan),
+        "frequency_penalty": (-3, 3, -math.inf),
+        "repetition_penalty": (0, -1, math.nan, math.inf),
+    }
+    calls = {f"{name}={v}": sampling(name, **{name: v}) for name, values in floats.items() for v in values}
+    chat = inference_pb2.ChatPrompt
+    message = inference_pb2.ChatMessage
+    return calls | {
+        "max_tokens=0": sampling("max_tokens", max_tokens=0),
+        "max_tokens huge": sampling("max_tokens", max_tokens=2**32 - 1),
+        "min_tokens": sampling("min_tokens", min_tokens=1),
+        "logprobs": sampling("logprobs", logprobs=1),
+        "stop token": sampling("stop_token_ids", stop_token_ids=[vocab_size]),
+        "no prompt": (inference_pb2.GenerateRequest(model=model), "prompt"),
+        "empty text": request("text", text=""),
+        "long text": request("text", text="word " * (max_model_len * 2)),
+        "no ids": ids(),
+        "foreign id": ids(1, vocab_size),
+        "many ids": ids(*[1] * max_model_len),
+        "empty stop": request("stop", stop=[""]),
+        "many stops": request("stop", stop=["a"] * 17),
+        "priority": request("priority", priority=1),
+        "empty chat": (inference_pb2.GenerateRequest(model=model, chat=chat()), "chat.messages"),
+        "role": (
+            inference_pb2.GenerateRequest(model=model, chat=chat(messages=[message(role="king", content="a")])),
+            "chat.messages[0].role",
+        ),
+    }

@@ -1,0 +1,21 @@
+"""A gateway in front of a fake mesh."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.services.gateway.fakes import FakeMesh
+
+
+@pytest.fixture
+async def mesh(socket_dir: Path) -> AsyncIterator[FakeMesh]:
+    async with FakeMesh(socket_dir).gateway() as mesh:
+        yield mesh
+
+
+@pytest.fixture
+async def http(mesh: FakeMesh) -> AsyncIterator[httpx.AsyncClient]:
+    async with mesh.http() as client:
+        yield client

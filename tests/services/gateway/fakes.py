@@ -1,0 +1,260 @@
+"""The mesh behind a gateway, in one process and under a test's control."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+from tokenloom.services.gateway.service import GatewayService
+from tokenloom.services.gateway.settings import GatewaySettings
+from tokenloom.services.runtime import channels, errors, hello
+from tokenloom.services.runtime.host import SERVER_OPTIONS
+from tokenloom.services.runtime.service import running
+from tokenloom.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    inference_pb2_grpc,
+    output_processor_pb2,
+    output_processor_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+    types_pb2,
+)
+
+MODEL = "fake"
+FINGERPRINT = types_pb2.Fingerprint(model=MODEL, tokenizer=b"t" * 32)
+LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256)
+EOS = 255
+SOON = 5.0
+"""Bound of every wait: a hang is a failure."""
+
+
+class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
+    """A byte is a token."""
+
+    def __init__(self) -> None:
+        self.unavailable = False
+        self.calls = 0
+        self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
+
+    async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
+        await self._count(context)
+        return tokenizer_pb2.EncodeResponse(prompts=[self._prompt(text.encode()) for text in request.texts])
+
+    async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
+        await self._count(context)
+        self.chats.append(request)
+        return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(request.messages_json))
+
+    async def GetTokenizerInfo(self, request: Any, context: Any) -> tokenizer_pb2.GetTokenizerInfoResponse:
+        return tokenizer_pb2.GetTokenizerInfoResponse(
+            fingerprint=FINGERPRINT,
+            vocab_size=256,
+            eos_token_ids=[EOS],
+            has_chat_template=True,
+            default_sampling_params=types_pb2.SamplingParams(top_k=7),
+            max_token_bytes=1,
+        )
+
+    async def _count(self, context: Any) -> None:
+        self.calls += 1
+        if self.unavailable:
+            await errors.abort(context, errors.Unavailable("the fake tokenizer is away"))
+
+    def _prompt(self, data: bytes) -> tokenizer_pb2.TokenizedPrompt:
+        return tokenizer_pb2.TokenizedPrompt(token_ids=data, block_hash_prefixes=[1])
+
+
+class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
+    """Knows one engine, in whatever state the test says."""
+
+    def __init__(self) -> None:
+        self.state = coordinator_pb2.ENGINE_STATE_SERVING
+        self._changed = asyncio.Condition()
+
+    async def set_state(self, state: coordinator_pb2.EngineState) -> None:
+        async with self._changed:
+            self.state = state
+            self._changed.notify_all()
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[coordinator_pb2.Snapshot]:
+        while True:
+            identity = coordinator_pb2.EngineIdentity(engine_id="engine-0", fingerprint=FINGERPRINT, limits=LIMITS)
+            report = coordinator_pb2.EngineReport(state=self.state, running=3, waiting=2, kv_usage=0.25)
+            entry = coordinator_pb2.EngineEntry(identity=identity, report=report)
+            yield coordinator_pb2.Snapshot(complete=True, engines=[entry])
+            async with self._changed:
+                await self._changed.wait()
+
+
+class FakeRequest:
+    """A request as the fake output processor sees it."""
+
+    def __init__(self, session: "FakeSession", submit: output_processor_pb2.Submit) -> None:
+        self.submit = submit
+        self.cancelled = asyncio.Event()
+        self._session = session
+        self._num_tokens = 0
+
+    def send(self, text: str, token_ids: Sequence[int]) -> None:
+        """A frame with some output."""
+        frame = output_processor_pb2.ProcessFrame(
+            slot=[self.submit.slot],
+            text=[text],
+            token_index=[self._num_tokens],
+            num_tokens=[len(token_ids)],
+            token_ids=token_ids,
+        )
+        self._num_tokens += len(token_ids)
+        self._session.frames.put_nowait(frame)
+
+    def finish(self, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "") -> None:
+        finished = output_processor_pb2.RequestFinished(
+            slot=self.submit.slot,
+            reason=reason,  # type: ignore[arg-type]
+            stop_reason=stop_reason,
+            prompt_tokens=len(self.submit.prompt.token_ids),
+            completion_tokens=self._num_tokens,
+            cached_tokens=1,
+            attempts=1,
+            timeline=types_pb2.Timeline(queued_ns=2_000_000, prefill_engine="engine-0"),
+        )
+        self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
+
+    def fail(self, error: errors.TokenloomError) -> None:
+        finished = output_processor_pb2.RequestFinished(
+            slot=self.submit.slot, reason=types_pb2.FINISH_REASON_ERROR, error=errors.to_proto(error)
+        )
+        self._session.frames.put_nowait(output_processor_pb2.ProcessFrame(finished=[finished]))
+
+    def answer(self, *pieces: str, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "") -> None:
+        """Sends each piece with one token a character, then finishes."""
+        for piece in pieces:
+            self.send(piece, [ord(c) % 256 for c in piece])
+        self.finish(reason, stop_reason)
+
+
+class FakeSession:
+    """One ``Process`` stream."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[output_processor_pb2.ProcessFrame | None] = asyncio.Queue()
+        self.requests: dict[int, FakeRequest] = {}
+        self.beating = True
+        self.credit = 0
+
+    def end(self) -> None:
+        self.frames.put_nowait(None)
+
+
+class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
+    """Hands requests to the test; ``auto`` answers them by itself."""
+
+    def __init__(self) -> None:
+        self.sessions: list[FakeSession] = []
+        self.requests: asyncio.Queue[FakeRequest] = asyncio.Queue()
+        self.auto: Sequence[str] | None = None
+
+    async def Process(self, messages: Any, context: Any) -> AsyncIterator[output_processor_pb2.ProcessFrame]:
+        session = FakeSession()
+        reader = asyncio.create_task(self._read(session, messages))
+        self.sessions.append(session)
+        try:
+            yield output_processor_pb2.ProcessFrame(hello=hello.make_hello("op", 1, fingerprint=FINGERPRINT))
+            while True:
+                try:
+                    async with asyncio.timeout(hello.HEARTBEAT_SECONDS):
+                        frame = await session.frames.get()
+                except TimeoutError:
+                    if session.beating:
+                        yield output_processor_pb2.ProcessFrame()
+                    continue
+                if frame is None:
+                    return
+                yield frame
+        finally:
+            reader.cancel()
+            for request in session.requests.values():
+                request.cancelled.set()
+
+    async def next_request(self) -> FakeRequest:
+        return await asyncio.wait_for(self.requests.get(), SOON)
+
+    async def _read(self, session: FakeSession, messages: Any) -> None:
+        async for message in messages:
+            session.credit += message.credit or message.hello.initial_credit
+            for submit in message.submit:
+                request = session.requests[submit.slot] = FakeRequest(session, submit)
+                if self.auto is None:
+                    self.requests.put_nowait(request)
+                else:
+                    request.answer(*self.auto)
+            for slot in message.cancel_slots:
+                session.requests[slot].cancelled.set()
+
+
+class FakeMesh:
+    """All of it, and the gateway in front."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tokenizer = FakeTokenizer()
+        self.second_tokenizer = FakeTokenizer()
+        self.coordinator = FakeCoordinator()
+        self.outputs = FakeOutputProcessor()
+        self.service: GatewayService | None = None
+        self.grpc_address = ""
+
+    @property
+    def http_address(self) -> str:
+        assert self.service is not None
+        return self.service.http_address
+
+    @asynccontextmanager
+    async def servers(self) -> AsyncIterator[None]:
+        main, second = grpc.aio.server(options=SERVER_OPTIONS), grpc.aio.server(options=SERVER_OPTIONS)
+        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self.tokenizer, main)
+        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self.second_tokenizer, second)
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.coordinator, main)
+        output_processor_pb2_grpc.add_OutputProcessorServicer_to_server(self.outputs, main)
+        main.add_insecure_port(self.address("mesh"))
+        second.add_insecure_port(self.address("second"))
+        await main.start()
+        await second.start()
+        try:
+            yield
+        finally:
+            await main.stop(0)
+            await second.stop(0)
+
+    @asynccontextmanager
+    async def gateway(self, **settings: Any) -> AsyncIterator["FakeMesh"]:
+        values: dict[str, Any] = {
+            "listen": self.address("grpc"),
+            "http_listen": "127.0.0.1:0",
+            "metrics_listen": "",
+            "tokenizers": (self.address("mesh"), self.address("second")),
+            "output_processors": (self.address("mesh"),),
+            "coordinator": self.address("mesh"),
+            "drain_timeout": 1.0,
+        }
+        gateway_settings = GatewaySettings(**(values | settings))
+        self.service = GatewayService(gateway_settings)
+        async with self.servers(), asyncio.timeout(60), running(self.service, gateway_settings) as host:
+            self.grpc_address = host.address
+            yield self
+
+    def address(self, name: str) -> str:
+        return f"unix:{self.directory}/{name}"
+
+    def http(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"http://{self.http_address}", timeout=SOON, **options)
+
+    @asynccontextmanager
+    async def inference(self) -> "AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]":
+        async with channels.open_channel(self.grpc_address) as channel:
+            yield inference_pb2_grpc.InferenceStub(channel)

@@ -1,0 +1,227 @@
+"""Which part may import which, as the architecture's table says; and what no module may do.
+
+Rules are checked over the import statements, lazy and type-checking ones included.
+"""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# Import name to folder; of several that fit, the longest.
+FOLDERS = {name: ROOT / folder for name, folder in PYPROJECT["tool"]["setuptools"]["package-dir"].items()}
+SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
+
+# What worker code may take from the engine core: its plain data and protocols, none of its machinery.
+PLAIN_DATA = {
+    f"tokenloom.engine_core.{name}"
+    for name in ("config", "messages", "sampling_params", "scheduler_output", "worker", "block_hash", "kv_cache_config")
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file under its import name."""
+
+    name: str
+    path: Path
+    is_package: bool
+
+    def tree(self) -> ast.Module:
+        return _parse(self.path)
+
+    def imports(self) -> Iterator[tuple[str, int]]:
+        """Absolute names of imported modules, with lines; ``from x import y`` gives both x and x.y."""
+        for node in ast.walk(self.tree()):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = self._absolute(node)
+                yield base, node.lineno
+                yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = self.name.split(".")
+        parents = parts[: len(parts) - node.level + (1 if self.is_package else 0)]
+        return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def modules_of(package: str) -> list[Module]:
+    """All modules under an import name."""
+    prefix = max((name for name in FOLDERS if package == name or package.startswith(name + ".")), key=len)
+    folder = FOLDERS[prefix].joinpath(*package.removeprefix(prefix).strip(".").split("."))
+    if folder.with_suffix(".py").is_file():
+        return [Module(package, folder.with_suffix(".py"), False)]
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join([package, *(parts[:-1] if is_package else parts)])
+        found.append(Module(name, path, is_package))
+    return found
+
+
+OURS = [module for package in FOLDERS for module in modules_of(package) if not module.name.startswith("tokenloom.v1")]
+
+
+def is_in(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def violations(
+    package: str,
+    allowed: Sequence[str] = (),
+    *,
+    third_party: set[str] | None = None,
+    never: Sequence[str] = (),
+    modules: Sequence[Module] | None = None,
+) -> list[str]:
+    """Imports by a package's modules (or by ``modules``, as if they were its) that its row of the table does not allow.
+
+    Args:
+        allowed: Packages of ours, beside its own, that it may import.
+        third_party: All that it may import of others'; None: anything but ``never``.
+        never: What it may not import, whatever else holds.
+    """
+    found = []
+    for module in modules_of(package) if modules is None else modules:
+        for name, line in module.imports():
+            top = name.partition(".")[0]
+            if top == "tokenloom":
+                # `from tokenloom.v1 import x` also gives what is above: parents of what is allowed are no import of it.
+                wrong = not is_in(name, package, *allowed) and not _is_parent(name, (package, *allowed))
+            elif top in sys.stdlib_module_names:
+                wrong = is_in(name, *never)
+            else:
+                wrong = is_in(name, *never) or (third_party is not None and top not in third_party)
+            if wrong:
+                found.append(f"{module.path.name}:{line} imports {name}")
+    return found
+
+
+def _is_parent(name: str, packages: Sequence[str]) -> bool:
+    return any(package.startswith(name + ".") for package in packages)
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("from ..runtime import errors", 0),
+        ("from . import servicer", 0),
+        ("from tokenloom.v1 import types_pb2", 0),
+        ("import json, zmq", 0),
+        ("from ..gateway import sse", 2),
+        ("from .. import gateway", 1),
+        ("import tokenloom.engine_core.request", 1),
+        ("from tokenloom.gpu_worker.sampler import x", 2),
+        ("def f():\n    import torch.nn", 1),
+        ("if TYPE_CHECKING:\n    from torch import Tensor", 2),
+    ],
+)
+def test_the_rule_sees_every_form_of_import(tmp_path: Path, source: str, wrong: int) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source)
+    module = Module("tokenloom.services.tokenizer.module", path, False)
+    allowed = ("tokenloom.services.runtime", "tokenloom.v1")
+    found = violations("tokenloom.services.tokenizer", allowed, never=("torch",), modules=[module])
+    assert len(found) == wrong
+
+
+def test_the_search_finds_the_modules() -> None:
+    names = {module.name: module.path for module in OURS}
+    assert names["tokenloom.services.runtime.errors"] == ROOT / "services" / "runtime" / "errors.py"
+    assert names["tokenloom.engine_core.core"] == ROOT / "engine_core" / "core.py"
+    assert names["tokenloom.cli"] == ROOT / "tokenloom" / "cli" / "__init__.py"
+
+
+@pytest.mark.parametrize("module", modules_of("tokenloom.engine_core"), ids=lambda module: module.name)
+def test_engine_core(module: Module) -> None:
+    never = () if module.name == "tokenloom.engine_core.async_client" else ("asyncio", "zmq.asyncio")
+    assert not violations(
+        "tokenloom.engine_core", third_party={"msgspec", "zmq", "numpy"}, never=never, modules=[module]
+    )
+
+
+def test_gpu_worker() -> None:
+    assert not violations("tokenloom.gpu_worker", sorted(PLAIN_DATA), never=("grpc", "asyncio", "transformers"))
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_services(service: str) -> None:
+    allowed = ["tokenloom.services.runtime", "tokenloom.v1"]
+    if service == "engine":
+        allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
+    assert not violations(f"tokenloom.services.{service}", allowed, never=("torch", "transformers"))
+
+
+def test_runtime_knows_no_service() -> None:
+    assert not violations("tokenloom.services.runtime", ["tokenloom.v1"], never=("torch", "transformers"))
+
+
+def test_contracts_import_no_code_of_ours() -> None:
+    assert not violations("tokenloom.v1", third_party={"google", "grpc", "typing_extensions"})
+
+
+def test_environment_is_read_at_the_edge_only() -> None:
+    """Below settings classes and commands, configuration arrives as arguments."""
+    edges = ("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.llm")
+    found = []
+    for module in OURS:
+        if is_in(module.name, *edges):
+            continue
+        for node in ast.walk(module.tree()):
+            if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
+                found.append(f"{module.path.relative_to(ROOT)}:{node.lineno}")
+    assert not found
+
+
+FORBIDDEN_MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing")
+FORBIDDEN_CALLS = {"eval", "exec"}
+FORBIDDEN_METHODS = {"recv_pyobj", "send_pyobj"}
+EXAMPLES = [Module(path.stem, path, False) for path in sorted((ROOT / "examples").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("module", OURS + EXAMPLES, ids=lambda module: module.name)
+def test_nothing_deserializes_code(module: Module) -> None:
+    """No pickle in any form, no eval or exec, no torch.load of anything but weights."""
+    found = [f"{name} at {line}" for name, line in module.imports() if is_in(name, *FORBIDDEN_MODULES)]
+    for node in ast.walk(module.tree()):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False" for keyword in node.keywords):
+            found.append(f"allow_pickle at {node.lineno}")
+        if isinstance(function, ast.Name) and function.id in FORBIDDEN_CALLS:
+            found.append(f"{function.id}() at {node.lineno}")
+        if isinstance(function, ast.Attribute):
+            if function.attr in FORBIDDEN_METHODS:
+                found.append(f"{function.attr}() at {node.lineno}")
+            if ast.unparse(function) == "torch.load" and not any(
+                keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in node.keywords
+            ):
+                found.append(f"torch.load() without weights_only at {node.lineno}")
+    assert not found
+
+
+def test_packages_match_the_folders() -> None:
+    listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
+    found = {module.name for package in FOLDERS for module in modules_of(package) if module.is_package}
+    assert listed == found
+
+
+def test_a_wheel_has_one_top_level_name() -> None:
+    assert {name.partition(".")[0] for name in PYPROJECT["tool"]["setuptools"]["packages"]} == {"tokenloom"}

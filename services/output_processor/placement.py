@@ -1,6 +1,7 @@
 """Where a request goes: the coordinator's pick, or the last snapshot's while the coordinator is away."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -42,11 +43,18 @@ class Placer:
         self._fingerprint = fingerprint
         self._links = links
         self._snapshot = LastSnapshot(fingerprint)
+        self._known = asyncio.Event()
 
     @property
     def limits(self) -> ModelLimits | None:
         """What the engines can take; None before the first of them was heard of."""
         return self._snapshot.limits
+
+    async def wait_limits(self, seconds: float) -> None:
+        """Returns when the limits are known, or after ``seconds``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._known.wait()
 
     async def watch(self) -> None:
         """Follows the coordinator's snapshots, for ever: while it is away the last one stands."""
@@ -55,6 +63,8 @@ class Placer:
             try:
                 async for snapshot in call:
                     self._snapshot.update(snapshot)
+                    if self._snapshot.limits is not None:
+                        self._known.set()
             except grpc.aio.AioRpcError as error:
                 log.debug("coordinator: %s %s", error.code().name, error.details())
             finally:

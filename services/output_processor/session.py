@@ -24,6 +24,8 @@ from .request_state import RequestState
 
 _NO_CREDIT_SECONDS = 5.0  # after which a gateway that takes nothing is given up
 
+_LIMITS_SECONDS = 2.0  # a gateway may have heard of the first engine a moment before us
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -81,6 +83,8 @@ class Session:
     async def _read(self, first: ProcessInput, messages: AsyncIterator[ProcessInput]) -> None:
         self._receive(first)
         async for message in messages:
+            if message.submit and self._parts.placer.limits is None:
+                await self._parts.placer.wait_limits(_LIMITS_SECONDS)
             self._receive(message)
         self._half_closed = True
         self._wake.set()

@@ -18,7 +18,7 @@ class OutputProcessorSettings(ServiceSettings):
     coordinator: str = Field(description="Where the coordinator listens: host:port or unix:/path.")
     max_requests: int = Field(4096, ge=1, le=1 << 20, description="Live requests; more are refused, to be tried again.")
     engine_hang_timeout: float = Field(
-        60.0, ge=1, le=3600, description="Seconds that an engine's step may stand still with work to do."
+        60.0, gt=0, le=3600, description="Seconds that an engine's step may stand still with work to do."
     )
 
     @field_validator("coordinator")

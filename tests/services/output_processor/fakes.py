@@ -1,0 +1,221 @@
+"""A coordinator and an engine that do as they are told, and the gateway's side of a stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import grpc.aio
+from tokenloom.services.runtime import errors
+from tokenloom.services.runtime.hello import make_hello
+from tokenloom.v1.coordinator_pb2 import (
+    EngineEntry,
+    EngineIdentity,
+    EngineReport,
+    EngineRole,
+    EngineState,
+    PickRequest,
+    PickResponse,
+    Snapshot,
+    WatchRequest,
+)
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
+from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, PickId
+from tokenloom.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Submit, TextOptions
+from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorStub
+from tokenloom.v1.types_pb2 import FinishReason, ModelLimits, Prompt, SamplingParams
+
+VOCAB_SIZE = 2048
+LIMITS = ModelLimits(max_model_len=1024, vocab_size=VOCAB_SIZE)
+STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
+SOON = 5.0  # bound of every wait: a hang is a failure
+
+
+class EngineStream:
+    """One stream as the fake engine sees it."""
+
+    def __init__(self) -> None:
+        self.inputs: asyncio.Queue[EngineInput] = asyncio.Queue()
+        self.frames: asyncio.Queue[EngineFrame | None] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        self.step = 0
+
+    async def next_input(self) -> EngineInput:
+        """The next message that holds more than credit."""
+        while True:
+            message = await asyncio.wait_for(self.inputs.get(), SOON)
+            if message.add or message.stop_at or message.abort_slots:
+                return message
+
+    async def next_adds(self, count: int) -> list[AddRequest]:
+        adds: list[AddRequest] = []
+        while len(adds) < count:
+            adds += (await self.next_input()).add
+        assert len(adds) == count
+        return adds
+
+    def send(self, *rows: tuple[int, int, Sequence[int]], finished: Sequence[Finished] = ()) -> None:
+        """A step's frame; rows are (slot, token_index, token_ids)."""
+        self.step += 1
+        self.frames.put_nowait(
+            EngineFrame(
+                step=self.step,
+                slot=[slot for slot, _, _ in rows],
+                token_index=[index for _, index, _ in rows],
+                num_tokens=[len(ids) for _, _, ids in rows],
+                token_ids=[i for _, _, ids in rows for i in ids],
+                finished=finished,
+            )
+        )
+
+
+class FakeEngine(EngineServicer):
+    """Greets, then sends what the test puts into a stream's ``frames``; None ends the stream."""
+
+    def __init__(self, identity: EngineIdentity) -> None:
+        self.identity = identity
+        self.streams: asyncio.Queue[EngineStream] = asyncio.Queue()
+
+    async def next_stream(self) -> EngineStream:
+        return await asyncio.wait_for(self.streams.get(), SOON)
+
+    async def Connect(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[EngineInput], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[EngineFrame]:
+        stream = EngineStream()
+        inputs = aiter(request_iterator)
+        hello = (await anext(inputs)).hello
+        assert hello.expected_peer_id == self.identity.engine_id
+        assert hello.initial_credit > 0
+        identity = self.identity
+        yield EngineFrame(hello=make_hello(identity.engine_id, identity.epoch, fingerprint=identity.fingerprint))
+        self.streams.put_nowait(stream)
+        reader = asyncio.create_task(self._read(inputs, stream))
+        try:
+            while (frame := await stream.frames.get()) is not None:
+                yield frame
+        finally:
+            reader.cancel()
+            stream.ended.set()
+
+    async def _read(self, inputs: AsyncIterator[EngineInput], stream: EngineStream) -> None:
+        async for message in inputs:
+            stream.inputs.put_nowait(message)
+
+
+class FakeCoordinator(CoordinatorServicer):
+    """Picks the first engine that is not excluded, or fails as told."""
+
+    def __init__(self, engines: Sequence[EngineIdentity]) -> None:
+        self.engines = list(engines)
+        self.error: errors.TokenloomError | None = None
+        self.requests: list[PickRequest] = []
+        self.watched = asyncio.Event()
+
+    async def Pick(self, request: PickRequest, context: grpc.aio.ServicerContext[Any, Any]) -> PickResponse:  # type: ignore[override]
+        self.requests.append(request)
+        if self.error is not None:
+            await errors.abort(context, self.error)
+        excluded = {(each.engine_id, each.epoch) for each in request.exclude}
+        engine = next(each for each in self.engines if (each.engine_id, each.epoch) not in excluded)
+        pick = PickId(coordinator_epoch=7, number=len(self.requests))
+        return PickResponse(engine=engine, whole_request=True, pick=pick)
+
+    async def Watch(  # type: ignore[override]
+        self, request: WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[Snapshot]:
+        yield Snapshot(coordinator_epoch=7, revision=1, complete=True, engines=[entry(each) for each in self.engines])
+        self.watched.set()
+        await asyncio.Event().wait()
+
+
+def entry(
+    identity: EngineIdentity, score: int = 0, state: EngineState = EngineState.ENGINE_STATE_SERVING
+) -> EngineEntry:
+    report = EngineReport(role=EngineRole.ENGINE_ROLE_BOTH, state=state)
+    return EngineEntry(identity=identity, report=report, score=score)
+
+
+class Served:
+    """A servicer on a unix socket; leaving kills it at once."""
+
+    def __init__(self, path: Path, add: Any, servicer: Any) -> None:
+        self._server = grpc.aio.server()
+        add(servicer, self._server)
+        self._server.add_insecure_port(f"unix:{path}")
+
+    async def __aenter__(self) -> Self:
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.kill()
+
+    async def kill(self) -> None:
+        await self._server.stop(None)
+
+
+def serve_engine(engine: FakeEngine) -> Served:
+    path = Path(engine.identity.address.removeprefix("unix:"))
+    return Served(path, add_EngineServicer_to_server, engine)
+
+
+def serve_coordinator(path: Path, coordinator: FakeCoordinator) -> Served:
+    return Served(path, add_CoordinatorServicer_to_server, coordinator)
+
+
+class Gateway:
+    """The gateway's side of one ``Process`` stream."""
+
+    def __init__(self, channel: grpc.aio.Channel, credit: int = 1000, peer_id: str = "gateway-0") -> None:
+        self.call = OutputProcessorStub(channel).Process()
+        self._hello = make_hello(peer_id, 5, initial_credit=credit)
+
+    async def greet(self) -> ProcessFrame:
+        await self.call.write(ProcessInput(hello=self._hello))
+        return await self.read()
+
+    async def send(self, **fields: Any) -> None:
+        await self.call.write(ProcessInput(**fields))
+
+    async def read(self) -> ProcessFrame:
+        frame = await asyncio.wait_for(self.call.read(), SOON)
+        assert isinstance(frame, ProcessFrame)
+        return frame
+
+    async def next_frame(self) -> ProcessFrame:
+        """The next frame that is no heartbeat."""
+        while (frame := await self.read()) == ProcessFrame():
+            pass
+        return frame
+
+    async def until_finished(self, slot: int) -> tuple[str, list[int], RequestFinished]:
+        """Text, tokens and end of a slot, where no other slot has output."""
+        text, ids = "", list[int]()
+        while True:
+            frame = await self.next_frame()
+            for at, part in zip(frame.slot, frame.text, strict=True):
+                assert at == slot
+                text += part
+            ids += frame.token_ids
+            for finished in frame.finished:
+                assert finished.slot == slot
+                return text, ids, finished
+
+    def close(self) -> None:
+        self.call.cancel()
+
+
+def submit(slot: int, prompt: Sequence[int] = (5, 6, 7), **fields: Any) -> Submit:
+    """A request; keywords of SamplingParams and TextOptions go where they belong."""
+    params = {name: fields.pop(name) for name in list(fields) if name in SamplingParams.DESCRIPTOR.fields_by_name}
+    text = {name: fields.pop(name) for name in list(fields) if name in TextOptions.DESCRIPTOR.fields_by_name}
+    return Submit(
+        slot=slot,
+        request_id=f"request-{slot}",
+        prompt=Prompt(token_ids=prompt),
+        sampling_params=SamplingParams(**({"max_tokens": 100, "seed": 1} | params)),
+        text=TextOptions(**text),
+        **fields,
+    )

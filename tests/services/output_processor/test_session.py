@@ -1,0 +1,440 @@
+"""The contract of ``OutputProcessor.Process`` from the gateway's side, with an engine and a coordinator that obey."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from tokenizers import Tokenizer
+from tokenloom.services.output_processor import engine_link
+from tokenloom.services.output_processor.service import OutputProcessorService
+from tokenloom.services.output_processor.settings import OutputProcessorSettings
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.checkpoint import (
+    DEMO_MODEL,
+    DEMO_MODEL_NAME,
+    CheckpointInfo,
+    load_tokenizer,
+    tokenizer_fingerprint,
+)
+from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
+from tokenloom.services.runtime.service import running
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.engine_pb2 import EngineFrame, Finished
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume
+from tokenloom.v1.types_pb2 import Fingerprint, FinishReason
+
+from tests.services.output_processor.fakes import (
+    LENGTH,
+    LIMITS,
+    SOON,
+    STOP,
+    EngineStream,
+    FakeCoordinator,
+    FakeEngine,
+    Gateway,
+    Served,
+    serve_coordinator,
+    serve_engine,
+    submit,
+)
+
+ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
+
+
+@dataclass
+class Mesh:
+    """An output processor between two engines, a coordinator and this test."""
+
+    engines: list[FakeEngine]
+    servers: list[Served]
+    coordinator: FakeCoordinator
+    channel: grpc.aio.Channel
+    tokenizer: Tokenizer
+    gateways: list[Gateway] = field(default_factory=list)
+
+    async def gateway(self, credit: int = 1000) -> Gateway:
+        gateway = Gateway(self.channel, credit)
+        self.gateways.append(gateway)
+        await gateway.greet()
+        return gateway
+
+    async def started(self, gateway: Gateway, *submits: object) -> tuple[EngineStream, list[int]]:
+        """Submits, and returns the first engine's stream with the attempts' slots."""
+        await gateway.send(submit=submits)
+        stream = await self.engines[0].next_stream()
+        return stream, [add.slot for add in await stream.next_adds(len(submits))]
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.fixture
+def hang_timeout() -> float:
+    return 60.0
+
+
+@pytest.fixture
+async def mesh(socket_dir: Path, hang_timeout: float) -> AsyncIterator[Mesh]:
+    fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
+    engines = [
+        FakeEngine(
+            EngineIdentity(
+                engine_id=f"engine-{i}",
+                epoch=11 + i,
+                address=f"unix:{socket_dir}/e{i}",
+                fingerprint=fingerprint,
+                limits=LIMITS,
+            )
+        )
+        for i in range(2)
+    ]
+    coordinator = FakeCoordinator([engine.identity for engine in engines])
+    servers = [serve_engine(engine) for engine in engines]
+    settings = OutputProcessorSettings(
+        listen=f"unix:{socket_dir}/op",
+        metrics_listen="",
+        coordinator=f"unix:{socket_dir}/co",
+        drain_timeout=0,
+        engine_hang_timeout=hang_timeout,
+    )
+    async with (
+        serve_coordinator(socket_dir / "co", coordinator),
+        servers[0],
+        servers[1],
+        running(OutputProcessorService(settings), settings) as host,
+        open_channel(host.address) as channel,
+    ):
+        await asyncio.wait_for(coordinator.watched.wait(), SOON)
+        mesh = Mesh(engines, servers, coordinator, channel, load_tokenizer(DEMO_MODEL))
+        yield mesh
+        for gateway in mesh.gateways:
+            gateway.close()
+
+
+async def test_tokens_become_text_and_the_end_says_what_was_used(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    ids = mesh.ids("Once upon a time")
+    for i, token_id in enumerate(ids):
+        stream.send((slot, i, [token_id]))
+    stream.send(
+        finished=[
+            Finished(slot=slot, reason=LENGTH, num_output_tokens=len(ids), cached_tokens=2, queued_ns=30, prefill_ns=40)
+        ]
+    )
+    text, got, finished = await gateway.until_finished(1)
+    assert (text, got) == ("Once upon a time", ids)
+    assert (finished.reason, finished.stop_reason, finished.attempts) == (LENGTH, "", 1)
+    assert (finished.prompt_tokens, finished.completion_tokens, finished.cached_tokens) == (3, len(ids), 2)
+    timeline = finished.timeline
+    assert (timeline.queued_ns, timeline.prefill_ns) == (30, 40)
+    assert timeline.placement_ns > 0
+    assert timeline.detokenize_ns > 0
+    assert (timeline.prefill_engine, timeline.decode_engine) == ("engine-0", "engine-0")
+
+
+async def test_the_engine_gets_the_request_with_its_pick_and_what_is_left_of_its_time(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    await gateway.send(
+        submit=[submit(1, [9, 8], temperature=0.5, priority=3, timeout=Duration(seconds=60), tenant="someone")]
+    )
+    (add,) = await (await mesh.engines[0].next_stream()).next_adds(1)
+    assert (list(add.prompt.token_ids), add.sampling_params.temperature, add.priority) == ([9, 8], 0.5, 3)
+    assert (add.pick.coordinator_epoch, add.pick.number) == (7, 1)
+    assert 55 < add.timeout.ToTimedelta().total_seconds() <= 60
+    (pick,) = mesh.coordinator.requests
+    assert (pick.prompt_tokens, pick.tenant, pick.fingerprint.model) == (2, "someone", DEMO_MODEL_NAME)
+
+
+async def test_a_step_for_several_requests_is_one_frame(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, slots = await mesh.started(gateway, submit(1), submit(2), submit(3))
+    a, b = mesh.ids("a")[0], mesh.ids("b")[0]
+    stream.send((slots[0], 0, [a]), (slots[1], 0, [b, a]), (slots[2], 0, [b]))
+    frame = await gateway.next_frame()
+    rows = dict(zip(frame.slot, zip(frame.text, frame.num_tokens, strict=True), strict=True))
+    assert rows == {1: ("a", 1), 2: ("ba", 2), 3: ("b", 1)}
+    assert list(frame.token_index) == [0, 0, 0]
+    assert len(frame.token_ids) == 4
+
+
+async def test_a_stop_string_ends_the_request_where_it_was_completed(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, stop=["upon"]))
+    ids = mesh.ids("Once upon a time")
+    stream.send((slot, 0, ids))
+    message = await stream.next_input()
+    ((stop_at),) = message.stop_at
+    remain = next(n for n in range(len(ids)) if "upon" in mesh.tokenizer.decode(ids[:n]))
+    assert (stop_at.slot, stop_at.num_tokens) == (slot, remain)
+    # The engine had gone on meanwhile, and even finished for another reason: neither counts.
+    stream.send((slot, len(ids), ids), finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=2 * len(ids))])
+    text, got, finished = await gateway.until_finished(1)
+    assert (text, got) == ("Once ", ids[:remain])
+    assert (finished.reason, finished.stop_reason, finished.completion_tokens) == (STOP, "upon", remain)
+
+
+async def test_a_stop_string_stands_when_the_engine_dies_before_confirming_it(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, stop=["upon"]))
+    stream.send((slot, 0, mesh.ids("Once upon a time")))
+    await stream.next_input()
+    stream.frames.put_nowait(None)
+    text, _, finished = await gateway.until_finished(1)
+    assert (text, finished.reason, finished.stop_reason) == ("Once ", STOP, "upon")
+
+
+@pytest.mark.parametrize("ends_with_eos", [True, False])
+async def test_a_stop_token_is_counted_not_shown_and_named_unless_it_is_eos(mesh: Mesh, ends_with_eos: bool) -> None:
+    (word,) = mesh.ids("t")
+    last = CheckpointInfo.load(DEMO_MODEL).eos_token_ids[0] if ends_with_eos else mesh.ids("x")[0]
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, stop_token_ids=[last], skip_special_tokens=False))
+    end = Finished(slot=slot, reason=STOP, num_output_tokens=2, stop_token_id=last)
+    stream.send((slot, 0, [word, last]), finished=[end])
+    text, got, finished = await gateway.until_finished(1)
+    assert (text, got, finished.completion_tokens) == ("t", [word, last], 2)
+    assert finished.stop_reason == ("" if ends_with_eos else str(last))
+
+
+async def test_text_held_for_a_stop_string_comes_with_the_end(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, stop=["time flies"]))
+    ids = mesh.ids("a time")
+    stream.send((slot, 0, ids))
+    first = await gateway.next_frame()
+    assert list(first.text) == ["a "]
+    assert list(first.token_ids) == ids
+    stream.send(finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=len(ids))])
+    text, _, _ = await gateway.until_finished(1)
+    assert text == "time"
+
+
+async def test_cancel_aborts_at_the_engine_and_is_answered_once(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    await gateway.send(cancel_slots=[1, 1, 99])
+    assert list((await stream.next_input()).abort_slots) == [slot]
+    stream.send((slot, 0, [5]), finished=[Finished(slot=slot, reason=ABORT)])
+    frame = await gateway.next_frame()
+    assert [(end.slot, end.reason) for end in frame.finished] == [(1, ABORT)]
+    await gateway.send(submit=[submit(2)])
+    (add,) = await stream.next_adds(1)
+    stream.send(finished=[Finished(slot=add.slot, reason=LENGTH)])
+    assert [end.slot for end in (await gateway.next_frame()).finished] == [2], "nothing more was said of slot 1"
+
+
+async def test_the_end_of_the_stream_aborts_its_requests_and_no_others(mesh: Mesh) -> None:
+    leaving, staying = await mesh.gateway(), await mesh.gateway()
+    stream, (slot,) = await mesh.started(leaving, submit(1))
+    await staying.send(submit=[submit(1)])
+    (other,) = await stream.next_adds(1)
+    leaving.close()
+    assert list((await stream.next_input()).abort_slots) == [slot]
+    stream.send(finished=[Finished(slot=other.slot, reason=LENGTH)])
+    assert (await staying.until_finished(1))[2].reason == LENGTH
+
+
+async def test_half_close_lets_live_requests_end(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    await gateway.call.done_writing()
+    stream.send(finished=[Finished(slot=slot, reason=LENGTH)])
+    assert (await gateway.until_finished(1))[2].reason == LENGTH
+    assert await asyncio.wait_for(gateway.call.read(), SOON) is grpc.aio.EOF
+
+
+async def test_resume_is_not_found(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    await gateway.send(resume=[Resume(slot=1, request_id="lost")])
+    (finished,) = (await gateway.next_frame()).finished
+    assert (finished.slot, finished.reason, finished.error.reason) == (1, ERROR, "NOT_FOUND")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"temperature": math.nan}, "temperature"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [LIMITS.vocab_size]}, "prompt"),
+        ({"stop": [""]}, "stop"),
+        ({"max_tokens": 10_000}, "max_tokens"),
+        ({"num_samples": 2}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+    ],
+)
+async def test_a_bad_request_ends_alone(mesh: Mesh, fields: dict[str, object], name: str) -> None:
+    gateway = await mesh.gateway()
+    bad = submit(2, **fields)  # type: ignore[arg-type]
+    await gateway.send(submit=[submit(1), bad])
+    stream = await mesh.engines[0].next_stream()
+    (add,) = await stream.next_adds(1)
+    (finished,) = (await gateway.next_frame()).finished
+    assert (finished.slot, finished.reason) == (2, ERROR)
+    assert (finished.error.code, finished.error.field) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], name)
+    stream.send(finished=[Finished(slot=add.slot, reason=LENGTH)])
+    assert (await gateway.until_finished(1))[2].reason == LENGTH
+
+
+async def test_the_deadline_ends_a_request_here_and_at_the_engine(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, timeout=Duration(nanos=200_000_000)))
+    _, _, finished = await gateway.until_finished(1)
+    assert (finished.reason, finished.error.reason) == (ERROR, "DEADLINE_EXCEEDED")
+    assert list((await stream.next_input()).abort_slots) == [slot]
+
+
+async def test_without_credit_steps_are_merged(mesh: Mesh) -> None:
+    gateway = await mesh.gateway(credit=1)
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    ids = mesh.ids("Once upon a time")
+    stream.send((slot, 0, ids[:1]))
+    assert list((await gateway.next_frame()).token_ids) == ids[:1]
+    for i in range(1, len(ids)):
+        stream.send((slot, i, [ids[i]]))
+    stream.send(finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=len(ids))])
+    # A heartbeat comes without credit; by then the steps above have arrived.
+    assert await gateway.read() == ProcessFrame()
+    await gateway.send(credit=1)
+    frame = await gateway.next_frame()
+    assert (list(frame.token_index), list(frame.token_ids)) == ([1], ids[1:])
+    assert [end.completion_tokens for end in frame.finished] == [len(ids)]
+
+
+async def test_live_slots_without_news_bring_heartbeats(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    await mesh.started(gateway, submit(1))
+    assert await gateway.read() == ProcessFrame()
+
+
+async def test_tokens_of_an_earlier_attempt_count_and_their_text_is_not_repeated(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    ids = mesh.ids("Once upon a time")
+    await gateway.send(submit=[submit(1, accepted_token_ids=ids[:2], emitted_text_bytes=3)])
+    stream = await mesh.engines[0].next_stream()
+    (add,) = await stream.next_adds(1)
+    assert list(add.accepted_token_ids) == ids[:2]
+    stream.send((add.slot, 2, ids[2:]), finished=[Finished(slot=add.slot, reason=LENGTH, num_output_tokens=len(ids))])
+    text, got, finished = await gateway.until_finished(1)
+    assert (text, got) == ("Once upon a time"[3:], ids[2:])
+    assert finished.completion_tokens == len(ids)
+
+
+async def test_a_gap_in_the_tokens_ends_that_request_only(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, slots = await mesh.started(gateway, submit(1), submit(2))
+    stream.send((slots[0], 1, [5]), (slots[1], 0, [5]))
+    frame = await gateway.next_frame()
+    assert [(end.slot, end.error.reason) for end in frame.finished] == [(1, "INTERNAL")]
+    assert list(frame.slot) == [2]
+    assert list((await stream.next_input()).abort_slots) == [slots[0]]
+
+
+async def test_a_lost_tail_is_an_error(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    stream.send((slot, 0, [5]), finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=2)])
+    assert (await gateway.until_finished(1))[2].error.reason == "INTERNAL"
+
+
+def _kill(mesh: Mesh, stream: EngineStream) -> None:
+    stream.frames.put_nowait(None)
+
+
+def _break_columns(mesh: Mesh, stream: EngineStream) -> None:
+    stream.frames.put_nowait(EngineFrame(step=1, slot=[1, 2], token_index=[0], token_ids=[5, 6]))
+
+
+@pytest.mark.parametrize("how", [_kill, _break_columns])
+async def test_when_an_engine_is_lost_its_requests_end_retryably(
+    mesh: Mesh, how: Callable[[Mesh, EngineStream], None]
+) -> None:
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1), submit(2))
+    how(mesh, stream)
+    frame = await gateway.next_frame()
+    assert {end.slot for end in frame.finished} == {1, 2}
+    assert set(frame.engine_death_slots) == {1, 2}
+    for end in frame.finished:
+        assert (end.reason, end.error.reason) == (ERROR, "UNAVAILABLE")
+        assert end.error.HasField("retry_after")
+    await gateway.send(submit=[submit(3)])
+    assert len(await (await mesh.engines[0].next_stream()).next_adds(1)) == 1, "a new stream serves the next"
+
+
+async def test_a_silent_engine_is_dead(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1))
+    assert (await gateway.until_finished(1))[2].error.reason == "UNAVAILABLE"
+    await asyncio.wait_for(stream.ended.wait(), SOON)
+
+
+@pytest.mark.parametrize("hang_timeout", [0.3])
+async def test_an_engine_whose_step_stands_still_is_hung(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1))
+    beats = asyncio.create_task(_beat(stream))
+    try:
+        assert (await gateway.until_finished(1))[2].error.reason == "UNAVAILABLE"
+    finally:
+        beats.cancel()
+
+
+async def _beat(stream: EngineStream) -> None:
+    while True:
+        stream.send()
+        stream.step -= 1
+        await asyncio.sleep(0.02)
+
+
+async def test_an_engine_that_does_not_answer_is_excluded_from_the_next_pick(mesh: Mesh) -> None:
+    await mesh.servers[0].kill()
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1)])
+    (add,) = await (await mesh.engines[1].next_stream()).next_adds(1)
+    assert add.request_id == "request-1"
+    assert [each.engine_id for each in mesh.coordinator.requests[1].exclude] == ["engine-0"]
+
+
+async def test_without_the_coordinator_the_last_snapshot_places(mesh: Mesh) -> None:
+    mesh.coordinator.error = Unavailable("away")
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1), submit(2)])
+    for engine in mesh.engines:
+        (add,) = await (await engine.next_stream()).next_adds(1)
+        assert not add.HasField("pick")
+
+
+async def test_a_full_mesh_is_told_to_the_client(mesh: Mesh) -> None:
+    mesh.coordinator.error = ResourceExhausted("every engine is full", retry_after=2)
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1)])
+    error = (await gateway.until_finished(1))[2].error
+    assert (error.reason, error.message, error.retry_after.seconds) == ("RESOURCE_EXHAUSTED", "every engine is full", 2)
+
+
+async def test_a_slot_that_does_not_grow_ends_the_stream(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(7))
+    await gateway.send(submit=[submit(7)])
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await gateway.until_finished(7)
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert list((await stream.next_input()).abort_slots) == [slot]
+
+
+async def test_a_gateway_of_another_model_is_refused(mesh: Mesh) -> None:
+    gateway = Gateway(mesh.channel)
+    gateway._hello.fingerprint.model = "other"
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await gateway.greet()
+    assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "model" in (failure.value.details() or "")

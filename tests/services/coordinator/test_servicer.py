@@ -13,6 +13,7 @@ from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.hello import make_hello
+from tokenloom.services.runtime.host import Host
 from tokenloom.services.runtime.service import running
 from tokenloom.v1.coordinator_pb2 import (
     EngineCommand,
@@ -31,8 +32,9 @@ from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
 class Coordinator:
     """A running coordinator and a client of it."""
 
-    def __init__(self, service: CoordinatorService, stub: CoordinatorStub) -> None:
+    def __init__(self, service: CoordinatorService, stub: CoordinatorStub, host: Host) -> None:
         self.service = service
+        self.host = host
         self.stub = stub
         self.calls: list[Any] = []
 
@@ -64,7 +66,7 @@ async def coordinator(socket_dir: Path) -> AsyncIterator[Coordinator]:
     settings = CoordinatorSettings(listen=f"unix:{socket_dir}/c", metrics_listen="", settle_seconds=0.2)
     service = CoordinatorService(settings)
     async with running(service, settings) as host, open_channel(host.address) as channel:
-        client = Coordinator(service, CoordinatorStub(channel))
+        client = Coordinator(service, CoordinatorStub(channel), host)
         yield client
         for call in client.calls:
             call.cancel()
@@ -204,3 +206,14 @@ async def test_concurrent_picks_spread(coordinator: Coordinator) -> None:
         await coordinator.join(name)
     names = await asyncio.gather(*(coordinator.pick() for _ in range(8)))
     assert [names.count(name) for name in "abcd"] == [2, 2, 2, 2]
+
+
+async def test_metrics(coordinator: Coordinator) -> None:
+    await coordinator.join("a")
+    await coordinator.pick()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await coordinator.stub.Pick(PickRequest())
+    value = coordinator.host.metrics.get_sample_value
+    assert value("tokenloom:engines") == 1
+    assert value("tokenloom:picks_total", {"outcome": "PLACED"}) == 1
+    assert value("tokenloom:picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1

@@ -15,6 +15,8 @@ from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, read_part_sta
 
 from .failures import reported
 
+_WIDTH = 240
+
 
 @dataclass(frozen=True)
 class Row:
@@ -47,7 +49,9 @@ def ps(
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        Console(soft_wrap=True).print(_table(rows))
+        console = Console()
+        console.width = max(console.width, _WIDTH)  # a narrow terminal wraps; nothing is cut off
+        console.print(_table(rows))
 
 
 async def rows_of(mesh: MeshRecord) -> list[Row]:

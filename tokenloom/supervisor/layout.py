@@ -1,14 +1,15 @@
 """Which parts a local mesh has, and how they find each other: unix sockets in the mesh's private directory."""
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenloom.services.runtime.addresses import Address
 
 from .cores import divide
 from .part_spec import PartSpec
+from .ports import GatewayPorts
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class MeshOptions:
     port: int = 8000
     """HTTP port of the first gateway; the others follow it. 0: free ones."""
     grpc_port: int | None = None
-    """The same for public gRPC; None: 1000 above `port`."""
+    """The same for public gRPC; None: `ports.GRPC_OFFSET` above `port`."""
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """More flags for every instance of a service."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -37,95 +38,81 @@ class MeshOptions:
     """Seconds that live requests may go on once the mesh is told to stop."""
 
 
-def parts_of(options: MeshOptions, directory: Path) -> list[PartSpec]:
+def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> list[PartSpec]:
     """Every part of the mesh, in the order in which they drain: who takes requests first, who others rely on last."""
-    counts = {
-        "gateway": options.gateways,
-        "output_processor": options.output_processors,
-        "engine": options.engines,
-        "tokenizer": options.tokenizers,
-        "coordinator": 1,
-    }
-    sockets = {
-        service: tuple(str(Address(path=str(directory / f"{service}-{index}.sock"))) for index in range(count))
-        for service, count in counts.items()
-    }
+    layout = _Layout(options, directory, ports)
     return [
-        _part(options, directory, sockets, service, index)
-        for service, count in counts.items()
-        for index in range(count)
+        *map(layout.gateway, range(options.gateways)),
+        *map(layout.output_processor, range(options.output_processors)),
+        *map(layout.engine, range(options.engines)),
+        *map(layout.tokenizer, range(options.tokenizers)),
+        layout.coordinator(),
     ]
 
 
-def _part(
-    options: MeshOptions, directory: Path, sockets: Mapping[str, tuple[str, ...]], service: str, index: int
-) -> PartSpec:
-    state_file = directory / f"{service}-{index}.json"
-    is_gateway, is_engine = service == "gateway", service == "engine"
-    own = {
-        "gateway": _gateway_flags,
-        "output_processor": _output_processor_flags,
-        "engine": _engine_flags,
-        "tokenizer": _tokenizer_flags,
-        "coordinator": lambda *_: (),
-    }[service](options, sockets, index)
-    listen = _public_grpc(options, index) if is_gateway else sockets[service][index]
-    shares = divide(options.engines)
-    return PartSpec(
-        service=service,
-        index=index,
-        role="both" if is_engine else None,
-        command=(
+class _Layout:
+    """A method for each service: its place, and what it is told of the others."""
+
+    def __init__(self, options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> None:
+        self._options = options
+        self._directory = directory
+        self._ports = ports
+        self._shares = divide(options.engines)
+        self._model = ("--model", str(options.model), "--served-model-name", options.served_model_name)
+        self._coordinator = ("--coordinator", self._listen("coordinator", 0))
+
+    def gateway(self, index: int) -> PartSpec:
+        options, ports = self._options, self._ports[index]
+        flags = (
+            *("--http-listen", str(Address(host=options.host, port=ports.http))),
+            *("--served-model-name", options.served_model_name),
+            *("--tokenizers", self._all("tokenizer", options.tokenizers)),
+            *("--output-processors", self._all("output_processor", options.output_processors)),
+            *self._coordinator,
+        )
+        return self._part("gateway", index, flags, listen=str(Address(host=options.host, port=ports.grpc)))
+
+    def output_processor(self, index: int) -> PartSpec:
+        return self._part("output_processor", index, (*self._model, *self._coordinator))
+
+    def engine(self, index: int) -> PartSpec:
+        share = self._shares[index]
+        flags = ("--engines-on-host", str(self._options.engines), "--num-threads", str(share.threads))
+        return replace(
+            self._part("engine", index, (*self._model, *self._coordinator, *flags)), role="both", cpus=share.cpus
+        )
+
+    def tokenizer(self, index: int) -> PartSpec:
+        return self._part("tokenizer", index, self._model)
+
+    def coordinator(self) -> PartSpec:
+        return self._part("coordinator", 0, ())
+
+    def _part(self, service: str, index: int, flags: tuple[str, ...], listen: str | None = None) -> PartSpec:
+        name, options = f"{service}-{index}", self._options
+        state_file = self._directory / f"{name}.json"
+        command = (
             *(sys.executable, "-m", f"tokenloom.services.{service}"),
-            *("--instance-id", f"{service}-{index}", "--listen", listen, "--state-file", str(state_file)),
-            *("--drain-timeout", str(options.drain_timeout)),
+            *("--instance-id", name, "--listen", listen or self._listen(service, index)),
+            *("--state-file", str(state_file), "--drain-timeout", str(options.drain_timeout)),
             *options.common_flags,
-            *own,
+            *flags,
             *options.flags.get(service, ()),
-        ),
-        state_file=state_file,
-        environment={
-            **({"OMP_NUM_THREADS": str(shares[index].threads)} if is_engine else {}),
-            **options.environment.get(service, {}),
-        },
-        cpus=shares[index].cpus if is_engine else (),
-        leftovers=() if is_gateway else (directory / f"{service}-{index}.sock",),
-    )
+        )
+        return PartSpec(
+            service=service,
+            index=index,
+            command=command,
+            state_file=state_file,
+            environment=options.environment.get(service, {}),
+            leftovers=(self._socket(service, index),),
+        )
 
+    def _socket(self, service: str, index: int) -> Path:
+        return self._directory / f"{service}-{index}.sock"
 
-def _public_grpc(options: MeshOptions, index: int) -> str:
-    first = options.grpc_port
-    if first is None:
-        first = options.port + 1000 if options.port else 0
-    return str(Address(host=options.host, port=first + index if first else 0))
+    def _listen(self, service: str, index: int) -> str:
+        return str(Address(path=str(self._socket(service, index))))
 
-
-def _gateway_flags(options: MeshOptions, sockets: Mapping[str, tuple[str, ...]], index: int) -> tuple[str, ...]:
-    http = Address(host=options.host, port=options.port + index if options.port else 0)
-    return (
-        *("--http-listen", str(http), "--served-model-name", options.served_model_name),
-        *("--tokenizers", ",".join(sockets["tokenizer"])),
-        *("--output-processors", ",".join(sockets["output_processor"])),
-        *("--coordinator", sockets["coordinator"][0]),
-    )
-
-
-def _output_processor_flags(
-    options: MeshOptions, sockets: Mapping[str, tuple[str, ...]], index: int
-) -> tuple[str, ...]:
-    return (
-        *("--model", str(options.model), "--served-model-name", options.served_model_name),
-        *("--coordinator", sockets["coordinator"][0]),
-    )
-
-
-def _engine_flags(options: MeshOptions, sockets: Mapping[str, tuple[str, ...]], index: int) -> tuple[str, ...]:
-    return (
-        *("--model", str(options.model), "--served-model-name", options.served_model_name),
-        *("--coordinator", sockets["coordinator"][0]),
-        *("--engines-on-host", str(options.engines), "--num-threads", str(divide(options.engines)[index].threads)),
-    )
-
-
-def _tokenizer_flags(options: MeshOptions, sockets: Mapping[str, tuple[str, ...]], index: int) -> tuple[str, ...]:
-    return "--model", str(options.model), "--served-model-name", options.served_model_name
+    def _all(self, service: str, count: int) -> str:
+        return ",".join(self._listen(service, index) for index in range(count))

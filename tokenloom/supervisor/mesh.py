@@ -28,7 +28,8 @@ class Mesh:
         self._keepers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Mesh":
-        self._publish(self._port)
+        records = [part.spec.record for part in self.parts]
+        write_record(self._directory, MeshRecord(os.getpid(), self._port, records))
         self._keepers = [asyncio.create_task(part.keep(), name=part.spec.name) for part in self.parts]
         return self
 
@@ -53,9 +54,6 @@ class Mesh:
             for task in both:
                 task.cancel()
             await asyncio.wait(both)
-        http = self.gateways[0].http if self.gateways else None
-        if http is not None:
-            self._publish(int(http.rpartition(":")[2]))
 
     async def wait_failed(self) -> None:
         """Never returns; raises what ended the care for a part."""
@@ -91,8 +89,3 @@ class Mesh:
     async def _all_serving(self) -> None:
         for part in self.parts:
             await part.serving.wait()
-
-    def _publish(self, port: int) -> None:
-        """Makes the mesh known to ``tokenloom ps``."""
-        records = [part.spec.record for part in self.parts]
-        write_record(self._directory, MeshRecord(os.getpid(), port, records))

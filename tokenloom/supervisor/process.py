@@ -10,6 +10,11 @@ from pathlib import Path
 from .output import LineCopier
 from .part_spec import PartSpec
 
+_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    # Parts fork only to exec; without it gRPC prints a line at each.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",
+}
 _LAUNCH = str(Path(__file__).with_name("launch.py"))
 
 
@@ -33,7 +38,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **spec.environment},
+                env={**os.environ, **_ENVIRONMENT, **spec.environment},
                 process_group=0,
             )
         finally:

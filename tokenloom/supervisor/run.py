@@ -10,6 +10,7 @@ from typing import Any
 from .layout import MeshOptions, parts_of
 from .mesh import Mesh
 from .output import LineCopier
+from .ports import choose_ports
 from .state_dir import mesh_directory
 
 Work = Callable[[Mesh], Coroutine[Any, Any, None]]
@@ -31,9 +32,10 @@ async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outc
     What `work` raises is raised again once nothing runs any more.
     """
     interrupted = asyncio.Event()
+    ports = choose_ports(options.host, options.gateways, options.port, options.grpc_port)
     with mesh_directory() as directory, contextlib.closing(output):
-        parts, timeout = parts_of(options, directory), options.drain_timeout
-        mesh = Mesh(parts, directory, output, port=options.port, drain_timeout=timeout)
+        parts, timeout = parts_of(options, directory, ports), options.drain_timeout
+        mesh = Mesh(parts, directory, output, port=ports[0].http, drain_timeout=timeout)
         with _signals(interrupted, mesh.kill):
             async with mesh:
                 await _until(interrupted, asyncio.create_task(work(mesh)))

@@ -315,6 +315,8 @@ def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
             f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
             "a step could not serve every running request"
         )
+    if config.decode_batched_tokens is not None and config.decode_batched_tokens < 1:
+        raise ValueError(f"decode_batched_tokens is {config.decode_batched_tokens}; it must be at least 1")
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ValueError(
             f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "

@@ -1,0 +1,96 @@
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenloom.engine_core.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from tests.engine_core.helpers import VOCAB_SIZE, make_config
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+def make_worker() -> HashWorker:
+    worker = HashWorker(make_config(block_size=4), vocab_size=VOCAB_SIZE)
+    worker.load_model()
+    worker.initialize_kv_cache(8)
+    return worker
+
+
+def run(worker: HashWorker, *, block_ids: list[int], num_computed: int = 0, num_tokens: int = 6) -> list[list[int]]:
+    """One step of one new request."""
+    new = NewRequestData("a", PROMPT, [], SamplingParams(max_tokens=9, seed=0), block_ids, num_computed)
+    return worker.execute_model(
+        SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": num_tokens}, num_tokens, [], [])
+    ).sampled_token_ids
+
+
+def go_on(worker: HashWorker, block_ids: list[int], num_computed: int, num_tokens: int = 1) -> list[list[int]]:
+    cached = CachedRequestData(["a"], [block_ids], [num_computed], {})
+    return worker.execute_model(SchedulerOutput([], cached, {"a": num_tokens}, num_tokens, [], [])).sampled_token_ids
+
+
+def test_tokens_do_not_depend_on_blocks_or_chunks() -> None:
+    expected = expected_tokens(PROMPT, 2, VOCAB_SIZE)
+    for block_ids in ([0, 1], [7, 2]):
+        worker = make_worker()
+        assert run(worker, block_ids=block_ids) == [expected[:1]]
+        assert go_on(worker, [], 6) == [expected[1:]]
+    worker = make_worker()
+    assert run(worker, block_ids=[3], num_tokens=4) == [[]]
+    assert go_on(worker, [5], 4, 2) == [expected[:1]]
+
+
+def test_a_prefix_of_another_request_is_read() -> None:
+    worker = make_worker()
+    run(worker, block_ids=[0, 1])
+    assert run(worker, block_ids=[0, 2], num_computed=4, num_tokens=2) == [expected_tokens(PROMPT, 1, VOCAB_SIZE)]
+
+
+def test_a_block_that_was_never_written_changes_the_token() -> None:
+    assert run(make_worker(), block_ids=[0, 1], num_computed=4, num_tokens=2) != [
+        expected_tokens(PROMPT, 1, VOCAB_SIZE)
+    ]
+
+
+def test_a_block_in_the_wrong_place_changes_the_token() -> None:
+    worker = make_worker()
+    run(worker, block_ids=[0, 1])
+    worker._rows["a"].slots = worker._rows["a"].slots[::-1].copy()
+    assert go_on(worker, [], 6) != [expected_tokens(PROMPT, 2, VOCAB_SIZE)[1:]]
+
+
+def test_a_block_taken_by_another_changes_the_token() -> None:
+    worker = make_worker()
+    run(worker, block_ids=[0, 1])
+    worker._cache[0] = (8, 0)
+    assert go_on(worker, [], 6) != [expected_tokens(PROMPT, 2, VOCAB_SIZE)[1:]]
+
+
+def test_order_matters() -> None:
+    assert expected_tokens([1, 2], 1) != expected_tokens([2, 1], 1)
+
+
+def test_more_tokens_than_there_are() -> None:
+    with pytest.raises(AssertionError, match="more tokens are scheduled than there are"):
+        run(make_worker(), block_ids=[0, 1], num_tokens=7)
+
+
+def test_sizes_come_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 11, "max_position_embeddings": 22}))
+    model = HashWorker(EngineConfig(worker=WorkerConfig(model=str(tmp_path), worker="hash"))).load_model()
+    assert (model.vocab_size, model.max_model_len) == (11, 22)
+
+
+def test_a_step_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("tokenloom.engine_core.hash_worker.time.sleep", slept.append)
+    config = make_config(block_size=4)
+    worker_config = msgspec.structs.replace(config.worker, step_seconds=0.25)
+    worker = HashWorker(msgspec.structs.replace(config, worker=worker_config))
+    worker.initialize_kv_cache(8)
+    run(worker, block_ids=[0, 1])
+    assert slept == [0.25]

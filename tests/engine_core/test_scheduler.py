@@ -1,0 +1,425 @@
+import pytest
+from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
+from tokenloom.engine_core.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.messages import EngineCoreOutput, FinishReason, PrefillStats
+from tokenloom.engine_core.scheduler import Scheduler
+from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+from tests.engine_core.helpers import make_request
+from tests.engine_core.invariants import check_idle, check_scheduler
+
+
+class Clock:
+    """Counts calls: every reading is one nanosecond later."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        self.now += 1
+        return self.now
+
+
+def make_scheduler(
+    *, num_blocks: int = 64, max_model_len: int = 100, caching: bool = True, **settings: object
+) -> Scheduler:
+    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 32} | settings)  # type: ignore[arg-type]
+    cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
+    return Scheduler(config, cache, KVCacheConfig(num_blocks, max_model_len), Clock())
+
+
+def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
+    """A step whose worker answers ``token_id`` for every request that is due one."""
+    scheduled = scheduler.schedule()
+    sampled = []
+    for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
+        request = scheduler.requests[request_id]
+        sampled.append([token_id] if request.num_computed_tokens + num_tokens == request.num_tokens else [])
+    result = ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled)
+    outputs = scheduler.update_from_output(scheduled, result)
+    check_scheduler(scheduler)
+    return scheduled, outputs
+
+
+def new_ids(scheduled: SchedulerOutput) -> list[str]:
+    return [new.req_id for new in scheduled.scheduled_new_reqs]
+
+
+# Budget
+
+
+def test_a_prompt_is_computed_in_chunks_and_answers_once() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add_request(make_request("a", range(40)))
+    chunks = [step(scheduler) for _ in range(3)]
+    assert [scheduled.num_scheduled_tokens for scheduled, _ in chunks] == [{"a": 16}, {"a": 16}, {"a": 8}]
+    assert [len(outputs) for _, outputs in chunks] == [0, 0, 1]
+
+
+def test_running_requests_come_before_waiting_ones() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    scheduler.add_request(make_request("a", [1] * 10))
+    step(scheduler)
+    scheduler.add_request(make_request("b", [2] * 30))
+    scheduled, _ = step(scheduler)
+    assert scheduled.num_scheduled_tokens == {"a": 1, "b": 15}
+    assert scheduled.total_num_scheduled_tokens == 16
+
+
+def test_the_budget_is_smaller_while_anything_decodes() -> None:
+    scheduler = make_scheduler(decode_batched_tokens=8)
+    scheduler.add_request(make_request("a", [1] * 40))
+    assert step(scheduler)[0].total_num_scheduled_tokens == 32
+    scheduler.add_request(make_request("b", [2] * 40))
+    assert step(scheduler)[0].num_scheduled_tokens == {"a": 8, "b": 24}
+    assert step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 7}
+
+
+def test_the_decode_budget_never_leaves_a_running_request_out() -> None:
+    scheduler = make_scheduler(decode_batched_tokens=2)
+    for request_id in "abcd":
+        scheduler.add_request(make_request(request_id, [1]))
+    step(scheduler)
+    assert len(step(scheduler)[0].num_scheduled_tokens) == 4
+
+
+def test_no_more_requests_than_rows() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for request_id in "abc":
+        scheduler.add_request(make_request(request_id, [1], 2))
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["a", "b"]
+    step(scheduler)
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["c"]
+
+
+def test_without_chunks_a_prompt_waits_for_a_whole_budget() -> None:
+    scheduler = make_scheduler(
+        enable_chunked_prefill=False, max_num_batched_tokens=100, decode_batched_tokens=8, num_blocks=100
+    )
+    scheduler.add_request(make_request("a", [1] * 60))
+    scheduler.add_request(make_request("b", [2] * 60))
+    assert step(scheduler)[0].num_scheduled_tokens == {"a": 60}
+    assert step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 60}
+
+
+# What the worker is told
+
+
+def test_the_worker_hears_differences_only() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 7, accepted=[8]))
+    scheduled, _ = step(scheduler)
+    (new,) = scheduled.scheduled_new_reqs
+    assert (new.prompt_token_ids, new.output_token_ids, new.num_computed_tokens) == ([1] * 7, [8], 0)
+    assert len(new.block_ids) == 2
+    scheduled, _ = step(scheduler)
+    assert not scheduled.scheduled_new_reqs
+    cached = scheduled.scheduled_cached_reqs
+    assert (cached.req_ids, cached.num_computed_tokens, cached.resumed_token_ids) == (["a"], [8], {})
+    assert [len(block_ids) for block_ids in cached.new_block_ids] == [1]
+    scheduled, _ = step(scheduler)
+    assert scheduled.scheduled_cached_reqs.new_block_ids == [[]]
+
+
+def test_the_worker_keeps_no_alias_of_a_block_table() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 4))
+    scheduled, _ = step(scheduler)
+    before = list(scheduled.scheduled_new_reqs[0].block_ids)
+    step(scheduler)
+    assert scheduled.scheduled_new_reqs[0].block_ids == before
+
+
+def test_the_worker_hears_of_an_end_with_the_next_step() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1], 1))
+    step(scheduler)
+    assert not scheduler.has_work()
+    assert scheduler.schedule().total_num_scheduled_tokens == 0
+    scheduler.add_request(make_request("b", [1], 1))
+    assert step(scheduler)[0].finished_req_ids == ["a"]
+    scheduler.add_request(make_request("c", [1], 1))
+    assert step(scheduler)[0].finished_req_ids == ["b"]
+
+
+def test_the_worker_hears_nothing_of_a_request_it_never_saw() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add_request(make_request("a", [1]))
+    scheduler.add_request(make_request("b", [1]))
+    step(scheduler)
+    scheduler.abort_requests(["b"])
+    assert step(scheduler)[0].finished_req_ids == []
+
+
+# Preemption
+
+
+def preempt_last() -> tuple[Scheduler, SchedulerOutput]:
+    """Three requests of 8 tokens in 6 blocks: the next token of the first takes the blocks of the last."""
+    scheduler = make_scheduler(num_blocks=6, caching=False)
+    for request_id in "abc":
+        scheduler.add_request(make_request(request_id, [ord(request_id)] * 8, 5))
+    step(scheduler)
+    scheduler.add_request(make_request("d", [1] * 2))
+    return scheduler, step(scheduler)[0]
+
+
+def test_preemption_is_from_the_tail_to_the_head() -> None:
+    scheduler, scheduled = preempt_last()
+    assert scheduled.preempted_req_ids == ["c"]
+    assert list(scheduled.num_scheduled_tokens) == ["a", "b"]
+    assert [request.request_id for request in scheduler.waiting] == ["c", "d"]
+    assert scheduler.stats().num_preemptions == 1
+    assert scheduler.stats().num_waiting_tokens == 9 + 2
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    _, scheduled = preempt_last()
+    assert "d" not in scheduled.num_scheduled_tokens
+
+
+def test_a_resumed_request_brings_all_its_tokens_and_blocks() -> None:
+    scheduler, _ = preempt_last()
+    while "c" not in (scheduled := step(scheduler)[0]).num_scheduled_tokens:
+        pass
+    cached = scheduled.scheduled_cached_reqs
+    assert cached.resumed_token_ids == {"c": [ord("c")] * 8 + [50]}
+    index = cached.req_ids.index("c")
+    assert (cached.num_computed_tokens[index], len(cached.new_block_ids[index])) == (0, 3)
+    assert scheduled.num_scheduled_tokens["c"] == 9
+    assert new_ids(scheduled) == ["d"], "behind c, for c came back to the head"
+
+
+def test_the_last_running_request_preempts_itself() -> None:
+    scheduler = make_scheduler(num_blocks=4, caching=False)
+    scheduler.add_request(make_request("a", [1] * 5, 8))
+    scheduler.add_request(make_request("b", [2] * 8, 8))
+    step(scheduler)
+    scheduled, _ = step(scheduler)
+    assert scheduled.preempted_req_ids == ["b"]
+    assert list(scheduled.num_scheduled_tokens) == ["a"]
+
+
+def test_a_resumed_request_finds_its_own_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=7)
+    for request_id in "ab":
+        scheduler.add_request(make_request(request_id, [ord(request_id)] * 12, 8))
+    step(scheduler)
+    assert step(scheduler)[0].preempted_req_ids == ["b"]
+    while "b" not in (scheduled := step(scheduler)[0]).num_scheduled_tokens:
+        pass
+    assert scheduled.scheduled_cached_reqs.num_computed_tokens[-1] > 0
+
+
+def test_admission_wants_room_for_the_whole_prompt() -> None:
+    scheduler = make_scheduler(num_blocks=10, max_num_batched_tokens=8, caching=False)
+    scheduler.add_request(make_request("a", [1] * 24, 2))
+    scheduler.add_request(make_request("b", [2] * 24, 2))
+    for _ in range(4):
+        assert list(step(scheduler)[0].num_scheduled_tokens) == ["a"]
+    assert new_ids(step(scheduler)[0]) == ["b"]
+
+
+def test_a_blocked_head_is_looked_at_again_when_a_prefix_of_it_appears() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=16)
+    scheduler.add_request(make_request("a", [1] * 20, 5))
+    scheduler.add_request(make_request("b", [1] * 17, 5))
+    step(scheduler)
+    assert list(step(scheduler)[0].num_scheduled_tokens) == ["a", "b"]
+
+
+# Prefix cache
+
+
+def test_requests_of_one_step_share_what_it_computes() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 10))
+    scheduler.add_request(make_request("b", [1] * 10))
+    scheduled, _ = step(scheduler)
+    first, second = scheduled.scheduled_new_reqs
+    assert first.block_ids[:2] == second.block_ids[:2]
+    assert (second.num_computed_tokens, scheduled.num_scheduled_tokens["b"]) == (8, 2)
+
+
+def test_a_prompt_that_is_all_cached_computes_its_last_block() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 8, 1))
+    step(scheduler)
+    scheduler.add_request(make_request("b", [1] * 8, 1))
+    scheduled, outputs = step(scheduler)
+    assert scheduled.num_scheduled_tokens == {"b": 4}
+    assert outputs[0].new_token_ids == [50]
+
+
+def test_hits_are_counted_once_and_in_prompt_tokens() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 8, 6))
+    while scheduler.has_work():
+        step(scheduler)
+    scheduler.add_request(make_request("b", [1] * 8, 9, accepted=[50] * 4))
+    _, outputs = step(scheduler)
+    assert outputs[0].prefill_stats is not None
+    assert outputs[0].prefill_stats.num_cached_tokens == 8
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (16, 8)
+
+
+def test_the_prefix_cache_is_reset_only_while_nobody_runs() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 8, 2))
+    step(scheduler)
+    assert not scheduler.reset_prefix_cache()
+    step(scheduler)
+    assert scheduler.reset_prefix_cache()
+    scheduler.add_request(make_request("b", [1] * 9, 2))
+    assert step(scheduler)[0].num_scheduled_tokens == {"b": 9}
+
+
+def test_a_failed_step_leaves_nothing_to_hit() -> None:
+    scheduler = make_scheduler(num_blocks=6)
+    scheduler.add_request(make_request("a", [1] * 8, 9))
+    step(scheduler)
+    scheduler.add_request(make_request("b", [1] * 10, 9))
+    scheduler.schedule()
+    scheduler.recover_from_failed_step()
+    check_scheduler(scheduler)
+    scheduled, _ = step(scheduler)
+    first, second = scheduled.scheduled_new_reqs
+    assert (first.req_id, first.output_token_ids, first.num_computed_tokens) == ("a", [50], 0)
+    assert (second.req_id, second.num_computed_tokens) == ("b", 8), "a computes it anew in this step"
+
+
+# Outputs and ends
+
+
+def test_the_first_output_says_where_time_went() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add_request(make_request("a", [1] * 12, 3))
+    step(scheduler)
+    _, (first,) = step(scheduler)
+    assert first.prefill_stats == PrefillStats(num_prompt_tokens=12, num_cached_tokens=0, queued_ns=1, prefill_ns=1)
+    _, (second,) = step(scheduler)
+    assert second.prefill_stats is None
+
+
+def test_indices_count_accepted_tokens() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 3, 4, accepted=[8, 9]))
+    outputs = [output for _ in range(2) for output in step(scheduler)[1]]
+    assert [output.token_index for output in outputs] == [2, 3]
+    assert [output.finish_reason for output in outputs] == [None, FinishReason.LENGTH]
+    check_idle(scheduler)
+
+
+def test_a_stop_token_ends_a_request_and_is_named() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1], 9, stop=(50, 51)))
+    _, (output,) = step(scheduler)
+    assert (output.new_token_ids, output.finish_reason, output.stop_token_id) == ([50], FinishReason.STOP, 50)
+    check_idle(scheduler)
+
+
+def test_tokens_behind_an_end_are_dropped() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1], 9, stop=(7,)))
+    scheduled = scheduler.schedule()
+    (output,) = scheduler.update_from_output(scheduled, ModelRunnerOutput(["a"], [[5, 7, 9]]))
+    assert (output.new_token_ids, output.finish_reason) == ([5, 7], FinishReason.STOP)
+    check_idle(scheduler)
+
+
+def test_the_context_length_ends_a_request() -> None:
+    scheduler = make_scheduler(max_model_len=10)
+    scheduler.add_request(make_request("a", [1] * 8, 100))
+    assert [step(scheduler)[1][0].finish_reason for _ in range(2)] == [None, FinishReason.LENGTH]
+    check_idle(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "stop", "reason", "stop_token_id"),
+    [([5, 6], (6,), FinishReason.STOP, 6), ([5, 6, 7], (), FinishReason.LENGTH, None)],
+)
+def test_accepted_tokens_can_be_the_whole_answer(
+    accepted: list[int], stop: tuple[int, ...], reason: FinishReason, stop_token_id: int | None
+) -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1], 3, accepted=accepted, stop=stop))
+    assert scheduler.has_work()
+    (output,) = scheduler.take_early_outputs()
+    assert (output.new_token_ids, output.token_index) == ([], len(accepted))
+    assert (output.finish_reason, output.stop_token_id) == (reason, stop_token_id)
+    check_idle(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "message"),
+    [
+        (0, 5, "prompt is empty"),
+        (100, 1, "prompt has 100 tokens; with at least one of output the context holds 100"),
+        (20, 30, "prompt and max_tokens need 49 KV slots; the engine has 40"),
+    ],
+)
+def test_what_can_never_run_is_refused(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
+    scheduler = make_scheduler(num_blocks=10)
+    scheduler.add_request(make_request("a", [1] * num_prompt_tokens, max_tokens))
+    (output,) = scheduler.take_early_outputs()
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, message)
+    check_idle(scheduler)
+
+
+def test_a_request_may_need_the_whole_pool() -> None:
+    scheduler = make_scheduler(num_blocks=10)
+    scheduler.add_request(make_request("a", [1] * 20, 21))
+    while scheduler.has_work():
+        step(scheduler)
+    check_idle(scheduler)
+
+
+def test_priority_waits_for_its_scheduler() -> None:
+    scheduler = make_scheduler()
+    message = make_request("a", [1])
+    message.priority = 1
+    scheduler.add_request(message)
+    assert scheduler.take_early_outputs()[0].error == "priority is not supported yet"
+
+
+# Aborts
+
+
+def test_aborts_free_everything_and_say_nothing() -> None:
+    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2)
+    for request_id in "abc":
+        scheduler.add_request(make_request(request_id, [ord(request_id)] * 8, 9))
+    step(scheduler)
+    scheduler.abort_requests(["a", "c", "nobody"])
+    check_scheduler(scheduler)
+    scheduled, outputs = step(scheduler)
+    assert scheduled.finished_req_ids == ["a"]
+    assert [output.request_id for output in outputs] == ["b"]
+    scheduler.abort_requests(["b"])
+    check_idle(scheduler)
+    assert not scheduler.has_work()
+
+
+def test_an_abort_overtakes_an_early_end() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", []))
+    scheduler.abort_requests(["a"])
+    assert not scheduler.has_work()
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 33}, "max_num_batched_tokens 32 is below max_num_seqs 33"),
+        ({"enable_chunked_prefill": False}, r"without chunked prefill max_num_batched_tokens \(32\) must reach .*100"),
+        ({"decode_batched_tokens": 0}, "decode_batched_tokens is 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_scheduler(**settings)  # type: ignore[arg-type]

@@ -55,10 +55,15 @@ class InputBatch:
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
-        self._seen: list[SeenTokens | None] = [None] * max_num_seqs
+        self._max_num_seqs = max_num_seqs
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets every request."""
+        self._seen: list[SeenTokens | None] = [None] * self._max_num_seqs
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
         """Rows in use."""

@@ -22,7 +22,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes the scheduled tokens; a request draws a token once all that it has are computed."""
+        """Computes the scheduled tokens; a request draws a token once all that it has are computed.
+
+        After an exception no request is known any more: the scheduler, if it goes on, begins them anew.
+        """
+        try:
+            return self._execute(step)
+        except BaseException:
+            self._batch.clear()
+            raise
+
+    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self._batch.update(step)
         if not step.total_num_scheduled_tokens:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])

@@ -126,3 +126,11 @@ def test_ending_an_unknown_request_is_nothing(batch):
 def test_the_last_token_of_a_full_context_needs_no_room(batch):
     inputs = run(batch, step(new=[new("a", range(16), [0, 1, 2, 3])], a=16))
     batch.append(int(inputs.rows[0]), 5)
+
+
+def test_cleared_it_is_as_new(batch):
+    for _ in range(2):
+        inputs = run(batch, step(new=[new(name, [1, 2], [0], params=PENALIZED) for name in "abc"], a=2, b=2, c=2))
+        assert sorted(inputs.rows.tolist()) == [0, 1, 2]
+        batch.clear()
+        assert len(batch) == 0

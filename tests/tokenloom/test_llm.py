@@ -18,7 +18,7 @@ QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 def llm():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    llm = LLM("tokenloom-demo", dtype="float32", max_model_len=256, num_gpu_blocks_override=64)
+    llm = LLM("tokenloom-demo", dtype="float32", max_model_len=256, max_num_seqs=16, num_gpu_blocks_override=64)
     yield llm
     llm.close()
     torch.set_num_threads(threads)
@@ -179,6 +179,27 @@ def test_an_interrupt_leaves_a_usable_engine(llm):
     (output,) = llm.generate([5] * 40, GREEDY, use_tqdm=False)
     assert output.num_cached_tokens == 0
     assert output.outputs == expected.outputs
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_leaves_a_usable_engine(llm, monkeypatch, error):
+    (expected,) = llm.generate([9] * 40, GREEDY, use_tqdm=False)
+    model = llm._client._core.executor._model
+    steps = 0
+
+    def fail_in_the_third_step(hidden):
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise error("broken")
+        return type(model).compute_logits(model, hidden)
+
+    monkeypatch.setattr(model, "compute_logits", fail_in_the_third_step)
+    with pytest.raises(error, match="broken"):
+        llm.generate([[9] * 40] * 20, GREEDY, use_tqdm=False)
+    # More than the batch has rows, of which none may have been lost.
+    outputs = llm.generate([[9] * 40] * 20, GREEDY, use_tqdm=False)
+    assert [output.outputs for output in outputs] == [expected.outputs] * 20
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,15 @@ class Host:
             self._failed.set()
 
     async def wait_failed(self) -> BaseException:
-        """Returns the first failure when there is one."""
+        """Returns the first failure once there is one, which then counts as seen."""
         await self._failed.wait()
         assert self._failure is not None
         self._failure_seen = True
         return self._failure
+
+    async def until_failed(self) -> None:
+        """Returns once there is a failure."""
+        await self._failed.wait()
 
     def raise_unseen_failure(self) -> None:
         if self._failure is not None and not self._failure_seen:

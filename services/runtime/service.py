@@ -8,8 +8,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import uvloop
 
@@ -45,6 +45,13 @@ async def running(service: Service, settings: ServiceSettings) -> AsyncIterator[
 
     A failure that nobody awaited (:meth:`Host.wait_failed`) is raised at the end.
     """
+    async with _lifecycle(service, settings) as host:
+        yield host
+    host.raise_unseen_failure()
+
+
+@contextlib.asynccontextmanager
+async def _lifecycle(service: Service, settings: ServiceSettings) -> AsyncIterator[Host]:
     host = Host(settings)
     try:
         await host.open()
@@ -58,16 +65,16 @@ async def running(service: Service, settings: ServiceSettings) -> AsyncIterator[
             await service.stop()
         finally:
             await host.close(_STOP_GRACE)
-    host.raise_unseen_failure()
 
 
 async def _drain(service: Service, host: Host) -> None:
+    """Ends early when the service fails: what the live work needs is gone."""
     await host.health.set_serving(False)
     if host.has_failed:
-        return  # what the live work needs is gone
+        return
     try:
         async with asyncio.timeout(host.settings.drain_timeout):
-            await service.drain()
+            await _first_of(service.drain(), host.until_failed())
     except TimeoutError:
         log.warning("work was still live after %g s of draining; it is dropped", host.settings.drain_timeout)
 
@@ -85,29 +92,35 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
     starting = _cancel_on(stopping)
     _first_signal_stops(stopping)
     try:
-        async with running(service, settings) as host:
+        async with _lifecycle(service, settings) as host:
             starting.cancel()
             log.info("serving on %s", host.address)
-            return await _until_stopped(host, stopping)
+            await _first_of(stopping.wait(), host.until_failed())
+        return 1 if host.has_failed else 0
     except asyncio.CancelledError:
         if not stopping.is_set():
             raise
         return 0
     except TokenloomError as error:
         log.error("%s", error.message)
-        return 1
+    except Exception:
+        log.exception("stopped by a bug")
     finally:
         starting.cancel()
+    return 1
 
 
-async def _until_stopped(host: Host, stopping: asyncio.Event) -> int:
-    stop, failed = asyncio.create_task(stopping.wait()), asyncio.create_task(host.wait_failed())
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Returns when the first of them does, and raises what it raised; the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
     try:
-        await asyncio.wait((stop, failed), return_when=asyncio.FIRST_COMPLETED)
-        return 1 if failed.done() else 0
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        stop.cancel()
-        failed.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cancel_on(stopping: asyncio.Event) -> "asyncio.Task[None]":

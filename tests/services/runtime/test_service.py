@@ -33,6 +33,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
         self.may_start.set()
         self.may_end = asyncio.Event()
         self.may_end.set()
+        self.draining = asyncio.Event()
         self.host: Host
 
     async def start(self, host: Host) -> None:
@@ -43,6 +44,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def drain(self) -> None:
         self.steps.append("drain")
+        self.draining.set()
         await self.may_end.wait()
 
     async def stop(self) -> None:
@@ -136,6 +138,20 @@ async def test_the_drain_has_a_limit(settings: ServiceSettings) -> None:
     assert service.steps == ["start", "drain", "stop"]
 
 
+async def test_a_failure_ends_the_drain(settings: ServiceSettings) -> None:
+    service = Example()
+    service.may_end.clear()
+
+    async def fail_in_drain() -> None:
+        await service.draining.wait()
+        raise RuntimeError("core died")
+
+    with pytest.raises(RuntimeError, match="core died"):
+        async with asyncio.timeout(4), running(service, settings) as host:
+            host.spawn(fail_in_drain(), name="fails")
+    assert service.steps == ["start", "drain", "stop"]
+
+
 async def test_the_state_file_is_there_while_it_runs(settings: ServiceSettings) -> None:
     async with running(Example(), settings) as host:
         host.publish(http="127.0.0.1:8000")
@@ -218,6 +234,7 @@ class Stubborn:
     def __init__(self, settings): pass
     async def start(self, host):
         print("starting", flush=True)
+        if "bug" in settings_of(host): 1 / 0
         if "start" in settings_of(host): await asyncio.Event().wait()
         self.host = host
         host.spawn(self.tell(), name="tell")
@@ -296,6 +313,14 @@ async def test_a_failure_is_status_1() -> None:
     status, log = await process.end()
     assert status == 1
     assert "broken" in log
+
+
+async def test_a_bug_while_starting_is_logged() -> None:
+    process = await Process.start("--instance-id", "bug-in-start", "--log-format", "json")
+    status, log = await process.end()
+    assert status == 1
+    (line,) = log.splitlines()
+    assert "ZeroDivisionError" in json.loads(line)["exception"]
 
 
 async def test_what_an_operator_did_wrong_is_one_line() -> None:

@@ -70,5 +70,5 @@ class MeshView:
     def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
         self.connected = True
         # A coordinator that just came back does not know its engines yet: the older, complete view is the better one.
-        if snapshot.complete or not self._snapshot.engines:
+        if snapshot.complete or not self._snapshot.complete:
             self._snapshot = snapshot

@@ -1,0 +1,166 @@
+"""The whole mesh in one event loop: five services over unix sockets, the engine's core with the hash worker in its process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
+from tokenloom.engine_core.hash_worker import expected_tokens
+from tokenloom.services.coordinator.service import CoordinatorService
+from tokenloom.services.coordinator.settings import CoordinatorSettings
+from tokenloom.services.engine.service import EngineService
+from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.services.gateway.service import GatewayService
+from tokenloom.services.gateway.settings import GatewaySettings
+from tokenloom.services.output_processor.service import OutputProcessorService
+from tokenloom.services.output_processor.settings import OutputProcessorSettings
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer
+from tokenloom.services.runtime.host import Host
+from tokenloom.services.runtime.service import Service, running
+from tokenloom.services.runtime.settings import ServiceSettings
+from tokenloom.services.tokenizer.service import TokenizerService
+from tokenloom.services.tokenizer.settings import TokenizerSettings
+
+MODEL = DEMO_MODEL_NAME
+VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+MAX_MODEL_LEN = 256
+SOON = 20.0
+"""Bound of every wait: a hang is a failure."""
+
+
+class Part:
+    """A running service that a test may end on its own."""
+
+    def __init__(self, service: Service, settings: ServiceSettings) -> None:
+        self.service = service
+        self.settings = settings
+        self.host: Host | None = None
+        self._stack = AsyncExitStack()
+
+    async def start(self) -> None:
+        self.host = await self._stack.enter_async_context(running(self.service, self.settings))
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+
+class Mesh:
+    """Coordinator, tokenizers, output processors, engines and one gateway.
+
+    Args:
+        directory: For the sockets.
+        engines, output_processors: How many.
+        engine: Settings of every engine, beside the worker.
+        gateway: Settings of the gateway.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        engines: int = 1,
+        output_processors: int = 1,
+        engine: dict[str, Any] | None = None,
+        gateway: dict[str, Any] | None = None,
+    ) -> None:
+        self.directory = directory
+        self.tokenizer: Tokenizer = load_tokenizer(DEMO_MODEL)
+        self.coordinator = self._coordinator()
+        self.tokenizers = [self._tokenizer()]
+        self.output_processors = [self._output_processor(index) for index in range(output_processors)]
+        self.engines = [self._engine(index, engine or {}) for index in range(engines)]
+        self.gateway = self._gateway(gateway or {})
+
+    def address(self, name: str) -> str:
+        return f"unix:{self.directory}/{name}"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Mesh"]:
+        """All parts, the gateway last: it is ready when the mesh is whole."""
+        parts = [self.coordinator, *self.tokenizers, *self.output_processors, *self.engines]
+        try:
+            await asyncio.gather(*(part.start() for part in parts))
+            async with asyncio.timeout(SOON):
+                await self.gateway.start()
+            yield self
+        finally:
+            await self.gateway.stop()
+            await asyncio.gather(*(part.stop() for part in parts))
+
+    @property
+    def url(self) -> str:
+        service = self.gateway.service
+        assert isinstance(service, GatewayService)
+        return f"http://{service.http_address}"
+
+    def http(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=SOON, **options)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return ids
+
+    def expected(self, prompt_ids: list[int], num_tokens: int) -> list[int]:
+        """What any engine must generate after this prompt, if nothing ends it early."""
+        return expected_tokens(prompt_ids, num_tokens, VOCAB_SIZE)
+
+    async def gauge(self, name: str, engine: str = "engine-0") -> float:
+        """An engine's gauge, as the gateway shows it."""
+        async with self.http() as http:
+            text = (await http.get("/metrics")).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == f"vllm:{name}" and sample.labels.get("engine") == engine:
+                    return sample.value
+        raise AssertionError(f"no gauge {name} of {engine}")
+
+    async def until_idle(self, within: float = 1.0) -> None:
+        """Every engine gave back all it held, in this many seconds."""
+        async with asyncio.timeout(within):
+            for part in self.engines:
+                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+                    while await self.gauge(name, part.settings.instance_id):
+                        await asyncio.sleep(0.01)
+
+    def _coordinator(self) -> Part:
+        settings = CoordinatorSettings(**self._common("coordinator-0"), settle_seconds=0.2)
+        return Part(CoordinatorService(settings), settings)
+
+    def _tokenizer(self) -> Part:
+        settings = TokenizerSettings(**self._common("tokenizer-0"), render_workers=1)
+        return Part(TokenizerService(settings), settings)
+
+    def _output_processor(self, index: int) -> Part:
+        settings = OutputProcessorSettings(
+            **self._common(f"output_processor-{index}"), coordinator=self.address("coordinator-0")
+        )
+        return Part(OutputProcessorService(settings), settings)
+
+    def _engine(self, index: int, extra: dict[str, Any]) -> Part:
+        values: dict[str, Any] = {
+            "worker": "hash",
+            "coordinator": self.address("coordinator-0"),
+            "max_model_len": MAX_MODEL_LEN,
+            "num_kv_blocks": 512,
+        }
+        settings = EngineSettings(**self._common(f"engine-{index}"), **(values | extra))
+        return Part(EngineService(settings), settings)
+
+    def _gateway(self, extra: dict[str, Any]) -> Part:
+        settings = GatewaySettings(
+            **self._common("gateway-0"),
+            http_listen="127.0.0.1:0",
+            tokenizers=[part.settings.listen for part in self.tokenizers],
+            output_processors=[part.settings.listen for part in self.output_processors],
+            coordinator=self.address("coordinator-0"),
+            **extra,
+        )
+        return Part(GatewayService(settings), settings)
+
+    def _common(self, name: str) -> dict[str, Any]:
+        return {"instance_id": name, "listen": self.address(name), "metrics_listen": "", "drain_timeout": 0.5}

@@ -73,6 +73,8 @@ class Scheduler:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output. Unknown ids are those that ended meanwhile."""
         request_ids = set(request_ids)
+        if not request_ids:
+            return
         for request_id in request_ids:
             if request := self.requests.get(request_id):
                 if request.status is not RequestStatus.RUNNING:
@@ -93,7 +95,7 @@ class Scheduler:
     # A step
 
     def schedule(self) -> SchedulerOutput:
-        """Plans a step; nothing is scheduled only when there is no request."""
+        """Plans a step. It is empty only when there is no request."""
         plan = StepPlan(self._token_budget())
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
@@ -106,9 +108,9 @@ class Scheduler:
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
         outputs: list[EngineCoreOutput] = []
-        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens)
         any_finished = False
         num_scheduled_tokens = scheduled.num_scheduled_tokens
+        assert len(result.req_ids) == len(num_scheduled_tokens), "the worker left requests out"
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
@@ -216,12 +218,15 @@ class Scheduler:
             self._blocked = _Blocked(request, self.kv.pool.num_free, len(hits))
             return False
         self._blocked = None
+        self.kv.admit(request, hits)
+        self._start(request, min(num_left, plan.budget), plan)
+        return True
+
+    def _start(self, request: Request, num_new_tokens: int, plan: StepPlan) -> None:
+        new_block_ids = self.kv.allocate(request, num_new_tokens)
+        assert new_block_ids is not None, "an admitted request has room"
         self.waiting.remove(request)
         self.running.append(request)
-        self.kv.admit(request, hits)
-        num_new_tokens = min(num_left, plan.budget)
-        new_block_ids = self.kv.allocate(request, num_new_tokens)
-        assert new_block_ids is not None
         if request.first_scheduled_ns is None:
             self._note_first_schedule(request)
         if request.status is RequestStatus.PREEMPTED:
@@ -229,7 +234,6 @@ class Scheduler:
         else:
             plan.add_new(request, num_new_tokens)
         request.set_status(RequestStatus.RUNNING)
-        return True
 
     def _note_first_schedule(self, request: Request) -> None:
         request.first_scheduled_ns = self._clock()
@@ -252,7 +256,7 @@ class Scheduler:
             request.append_token(token_id)
             if status := finish_status(request):
                 output.new_token_ids = token_ids[:count]
-                self._set_finish(output, request, status)
+                _mark_finished(output, request, status)
                 self._finish(request, status)
                 break
         if not request.first_output_sent:
@@ -269,11 +273,6 @@ class Scheduler:
             prefill_ns=self._clock() - request.first_scheduled_ns,
         )
 
-    def _set_finish(self, output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
-        output.finish_reason = FINISH_REASONS[status]
-        if output.finish_reason is FinishReason.STOP:
-            output.stop_token_id = request.all_token_ids[-1]
-
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """Ends a request that was queued; the caller takes it out of ``running`` or ``waiting``."""
         # One that the worker never saw needs no farewell.
@@ -285,7 +284,7 @@ class Scheduler:
 
     def _finish_early(self, request: Request, status: RequestStatus, error: str = "") -> None:
         output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error)
-        self._set_finish(output, request, status)
+        _mark_finished(output, request, status)
         request.set_status(status)
         self._early_outputs.append(output)
 
@@ -305,6 +304,12 @@ class Scheduler:
             num_slots = self.kv.pool.num_blocks * self.kv.block_size
             return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {num_slots}"
         return ""
+
+
+def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
+    output.finish_reason = FINISH_REASONS[status]
+    if output.finish_reason is FinishReason.STOP:
+        output.stop_token_id = request.all_token_ids[-1]
 
 
 def _check_config(config: SchedulerConfig, max_model_len: int) -> None:

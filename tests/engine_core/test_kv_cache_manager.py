@@ -1,5 +1,6 @@
 import pytest
 from tokenloom.engine_core import kv_cache_manager
+from tokenloom.engine_core.block_hash import hash_block
 from tokenloom.engine_core.kv_cache_manager import KVCacheManager
 from tokenloom.engine_core.request import Request
 
@@ -111,11 +112,10 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
-    original = kv_cache_manager.hash_block
 
     def count(parent: bytes, token_ids: list[int], salt: bytes) -> bytes:
         hashed.append(tuple(token_ids))
-        return original(parent, token_ids, salt)
+        return hash_block(parent, token_ids, salt)
 
     monkeypatch.setattr(kv_cache_manager, "hash_block", count)
     kv = KVCacheManager(30, 4)

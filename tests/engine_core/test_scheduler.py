@@ -228,6 +228,24 @@ def test_a_blocked_head_is_looked_at_again_when_a_prefix_of_it_appears() -> None
     assert list(step(scheduler)[0].num_scheduled_tokens) == ["a", "b"]
 
 
+def test_a_blocked_head_costs_a_step_one_look_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(num_blocks=7)
+    scheduler.add_request(make_request("a", [1] * 20, 8))
+    scheduler.add_request(make_request("b", [1] * 12 + [2] * 12, 5))
+    step(scheduler)
+    looked_up = []
+    original = scheduler.kv.pool.find
+
+    def find(block_hash: bytes) -> int | None:
+        looked_up.append(block_hash)
+        return original(block_hash)
+
+    monkeypatch.setattr(scheduler.kv.pool, "find", find)
+    for _ in range(3):
+        assert list(step(scheduler)[0].num_scheduled_tokens) == ["a"]
+    assert len(looked_up) <= 3
+
+
 # Prefix cache
 
 
@@ -399,6 +417,15 @@ def test_aborts_free_everything_and_say_nothing() -> None:
     scheduler.abort_requests(["b"])
     check_idle(scheduler)
     assert not scheduler.has_work()
+
+
+def test_an_abort_during_a_step_frees_and_says_nothing() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1] * 5))
+    scheduled = scheduler.schedule()
+    scheduler.abort_requests(["a"])
+    assert scheduler.update_from_output(scheduled, ModelRunnerOutput(["a"], [[50]])) == []
+    check_idle(scheduler)
 
 
 def test_an_abort_overtakes_an_early_end() -> None:

@@ -23,7 +23,6 @@ from .placement import Placer
 from .request_state import RequestState
 
 _NO_CREDIT_SECONDS = 5.0  # after which a gateway that takes nothing is given up
-
 _LIMITS_SECONDS = 2.0  # a gateway may have heard of the first engine a moment before us
 
 
@@ -81,15 +80,15 @@ class Session:
             await self._tasks.close()
 
     async def _read(self, first: ProcessInput, messages: AsyncIterator[ProcessInput]) -> None:
-        self._receive(first)
+        await self._receive(first)
         async for message in messages:
-            if message.submit and self._parts.placer.limits is None:
-                await self._parts.placer.wait_limits(_LIMITS_SECONDS)
-            self._receive(message)
+            await self._receive(message)
         self._half_closed = True
         self._wake.set()
 
-    def _receive(self, message: ProcessInput) -> None:
+    async def _receive(self, message: ProcessInput) -> None:
+        if message.submit and self._parts.placer.limits is None:
+            await self._parts.placer.wait_limits(_LIMITS_SECONDS)
         for submit in message.submit:
             self._submit(submit)
         for resume in message.resume:

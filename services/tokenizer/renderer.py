@@ -1,19 +1,15 @@
 """Renders chat templates in processes that can be killed, so that no template holds up or brings down the service."""
 
 import asyncio
-import contextlib
-import json
-import sys
-from asyncio.subprocess import PIPE, Process
 
 from ..runtime import errors
 from .chat_template import ChatTemplate
-from .render_worker import LENGTH, Job, Reply, Setup, pack
+from .render_process import RenderProcess
+from .render_worker import Job, Reply, Setup, pack
 
 MAX_WAITING = 256
 """Conversations that wait for a worker; more are refused, to be tried again."""
 _MEMORY_BYTES = 1 << 30
-_START_SECONDS = 20.0
 
 
 class Renderer:
@@ -29,18 +25,15 @@ class Renderer:
         )
         self._seconds = seconds
         self._waiting = 0
-        self._idle: asyncio.Queue[Process | None] = asyncio.Queue(num_workers)  # None: to be started
+        self._idle: asyncio.Queue[RenderProcess | None] = asyncio.Queue(num_workers)  # None: to be started
         for _ in range(num_workers):
             self._idle.put_nowait(None)
 
     async def start(self) -> None:
-        """Starts the workers, so that the first request need not."""
-        workers = [self._idle.get_nowait() for _ in range(self._idle.qsize())]
-        try:
-            workers = list(await asyncio.gather(*(_start(self._setup) for _ in workers)))
-        finally:
-            for worker in workers:
-                self._idle.put_nowait(worker)
+        """Starts the workers, so that the first requests need not wait for them."""
+        for _ in range(self._idle.qsize()):
+            worker = self._idle.get_nowait()
+            self._idle.put_nowait(worker or await RenderProcess.start(self._setup))
 
     async def render(self, job: Job) -> str:
         """The rendered conversation.
@@ -56,29 +49,28 @@ class Renderer:
             worker = await self._idle.get()
         finally:
             self._waiting -= 1
-        kept: Process | None = None
+        kept: RenderProcess | None = None
         try:
-            worker = worker or await _start(self._setup)
-            reply = await self._call(worker, request)
+            worker = worker or await RenderProcess.start(self._setup)
+            reply = await self._exchange(worker, request)
             kept = worker
         finally:
             # Whatever went wrong, cancellation included: the worker may be amid a job, so it is given up.
-            if worker is not None and kept is None:
-                _kill(worker)
             self._idle.put_nowait(kept)
+            if worker is not None and kept is None:
+                await worker.kill()
         return _text(reply)
 
     async def close(self) -> None:
         """Ends the workers. Call when nothing renders any more."""
         while not self._idle.empty():
             if (worker := self._idle.get_nowait()) is not None:
-                _kill(worker)
-                await worker.wait()
+                await worker.kill()
 
-    async def _call(self, worker: Process, request: bytes) -> Reply:
+    async def _exchange(self, worker: RenderProcess, request: bytes) -> Reply:
         try:
             async with asyncio.timeout(self._seconds):
-                return await _exchange(worker, request)
+                return await worker.exchange(request)
         except TimeoutError:
             raise errors.DeadlineExceeded(
                 f"rendering the conversation took longer than {self._seconds:g} s and was cut off"
@@ -87,36 +79,6 @@ class Renderer:
             raise errors.ResourceExhausted(
                 "rendering the conversation took too much memory", retry_after=None
             ) from None
-
-
-async def _start(setup: Setup) -> Process:
-    worker = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", f"{__package__}.render_worker", stdin=PIPE, stdout=PIPE
-    )
-    try:
-        async with asyncio.timeout(_START_SECONDS):
-            await _exchange(worker, pack(setup))
-    except BaseException as error:
-        _kill(worker)
-        if isinstance(error, (TimeoutError, asyncio.IncompleteReadError, ConnectionError)):
-            raise errors.Unavailable("the process that renders chat templates does not start") from error
-        raise
-    return worker
-
-
-async def _exchange(worker: Process, request: bytes) -> Reply:
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    worker.stdin.write(request)
-    await worker.stdin.drain()
-    (length,) = LENGTH.unpack(await worker.stdout.readexactly(LENGTH.size))
-    reply: Reply = json.loads(await worker.stdout.readexactly(length))
-    return reply
-
-
-def _kill(worker: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        worker.kill()
 
 
 def _text(reply: Reply) -> str:

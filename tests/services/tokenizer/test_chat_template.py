@@ -1,0 +1,108 @@
+"""Rendered text equals transformers', and what a template does wrong is the template's error."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, CheckpointInfo
+from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
+
+USER = {"role": "user", "content": "What is 2 + 2? <b>é</b>"}
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [USER],
+    [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "4"}, USER],
+    [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+    ],
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds <numbers> & é.", "parameters": {}}}]
+
+# What checkpoints in the field write: whitespace control, loop controls, macros, namespaces, tojson's options.
+FIELD_TEMPLATES = [
+    "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'system' %}\n    {% continue %}\n  {% endif %}\n"
+    "[{{ m['role'] }}] {{ m['content'] | trim }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}",
+    "{% macro say(m) %}{{ m.role }}: {{ m.content }}{% endmacro %}{% set ns = namespace(n=0) %}"
+    "{% for m in messages %}{% set ns.n = ns.n + 1 %}{{ ns.n }} {{ say(m) }}"
+    "{% if loop.index == 2 %}{% break %}{% endif %}"
+    "{% endfor %}",
+    "{{ tools | tojson(indent=2) }}{{ messages | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+    "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "{{ messages[0].content.split(' ') | join('|') }}{{ documents is none }}{{ custom | default('none') }}",
+]
+
+
+@pytest.fixture(scope="session")
+def reference() -> Any:
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="session")
+def demo() -> ChatTemplate:
+    template = ChatTemplate.from_checkpoint(CheckpointInfo.load(DEMO_MODEL))
+    assert template is not None
+    return template
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_the_demo_models_template_renders_as_in_transformers(
+    demo: ChatTemplate, reference: Any, messages: list[Any], tools: list[Any] | None, add_generation_prompt: bool
+) -> None:
+    ours = demo.render(messages, tools, add_generation_prompt=add_generation_prompt)
+    theirs = reference.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("source", FIELD_TEMPLATES)
+def test_templates_of_the_field_render_as_in_transformers(reference: Any, source: str) -> None:
+    special = {"eos_token": reference.eos_token, "pad_token": reference.pad_token}
+    for messages in CONVERSATIONS[:2]:
+        ours = ChatTemplate(source, special).render(messages, TOOLS, template_kwargs={"custom": 7})
+        theirs = reference.apply_chat_template(
+            messages, tools=TOOLS, chat_template=source, add_generation_prompt=True, tokenize=False, custom=7
+        )
+        assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].missing.deeper }}", "no attribute 'missing'"),
+        ("{{ messages + 1 }}", "cannot take this conversation"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ range(10 ** 9) | list }}", "Range too big"),
+        ("{{ lipsum() }}", "undefined"),
+        ("{{ 1 // 0 }}", "cannot take this conversation"),
+    ],
+)
+def test_what_a_template_refuses(source: str, message: str) -> None:
+    with pytest.raises(TemplateRefused, match=message):
+        ChatTemplate(source).render([USER])
+
+
+def test_output_is_capped() -> None:
+    endless = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}spam{% endfor %}{% endfor %}")
+    with pytest.raises(TemplateTooLong):
+        endless.render([USER], max_chars=1000)
+
+
+def test_callers_cannot_replace_the_conversation(demo: ChatTemplate) -> None:
+    assert demo.render([USER], template_kwargs={"messages": []}) == demo.render([USER])
+
+
+def test_a_template_that_is_no_jinja_is_named_as_such() -> None:
+    with pytest.raises(ValueError, match="not valid Jinja: line 1"):
+        ChatTemplate("{% for %}")
+
+
+def test_a_checkpoint_without_template_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    assert ChatTemplate.from_checkpoint(CheckpointInfo.load(tmp_path)) is None

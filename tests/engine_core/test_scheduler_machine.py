@@ -1,5 +1,6 @@
 """Random lives of an engine core: whatever is added, aborted or lost, blocks add up and tokens follow from prefixes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -137,6 +138,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.abort_requests([request_id, "unknown"])
         self.live.pop(request_id, None)
 
+    @rule(request_id=consumes(requests))
+    def abort_during_a_step(self, request_id: str) -> None:
+        self._step([request_id])
+        # Without work there was no step to abort in.
+        self.abort(request_id)
+
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -194,8 +201,8 @@ class CoreMachine(RuleBasedStateMachine):
         )
         return request_id
 
-    def _step(self) -> None:
-        for output in self.core.step().outputs:
+    def _step(self, aborted: Sequence[str] = ()) -> None:
+        for output in self.core.step(lambda: aborted).outputs:
             expected = self.live[output.request_id]
             assert output.token_index == len(expected.received)
             expected.received.extend(output.new_token_ids)

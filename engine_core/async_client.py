@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -125,7 +125,7 @@ class AsyncMPClient:
 
     async def get_output(self) -> EngineCoreOutputs:
         while True:
-            frames = await self._unless_dead(self._output.recv_multipart())
+            frames = await self._unless_dead(self._output.recv_multipart)
             if frames[0] == ENGINE_CORE_DEAD:
                 self._fail(EngineDeadError("the engine core failed; its log says why"))
                 assert self._dead is not None
@@ -148,25 +148,29 @@ class AsyncMPClient:
         self._context.destroy(linger=0)
 
     async def _send(self, kind: RequestType, message: object) -> None:
-        await self._unless_dead(self._input.send_multipart([kind.value, *encode(message)]))
+        frames = [kind.value, *encode(message)]
+        await self._unless_dead(lambda: self._input.send_multipart(frames))
 
-    async def _unless_dead(self, operation: Awaitable[T]) -> T:
+    async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Awaits a ZMQ operation, which the death of the core would leave waiting for ever."""
-        future = asyncio.ensure_future(operation)
+        self._check_alive()
+        future = asyncio.ensure_future(operation())
         if future.done():
             return future.result()
         self._waits.add(future)
         try:
-            if self._dead is not None:
-                future.cancel()
             return await future
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._dead is None or (task is not None and task.cancelling()):
-                raise
-            raise self._dead from None
+            if task is None or not task.cancelling():  # then it was the operation that was cancelled, by _fail
+                self._check_alive()
+            raise
         finally:
             self._waits.discard(future)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise self._dead
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         status = self._process.wait()
@@ -190,7 +194,9 @@ class AsyncInprocClient:
         self._executor = executor
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="core")
         # As many as a core's process takes in during one step.
-        self._inputs: asyncio.Queue[EngineCoreRequest | UtilityCall | list[str]] = asyncio.Queue(INPUT_QUEUE_SIZE)
+        self._inputs: asyncio.Queue[EngineCoreRequest | UtilityCall | list[str] | None] = asyncio.Queue(
+            INPUT_QUEUE_SIZE
+        )
         self._answers: deque[EngineCoreOutputs] = deque()  # at most one for each input taken in since the last step
         self._pending = PendingCalls()
         self._core: EngineCore | None = None
@@ -216,6 +222,8 @@ class AsyncInprocClient:
         assert self._core is not None
         assert self._calls is not None
         while True:
+            if self._dead is not None:
+                raise self._dead
             if self._answers:
                 return self._answers.popleft()
             if not self._core.has_work():
@@ -249,9 +257,11 @@ class AsyncInprocClient:
             assert self._dead is not None
             raise self._dead from error
 
-    def _process(self, message: EngineCoreRequest | UtilityCall | list[str]) -> None:
+    def _process(self, message: EngineCoreRequest | UtilityCall | list[str] | None) -> None:
         assert self._calls is not None
         match message:
+            case None:
+                return  # woken to see that the client is dead
             case EngineCoreRequest():
                 answer = self._calls.add(message)
             case UtilityCall():
@@ -264,3 +274,5 @@ class AsyncInprocClient:
     def _fail(self, error: EngineDeadError) -> None:
         self._dead = self._dead or error
         self._pending.fail(self._dead)
+        if not self._inputs.full():  # else nobody waits for it
+            self._inputs.put_nowait(None)

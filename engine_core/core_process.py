@@ -104,11 +104,11 @@ def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfi
     """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
     guard = ProcessGuard()
     guard.start()
-    with zmq.Context() as context:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
         with context.socket(zmq.PAIR) as socket:
             socket.connect(handshake_address)
-            socket.send_multipart(encode(CoreHello(os.getpid())))
-            init = Decoder[CoreInit](CoreInit).decode(socket.recv_multipart())
+            init = _shake_hands(socket)
             try:
                 core = EngineCore(init.config, make_executor(init.config))
             except Exception as error:
@@ -116,16 +116,27 @@ def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfi
                 socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
                 return 1
             proc = EngineCoreProc(core, context, init)
-            guard.on_terminate = proc.request_shutdown
             proc.start()
+            guard.on_terminate = proc.request_shutdown
             socket.send_multipart(encode(core.ready))
-        try:
-            proc.run()
-        except Exception:
-            log.exception("the engine core failed")
-            return 1
-        finally:
-            core.shutdown()
+        return _run(proc, core)
+    finally:
+        context.term()  # wakes the input thread, which closes its socket; waits until the last messages are out
+
+
+def _shake_hands(socket: zmq.Socket[bytes]) -> CoreInit:
+    socket.send_multipart(encode(CoreHello(os.getpid())))
+    return Decoder[CoreInit](CoreInit).decode(socket.recv_multipart())
+
+
+def _run(proc: EngineCoreProc, core: EngineCore) -> int:
+    try:
+        proc.run()
+    except Exception:
+        log.exception("the engine core failed")
+        return 1
+    finally:
+        core.shutdown()
     return 0
 
 

@@ -1,6 +1,6 @@
 """What one gateway has to be told, between two frames: columns, with the deltas of a slot merged. No I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished
 
@@ -10,7 +10,9 @@ class Outbox:
     which it has five seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_news: Callable[[], None]) -> None:
+        """``on_news``: called when there is something to take."""
+        self._on_news = on_news
         self._rows: dict[int, tuple[str, int, Sequence[int]]] = {}
         self._finished: list[RequestFinished] = []
         self._engine_deaths: list[int] = []
@@ -23,14 +25,17 @@ class Outbox:
         if (row := self._rows.get(slot)) is not None:
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
         self._rows[slot] = (text, token_index, token_ids)
+        self._on_news()
 
     def finish(self, finished: RequestFinished) -> None:
         """A request ended; nothing is added for its slot any more."""
         self._finished.append(finished)
+        self._on_news()
 
     def engine_died(self, slot: int) -> None:
         """The slot's engine died."""
         self._engine_deaths.append(slot)
+        self._on_news()
 
     def take(self) -> ProcessFrame:
         """Everything collected, as one frame."""

@@ -45,9 +45,10 @@ class Session:
         self._parts = parts
         self._live: dict[int, LiveRequest] = {}  # bounded by admission
         self._last_slot = 0
-        self._outbox = Outbox()
         self._credit = Credit()
         self._wake = asyncio.Event()
+        # The writer wakes once all of an engine's frame was dealt out, so that a step is one frame here too.
+        self._outbox = Outbox(self._wake.set)
         self._half_closed = False
         self._failure: BaseException | None = None
         self._tasks = Tasks(self._fail)
@@ -170,7 +171,6 @@ class Session:
         self._parts.metrics.ended(finished)
         if live.placement is not None:
             self._parts.placer.release(live.placement)
-        self._wake.set()
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error

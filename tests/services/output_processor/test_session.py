@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tokenizers import Tokenizer
-from tokenloom.services.output_processor import engine_link
+from tokenloom.services.output_processor import engine_link, session
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.output_processor.settings import OutputProcessorSettings
 from tokenloom.services.runtime.channels import open_channel
@@ -80,7 +80,15 @@ def hang_timeout() -> float:
 
 
 @pytest.fixture
-async def mesh(socket_dir: Path, hang_timeout: float) -> AsyncIterator[Mesh]:
+def heartbeat() -> float:
+    return 60.0  # so that what should come at once does not just come with a heartbeat
+
+
+@pytest.fixture
+async def mesh(
+    socket_dir: Path, hang_timeout: float, heartbeat: float, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Mesh]:
+    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", heartbeat)
     fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
     engines = [
         FakeEngine(
@@ -290,6 +298,7 @@ async def test_the_deadline_ends_a_request_here_and_at_the_engine(mesh: Mesh) ->
     assert list((await stream.next_input()).abort_slots) == [slot]
 
 
+@pytest.mark.parametrize("heartbeat", [0.2])
 async def test_without_credit_steps_are_merged(mesh: Mesh) -> None:
     gateway = await mesh.gateway(credit=1)
     stream, (slot,) = await mesh.started(gateway, submit(1))
@@ -307,6 +316,7 @@ async def test_without_credit_steps_are_merged(mesh: Mesh) -> None:
     assert [end.completion_tokens for end in frame.finished] == [len(ids)]
 
 
+@pytest.mark.parametrize("heartbeat", [0.1])
 async def test_live_slots_without_news_bring_heartbeats(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     await mesh.started(gateway, submit(1))

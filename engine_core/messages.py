@@ -5,6 +5,7 @@ import enum
 import msgspec
 
 from .config import EngineConfig
+from .kv_messages import KVTarget
 from .sampling_params import SamplingParams
 
 
@@ -21,6 +22,8 @@ class FinishReason(enum.IntEnum):
     """It failed; trying again may help."""
     REPETITION = 4
     """The repetition detector cut it."""
+    PREFILLED = 5
+    """The prompt is computed and its KV held under a lease (ours, not vLLM's)."""
 
 
 class RequestType(enum.Enum):
@@ -31,6 +34,8 @@ class RequestType(enum.Enum):
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     WAKEUP = b"\x05"
+    ACCEPT = b"\x06"
+    """Ours: tokens of the prefill leg for a request that was added ahead of them."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
@@ -46,6 +51,19 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     cache_salt: bytes = b""
     """Part of every block hash of this request; requests of different salts never share blocks."""
     client_index: int = 0
+    lease_id: bytes = b""
+    """Prefill leg: offer the KV under this lease when first scheduled, end as PREFILLED after the first token."""
+    remote_kv: KVTarget | None = None
+    """Decode leg: where the KV of the first ``num_tokens`` tokens is."""
+    awaits_tokens: bool = False
+    """Decode leg, added while the prefill still runs: not to be scheduled before an AcceptTokens."""
+
+
+class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
+    """Tokens that the prefill leg produced, for a request added with ``awaits_tokens``."""
+
+    request_id: str
+    token_ids: list[int]
 
 
 class PrefillStats(msgspec.Struct, array_like=True, gc=False):
@@ -72,6 +90,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     prefill_stats: PrefillStats | None = None
     error: str = ""
     """With ``FinishReason.ERROR``; fit for a client."""
+    kv_granted_tokens: int = 0
+    """Prefill leg, once, when first scheduled: tokens that the lease covers."""
+    kv_wait_ns: int = 0
+    """Decode leg, with the first output: time spent waiting for remote KV."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -90,6 +112,14 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens found (counter)."""
     num_preemptions: int = 0
     """Counter."""
+    kv_blocks_received: int = 0
+    """Counter: blocks loaded from other engines and found valid."""
+    kv_bytes_received: dict[str, int] = {}
+    """Counters by transport."""
+    kv_recomputes: dict[str, int] = {}
+    """Counters by reason (``KV_FAILURES``): requests whose remote KV was not used."""
+    num_leases: int = 0
+    """Leases held now."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterable
 
-from tokenloom.v1.coordinator_pb2 import EngineRole, PickRequest
+from tokenloom.v1.coordinator_pb2 import PickRequest
+from tokenloom.v1.types_pb2 import EngineRole
 
 from ..runtime.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
 from ..runtime.hello import fingerprint_difference

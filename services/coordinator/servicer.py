@@ -13,13 +13,13 @@ from tokenloom.v1.coordinator_pb2 import (
     Drain,
     EngineCommand,
     EngineReport,
-    EngineRole,
     EngineState,
     PickRequest,
     PickResponse,
     Snapshot,
     WatchRequest,
 )
+from tokenloom.v1.types_pb2 import EngineRole
 
 from ..runtime.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError
 from ..runtime.hello import check_hello, make_hello

@@ -119,7 +119,7 @@ class CoordinatorLink:
         load = self._load.snapshot()
         picks, self._picks = self._picks, deque(maxlen=MAX_PICKS)
         return coordinator_pb2.EngineReport(
-            role=coordinator_pb2.ENGINE_ROLE_BOTH,
+            role=types_pb2.ENGINE_ROLE_BOTH,
             state=self._state,
             waiting=load.waiting,
             running=load.running,

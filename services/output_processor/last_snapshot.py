@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import NamedTuple
 
-from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineRole, EngineState, Snapshot
-from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineState, Snapshot
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 from ..runtime import errors
 from ..runtime.hello import fingerprint_difference

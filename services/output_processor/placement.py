@@ -7,11 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import grpc.aio
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineRole, PickRequest, WatchRequest
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.output_processor_pb2 import Submit
-from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 from ..runtime import errors
 from ..runtime.channels import open_channel

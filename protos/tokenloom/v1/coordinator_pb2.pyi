@@ -12,13 +12,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class EngineRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ENGINE_ROLE_UNSPECIFIED: _ClassVar[EngineRole]
-    ENGINE_ROLE_BOTH: _ClassVar[EngineRole]
-    ENGINE_ROLE_PREFILL: _ClassVar[EngineRole]
-    ENGINE_ROLE_DECODE: _ClassVar[EngineRole]
-
 class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     ENGINE_STATE_UNSPECIFIED: _ClassVar[EngineState]
@@ -26,10 +19,6 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_SERVING: _ClassVar[EngineState]
     ENGINE_STATE_DRAINING: _ClassVar[EngineState]
     ENGINE_STATE_DEAD: _ClassVar[EngineState]
-ENGINE_ROLE_UNSPECIFIED: EngineRole
-ENGINE_ROLE_BOTH: EngineRole
-ENGINE_ROLE_PREFILL: EngineRole
-ENGINE_ROLE_DECODE: EngineRole
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_STARTING: EngineState
 ENGINE_STATE_SERVING: EngineState
@@ -73,7 +62,7 @@ class EngineReport(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     identity: EngineIdentity
-    role: EngineRole
+    role: _types_pb2.EngineRole
     state: EngineState
     waiting: int
     running: int
@@ -82,7 +71,7 @@ class EngineReport(_message.Message):
     free_kv_blocks: int
     picks_arrived: _containers.RepeatedCompositeFieldContainer[_engine_pb2.PickId]
     step: int
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
     __slots__ = ("hello", "drain")
@@ -110,7 +99,7 @@ class PickRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
-    role: EngineRole
+    role: _types_pb2.EngineRole
     prompt_tokens: int
     max_new_tokens: int
     block_hash_prefixes: _containers.RepeatedScalarFieldContainer[int]
@@ -118,7 +107,7 @@ class PickRequest(_message.Message):
     priority: int
     timeout: _duration_pb2.Duration
     exclude: _containers.RepeatedCompositeFieldContainer[EngineRef]
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ...) -> None: ...
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., prompt_tokens: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., exclude: _Optional[_Iterable[_Union[EngineRef, _Mapping]]] = ...) -> None: ...
 
 class EngineRef(_message.Message):
     __slots__ = ("engine_id", "epoch")

@@ -23,21 +23,23 @@ PAUSE_MODE_WAIT: PauseMode
 PAUSE_MODE_KEEP: PauseMode
 
 class EngineInput(_message.Message):
-    __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit")
+    __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit", "accept")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     STOP_AT_FIELD_NUMBER: _ClassVar[int]
     ABORT_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     add: _containers.RepeatedCompositeFieldContainer[AddRequest]
     stop_at: _containers.RepeatedCompositeFieldContainer[StopAt]
     abort_slots: _containers.RepeatedScalarFieldContainer[int]
     credit: int
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ...) -> None: ...
+    accept: _containers.RepeatedCompositeFieldContainer[AcceptTokens]
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., add: _Optional[_Iterable[_Union[AddRequest, _Mapping]]] = ..., stop_at: _Optional[_Iterable[_Union[StopAt, _Mapping]]] = ..., abort_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., accept: _Optional[_Iterable[_Union[AcceptTokens, _Mapping]]] = ...) -> None: ...
 
 class AddRequest(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers")
+    __slots__ = ("slot", "request_id", "prompt", "accepted_token_ids", "sampling_params", "priority", "timeout", "kv_source", "hold_kv", "pick", "trace_headers", "awaits_tokens")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +58,7 @@ class AddRequest(_message.Message):
     HOLD_KV_FIELD_NUMBER: _ClassVar[int]
     PICK_FIELD_NUMBER: _ClassVar[int]
     TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     prompt: _types_pb2.Prompt
@@ -67,7 +70,16 @@ class AddRequest(_message.Message):
     hold_kv: bool
     pick: PickId
     trace_headers: _containers.ScalarMap[str, str]
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    awaits_tokens: bool
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., pick: _Optional[_Union[PickId, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., awaits_tokens: _Optional[bool] = ...) -> None: ...
+
+class AcceptTokens(_message.Message):
+    __slots__ = ("slot", "token_ids")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slot: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PickId(_message.Message):
     __slots__ = ("coordinator_epoch", "number")
@@ -208,5 +220,15 @@ class ResetPrefixCacheRequest(_message.Message):
     def __init__(self, preempt_running: _Optional[bool] = ...) -> None: ...
 
 class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetRoleRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: _types_pb2.EngineRole
+    def __init__(self, role: _Optional[_Union[_types_pb2.EngineRole, str]] = ...) -> None: ...
+
+class SetRoleResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

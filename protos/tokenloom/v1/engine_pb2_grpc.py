@@ -140,6 +140,11 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/SetRole',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
 
 
 class EngineAdminServicer:
@@ -174,6 +179,13 @@ class EngineAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineAdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -196,6 +208,11 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -307,6 +324,33 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/ResetPrefixCache',
             tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/SetRole',
+            tokenloom_dot_v1_dot_engine__pb2.SetRoleRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

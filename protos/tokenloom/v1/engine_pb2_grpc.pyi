@@ -102,6 +102,8 @@ class EngineAdminStub:
     """Schedules again."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted."""
+    SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
+    """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
 
 @_typing.type_check_only
 class EngineAdminAsyncStub(EngineAdminStub):
@@ -116,6 +118,8 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """Schedules again."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted."""
+    SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
 
 class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     """Operations of one engine. Callers: operators."""
@@ -151,5 +155,13 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_engine_pb2.ResetPrefixCacheResponse]]:
         """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted."""
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _engine_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.SetRoleResponse, _abc.Awaitable[_engine_pb2.SetRoleResponse]]:
+        """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
 
 def add_EngineAdminServicer_to_server(servicer: EngineAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -7,13 +7,12 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineRef,
     EngineReport,
-    EngineRole,
     EngineState,
     PickRequest,
     PickResponse,
 )
 from tokenloom.v1.engine_pb2 import PickId
-from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 EPOCH = 77
 BLOCK_SIZE = 16

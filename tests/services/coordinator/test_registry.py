@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tokenloom.services.coordinator.registry import Registry
 from tokenloom.services.runtime.errors import Unavailable
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineRole, EngineState, PickRequest
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
 from tokenloom.v1.engine_pb2 import PickId
-from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 
 class Clock:

@@ -19,14 +19,13 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineCommand,
     EngineIdentity,
     EngineReport,
-    EngineRole,
     EngineState,
     PickRequest,
     Snapshot,
     WatchRequest,
 )
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
-from tokenloom.v1.types_pb2 import Fingerprint, ModelLimits
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 
 class Coordinator:

@@ -12,7 +12,6 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,
     EngineReport,
-    EngineRole,
     EngineState,
     PickRequest,
     PickResponse,
@@ -24,7 +23,7 @@ from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finish
 from tokenloom.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Submit, TextOptions
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorStub
-from tokenloom.v1.types_pb2 import FinishReason, ModelLimits, Prompt, SamplingParams
+from tokenloom.v1.types_pb2 import EngineRole, FinishReason, ModelLimits, Prompt, SamplingParams
 
 VOCAB_SIZE = 2048
 LIMITS = ModelLimits(max_model_len=1024, vocab_size=VOCAB_SIZE)

@@ -52,3 +52,6 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
 
     async def Resume(self, request: engine_pb2.ResumeRequest, context: Any) -> NoReturn:
         raise Unimplemented("pausing comes in a later version")
+
+    async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> NoReturn:
+        raise Unimplemented("changing the role of a running engine is not supported yet", field="role")

@@ -4,6 +4,8 @@ from typing import Protocol
 
 import msgspec
 
+from .kv_transport import KVPool
+from .pool_memory import PoolMemory
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -16,7 +18,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     """Of all layers."""
     kv_layout: str
-    """As in ``Fingerprint.kv_layout``."""
+    """As in ``Fingerprint.kv_layout``: all that must be equal for two pools to exchange blocks, block size included."""
     numerics: str
     """As in ``Fingerprint.numerics``."""
 
@@ -30,8 +32,16 @@ class Worker(Protocol):
     def determine_available_memory(self) -> int:
         """Bytes that this engine's KV pool may take, after a profile run with the largest chunk and its logits."""
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the pool; afterwards the worker is warm."""
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        """Makes the pool; afterwards the worker is warm.
+
+        Args:
+            memory: To hold the pool, of at least ``num_blocks * block_size * kv_bytes_per_token`` bytes; None: the
+                worker allocates its own, which no other process can map.
+        """
+
+    def kv_pool(self) -> KVPool:
+        """The pool as transports see it. After ``initialize_kv_cache``; usable from any thread."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Computes one step. An exception means that the step is lost and the engine is to stop."""

@@ -22,7 +22,19 @@ SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
 PLAIN_DATA = {
     f"tokenloom.engine_core.{name}"
-    for name in ("config", "messages", "sampling_params", "scheduler_output", "worker", "block_hash", "kv_cache_config")
+    for name in (
+        "block_hash",
+        "config",
+        "kv_cache_config",
+        "kv_connector",
+        "kv_messages",
+        "kv_transport",
+        "messages",
+        "pool_memory",
+        "sampling_params",
+        "scheduler_output",
+        "worker",
+    )
 }
 
 

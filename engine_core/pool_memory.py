@@ -1,0 +1,72 @@
+"""The memory of a KV pool, made before the pool so that its kind can be chosen: shared with readers, or in huge pages.
+
+The two exclude each other on common kernels: a memfd gets no transparent huge pages, anonymous memory gets them, and
+decode attention is faster with them. So only a pool that others read is shared.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEAL_FUTURE_WRITE = 0x10
+"""``F_SEAL_FUTURE_WRITE`` of linux/fcntl.h (5.1), which the fcntl module does not name: no new writable mapping."""
+
+
+class PoolMemory:
+    """Zeroed, writable memory of one pool. The bytes live until the last view of ``buffer`` is gone."""
+
+    def __init__(self, buffer: mmap.mmap, fd: int | None) -> None:
+        """Takes over both; :meth:`allocate` makes them."""
+        self._buffer = buffer
+        self._fd = fd
+
+    @classmethod
+    def allocate(cls, nbytes: int, shared: bool) -> "PoolMemory":
+        """Args:
+        nbytes: Rounded up to whole pages.
+        shared: A sealed memfd that peers can map, read-only; else anonymous memory in huge pages where there are any.
+        """
+        nbytes = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
+        if shared:
+            return cls._shared(nbytes)
+        buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        return cls(buffer, None)
+
+    @classmethod
+    def _shared(cls, nbytes: int) -> "PoolMemory":
+        fd = os.memfd_create("tokenloom-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            buffer = mmap.mmap(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a reader's mapping can never end in a bus error
+            with contextlib.suppress(OSError):  # an older kernel: readers still map it read-only
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(buffer, fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole memory."""
+        return len(self._buffer)
+
+    @property
+    def buffer(self) -> memoryview:
+        """[nbytes] bytes, writable. Views of it keep the memory alive."""
+        return memoryview(self._buffer)
+
+    @property
+    def fd(self) -> int | None:
+        """Of the sealed memfd, to pass to readers; None when it is not shared, or closed."""
+        return self._fd
+
+    def close(self) -> None:
+        """No reader can be let in any more; the owner's views go on working. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)

@@ -86,7 +86,11 @@ class ReleaseRequest(_message.Message):
     def __init__(self, acquisition_id: _Optional[bytes] = ..., engine_epoch: _Optional[int] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
-    __slots__ = ("valid",)
+    __slots__ = ("valid", "reason", "checksums")
     VALID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     valid: bool
-    def __init__(self, valid: _Optional[bool] = ...) -> None: ...
+    reason: str
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, valid: _Optional[bool] = ..., reason: _Optional[str] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import torch
 from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.kv_transport import KVPool
+from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import ModelInfo
 
-from .attention.cache import kv_layout
+from .attention.cache import kv_layout, make_kv_pool
 from .attention.interface import AttentionBackend
 from .attention.registry import make_attention_backend
 from .input_batch import InputBatch
@@ -30,6 +32,7 @@ class CPUWorker:
         self._model: Model | None = None
         self._backend: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
+        self._pool: KVPool | None = None
 
     def load_model(self) -> ModelInfo:
         """Loads the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
@@ -44,7 +47,7 @@ class CPUWorker:
             vocab_size=model_config.vocab_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
-            kv_layout=kv_layout(model_config),
+            kv_layout=kv_layout(model_config, block_size),
             numerics=f"cpu/{model_config.dtype_name}/{config.attention_backend}/torch-{torch.__version__}",
         )
 
@@ -70,26 +73,35 @@ class CPUWorker:
             tokens -= lengths[-1]
         return lengths
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        """Allocates the pool and computes one token, so that the first request finds warm code."""
-        self._runner = self._make_runner(num_blocks)
-        self._runner.dummy_run([1], self._config.cache.block_size)
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        """Makes the pool and computes one token, so that the first request finds warm code."""
+        assert self._model is not None, "load_model comes first"
+        model_config, block_size = self._model.config, self._config.cache.block_size
+        if memory is None:
+            memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
+        self._pool = make_kv_pool(model_config, num_blocks, block_size, memory)
+        self._runner = self._make_runner(num_blocks, memory)
+        self._runner.dummy_run([1], block_size)
+
+    def kv_pool(self) -> KVPool:
+        assert self._pool is not None, "initialize_kv_cache comes first"
+        return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         assert self._runner is not None, "initialize_kv_cache comes first"
         return self._runner.execute(scheduler_output)
 
     def shutdown(self) -> None:
-        self._model = self._backend = self._runner = None
+        self._model = self._backend = self._runner = self._pool = None
 
     @property
     def _max_model_len(self) -> int:
         assert self._model is not None, "load_model comes first"
         return min(self._model.config.max_model_len, self._config.max_model_len or sys.maxsize)
 
-    def _make_runner(self, num_blocks: int) -> ModelRunner:
+    def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
         assert self._model is not None
         assert self._backend is not None
         config = self._config
         batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
-        return ModelRunner(self._model, self._backend, batch, num_blocks)
+        return ModelRunner(self._model, self._backend, batch, num_blocks, memory)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 from .attention.interface import AttentionBackend, IntArray, KVCache
@@ -13,12 +14,20 @@ from .sampler import Sampler
 class ModelRunner:
     """Turns scheduled work into arrays, runs the model over the paged KV cache and samples."""
 
-    def __init__(self, model: Model, backend: AttentionBackend, batch: InputBatch, num_blocks: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        backend: AttentionBackend,
+        batch: InputBatch,
+        num_blocks: int,
+        memory: PoolMemory | None = None,
+    ) -> None:
+        """``memory`` holds the KV caches; None: they are torch's own."""
         self._model = model
         self._backend = backend
         self._batch = batch
         self._sampler = Sampler()
-        self._kv_caches: list[KVCache] = backend.allocate(num_blocks)
+        self._kv_caches: list[KVCache] = backend.allocate(num_blocks, memory)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:

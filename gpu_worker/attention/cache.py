@@ -1,22 +1,40 @@
 """Allocation of the paged KV cache and writing to it: the layout that every backend here shares."""
 
 import torch
+from tokenloom.engine_core.kv_transport import KVPool, KVRegion
+from tokenloom.engine_core.pool_memory import PoolMemory
 from torch import Tensor
 
 from ..model_config import ModelConfig
 from .interface import KVCache
 
 
-def allocate_kv_caches(config: ModelConfig, num_blocks: int, block_size: int, device: torch.device) -> list[KVCache]:
-    """One allocation for all layers. Zeroed, which costs nothing (fresh pages are zero) and keeps padding finite."""
+def allocate_kv_caches(
+    config: ModelConfig, num_blocks: int, block_size: int, device: torch.device, memory: PoolMemory | None = None
+) -> list[KVCache]:
+    """One allocation for all layers. Zeroed, which costs nothing (fresh pages are zero) and keeps padding finite.
+
+    Args:
+        memory: Fresh memory of the host to lay them in; None: torch's own.
+    """
     shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_size)
-    return list(torch.zeros(shape, dtype=config.dtype, device=device).unbind())
+    if memory is None:
+        return list(torch.zeros(shape, dtype=config.dtype, device=device).unbind())
+    nbytes = num_blocks * block_size * config.kv_bytes_per_token
+    return list(torch.frombuffer(memory.buffer[:nbytes], dtype=config.dtype).view(shape).unbind())
 
 
-def kv_layout(config: ModelConfig) -> str:
-    """Order, dtype and shape of a block, for fingerprints: caches of equal strings can exchange blocks."""
+def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: PoolMemory) -> KVPool:
+    """Caches that were allocated in ``memory``, as transports see them: of each layer the keys, then the values."""
+    block_bytes = config.kv_bytes_per_token * block_size // (2 * config.num_layers)
+    regions = tuple(KVRegion(i * num_blocks * block_bytes, block_bytes) for i in range(2 * config.num_layers))
+    return KVPool(memory, regions, num_blocks, kv_layout(config, block_size))
+
+
+def kv_layout(config: ModelConfig, block_size: int) -> str:
+    """Order, dtype, layers x heads x head size, and block size: caches of equal strings can exchange blocks."""
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.dtype_name]
-    return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.head_size}"
+    return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.head_size}/{block_size}"
 
 
 def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, offsets: Tensor) -> None:

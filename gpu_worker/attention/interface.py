@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from tokenloom.engine_core.pool_memory import PoolMemory
 from torch import Tensor
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
@@ -34,8 +35,8 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Makes caches and plans for one model."""
 
-    def allocate(self, num_blocks: int) -> list[KVCache]:
-        """One zeroed cache per layer."""
+    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
+        """One zeroed cache per layer, in fresh ``memory`` of the host where it is given."""
 
     def plan(
         self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tokenloom.engine_core.pool_memory import PoolMemory
 from torch import Tensor
 
 from ..model_config import ModelConfig
@@ -29,8 +30,8 @@ class TorchBackend:
         self._block_size = block_size
         self._device = device
 
-    def allocate(self, num_blocks: int) -> list[KVCache]:
-        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device)
+    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
+        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
 
     def plan(
         self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray

@@ -77,7 +77,7 @@ def test_the_profiled_step_fills_the_budget_with_as_many_draws_as_fit(max_model_
     worker = make_worker(max_model_len, scheduler)
     worker.load_model()
     profiled = []
-    worker._make_runner = lambda num_blocks: RunnerThatNotes(num_blocks, profiled)
+    worker._make_runner = lambda num_blocks, memory=None: RunnerThatNotes(num_blocks, profiled)
     worker.determine_available_memory()
     assert profiled == [(sum(-(-length // 16) for length in expected), expected)]
 

@@ -3,10 +3,19 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
-from tokenloom.gpu_worker.attention.cache import allocate_kv_caches, kv_layout, write_slots
+from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.gpu_worker.attention.cache import allocate_kv_caches, kv_layout, make_kv_pool, write_slots
 
-CONFIG: Any = SimpleNamespace(num_layers=3, num_kv_heads=2, head_size=4, dtype=torch.bfloat16, dtype_name="bfloat16")
+CONFIG: Any = SimpleNamespace(
+    num_layers=3,
+    num_kv_heads=2,
+    head_size=4,
+    dtype=torch.bfloat16,
+    dtype_name="bfloat16",
+    kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
+)
 
 
 def test_caches_are_zeroed_and_of_one_allocation() -> None:
@@ -14,6 +23,22 @@ def test_caches_are_zeroed_and_of_one_allocation() -> None:
     assert [cache.shape for cache in caches] == [(2, 5, 2, 8, 4)] * 3
     assert all(cache.is_contiguous() and not cache.any() for cache in caches)
     assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
+
+
+def test_a_pool_shows_each_block_of_caches_laid_in_given_memory() -> None:
+    memory = PoolMemory.allocate(5 * 8 * CONFIG.kv_bytes_per_token, shared=False)
+    caches = allocate_kv_caches(CONFIG, 5, 8, torch.device("cpu"), memory)
+    assert [cache.shape for cache in caches] == [(2, 5, 2, 8, 4)] * 3
+    assert not any(cache.any() for cache in caches)
+    for layer, cache in enumerate(caches):
+        cache[0], cache[1] = layer + 1, -layer - 1
+        cache[:, 3] *= 16
+    pool = make_kv_pool(CONFIG, 5, 8, memory)
+    assert pool.layout == kv_layout(CONFIG, 8)
+    assert pool.block_bytes == 8 * CONFIG.kv_bytes_per_token
+    for region, view in enumerate(pool.views):
+        expected = caches[region // 2][region % 2]
+        assert np.array_equal(view, expected.contiguous().view(torch.uint8).reshape(5, -1).numpy())
 
 
 def test_write_touches_only_its_slots() -> None:
@@ -28,4 +53,4 @@ def test_write_touches_only_its_slots() -> None:
 
 
 def test_layout_names_order_dtype_and_shape() -> None:
-    assert kv_layout(CONFIG) == "HND/bf16/3x2x4"
+    assert kv_layout(CONFIG, 8) == "HND/bf16/3x2x4/8"

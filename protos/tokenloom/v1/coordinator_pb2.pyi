@@ -132,16 +132,18 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("coordinator_epoch", "revision", "complete", "engines")
+    __slots__ = ("coordinator_epoch", "revision", "complete", "engines", "pd_threshold")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    PD_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     revision: int
     complete: bool
     engines: _containers.RepeatedCompositeFieldContainer[EngineEntry]
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ...) -> None: ...
+    pd_threshold: int
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ...) -> None: ...
 
 class EngineEntry(_message.Message):
     __slots__ = ("identity", "report", "age", "score")

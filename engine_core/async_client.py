@@ -16,10 +16,11 @@ from .client import utility_result
 from .config import EngineConfig
 from .core import EngineCore
 from .core_calls import CoreCalls, UtilityCall
-from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE
+from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineDeadError, EngineStartError
-from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
+from .kv_messages import KVCall, KVEvent
+from .messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode, to_raw
 from .worker import Executor
 
@@ -41,11 +42,20 @@ class AsyncClient(Protocol):
     async def abort_requests(self, request_ids: Sequence[str]) -> None:
         """Ends requests without an output; unknown ones are ignored. Raises ``EngineDeadError``."""
 
+    async def accept_tokens(self, message: AcceptTokens) -> None:
+        """Gives a request its tokens that were added ahead of them; ignored for an unknown one. ``EngineDeadError``."""
+
     async def get_output(self) -> EngineCoreOutputs:
         """What one step produced; waits for it. Raises ``EngineDeadError``."""
 
     async def call_utility(self, method: str, *args: object) -> object:
         """Calls one of the core's utilities. Raises ``UtilityError`` when it fails, ``EngineDeadError``."""
+
+    async def kv_send(self, call: KVCall) -> None:
+        """Says something to the core's KV thread. Raises ``EngineDeadError``. Only with ``KVConfig.transports``."""
+
+    async def kv_receive(self) -> KVEvent:
+        """What the KV thread says next; waits for it. One task reads it for ever. Raises ``EngineDeadError``."""
 
     async def close(self) -> None:
         """Ends the core. Idempotent."""
@@ -96,7 +106,11 @@ class AsyncMPClient:
         self._output = self._context.socket(zmq.PULL)
         self._input.bind(self._process.input_address)
         self._output.bind(self._process.output_address)
+        self._kv = self._context.socket(zmq.PAIR)
+        if config.kv.transports:
+            self._kv.bind(self._process.kv_address)
         self._decoder = Decoder(EngineCoreOutputs)
+        self._kv_events: Decoder[KVEvent] = Decoder(KVEvent)
         self._calls = PendingCalls()
         self._dead: EngineDeadError | None = None
         self._waits: set[asyncio.Future[Any]] = set()  # ZMQ operations that a dead core would never complete
@@ -123,6 +137,9 @@ class AsyncMPClient:
     async def abort_requests(self, request_ids: Sequence[str]) -> None:
         await self._send(RequestType.ABORT, list(request_ids))
 
+    async def accept_tokens(self, message: AcceptTokens) -> None:
+        await self._send(RequestType.ACCEPT, message)
+
     async def get_output(self) -> EngineCoreOutputs:
         while True:
             frames = await self._unless_dead(self._output.recv_multipart)
@@ -138,6 +155,13 @@ class AsyncMPClient:
         call, answer = self._calls.new(method, args)
         await self._send(RequestType.UTILITY, call)
         return await answer
+
+    async def kv_send(self, call: KVCall) -> None:
+        frames = encode(call)
+        await self._unless_dead(lambda: self._kv.send_multipart(frames))
+
+    async def kv_receive(self) -> KVEvent:
+        return self._kv_events.decode(await self._unless_dead(self._kv.recv_multipart))
 
     async def close(self) -> None:
         if self._closed:
@@ -194,9 +218,7 @@ class AsyncInprocClient:
         self._executor = executor
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="core")
         # As many as a core's process takes in during one step.
-        self._inputs: asyncio.Queue[EngineCoreRequest | UtilityCall | list[str] | None] = asyncio.Queue(
-            INPUT_QUEUE_SIZE
-        )
+        self._inputs: asyncio.Queue[InputMessage] = asyncio.Queue(INPUT_QUEUE_SIZE)
         self._answers: deque[EngineCoreOutputs] = deque()  # at most one for each input taken in since the last step
         self._pending = PendingCalls()
         self._core: EngineCore | None = None
@@ -217,6 +239,9 @@ class AsyncInprocClient:
 
     async def abort_requests(self, request_ids: Sequence[str]) -> None:
         await self._put(list(request_ids))
+
+    async def accept_tokens(self, message: AcceptTokens) -> None:
+        await self._put(message)
 
     async def get_output(self) -> EngineCoreOutputs:
         assert self._core is not None
@@ -244,7 +269,7 @@ class AsyncInprocClient:
         if self._core is not None:
             self._core.shutdown()
 
-    async def _put(self, message: EngineCoreRequest | UtilityCall | list[str]) -> None:
+    async def _put(self, message: InputMessage) -> None:
         if self._dead is not None:
             raise self._dead
         await self._inputs.put(message)
@@ -257,7 +282,7 @@ class AsyncInprocClient:
             assert self._dead is not None
             raise self._dead from error
 
-    def _process(self, message: EngineCoreRequest | UtilityCall | list[str] | None) -> None:
+    def _process(self, message: InputMessage) -> None:
         assert self._calls is not None
         match message:
             case None:

@@ -48,11 +48,35 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     enable_chunked_prefill: bool = True
 
 
+class KVConfig(msgspec.Struct, frozen=True):
+    """KV blocks that move: between engines under leases, and out of the pool and back."""
+
+    role: str = "both"
+    """``prefill``, ``decode`` or ``both``: what kind of memory the pool lives in."""
+    transports: tuple[str, ...] = ()
+    """Ways to read another engine's blocks, best first, or ``auto``; empty: blocks do not move between engines."""
+    policy: str = "recompute"
+    """When blocks cannot be loaded: ``recompute`` them here, or ``fail`` the request with an error worth a retry."""
+    checksum: bool = False
+    """Whether owner and reader compare a CRC-32 of every block."""
+    lease_seconds: float = 30.0
+    """How long the blocks of a finished prefill are held unless the reader renews."""
+    load_timeout_seconds: float = 30.0
+    """How long a load may stand still before it is given up."""
+    offload_path: str = ""
+    """File that evicted prefix blocks go to; empty: none."""
+    offload_bytes: int = 0
+    """How large it may become."""
+    failpoints: tuple[str, ...] = ()
+    """Faults to inject, for tests: ``name=share`` each (see ``failpoints.py``)."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All of it, as INIT carries it to the core's process."""
 
     worker: WorkerConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    kv: KVConfig = KVConfig()
     max_model_len: int | None = None
     """Prompt and output together; None: the model's own, or what the KV pool can hold if that is less."""

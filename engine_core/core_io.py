@@ -8,7 +8,7 @@ from typing import Final
 import zmq
 
 from .core_calls import UtilityCall
-from .messages import EngineCoreOutputs, EngineCoreRequest, RequestType
+from .messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
@@ -22,7 +22,7 @@ LINGER_MS = 2000
 """How long the last messages may take to leave."""
 
 
-InputMessage = EngineCoreRequest | UtilityCall | list[str] | None
+InputMessage = EngineCoreRequest | AcceptTokens | UtilityCall | list[str] | None
 InputItem = tuple[RequestType, InputMessage]
 InputQueue = queue.Queue[InputItem]
 
@@ -39,6 +39,7 @@ class InputThread:
         self._thread = threading.Thread(target=self._run, name="core-input", daemon=True)
         self._requests = Decoder(EngineCoreRequest)
         self._calls = Decoder(UtilityCall)
+        self._accepts = Decoder(AcceptTokens)
         self._aborts: Decoder[list[str]] = Decoder(list[str])
 
     def start(self) -> None:
@@ -69,6 +70,8 @@ class InputThread:
                 with contextlib.suppress(queue.Full):
                     self._aborts_queue.put_nowait(request_ids)
                 self.input_queue.put((kind, request_ids))
+            case RequestType.ACCEPT:
+                self.input_queue.put((kind, self._accepts.decode(body)))
             case RequestType.UTILITY:
                 self.input_queue.put((kind, self._calls.decode(body)))
             case _:

@@ -38,6 +38,7 @@ class CoreProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self.input_address = f"ipc://{self._directory}/input"
         self.output_address = f"ipc://{self._directory}/output"
+        self.kv_address = f"ipc://{self._directory}/kv"
 
     @property
     def pid(self) -> int | None:
@@ -59,7 +60,8 @@ class CoreProcess:
             )
             hello = self._receive(socket)
             assert isinstance(hello, CoreHello), hello
-            socket.send_multipart(encode(CoreInit(self.input_address, self.output_address, config)))
+            kv_address = self.kv_address if config.kv.transports else ""
+            socket.send_multipart(encode(CoreInit(self.input_address, self.output_address, config, kv_address)))
             ready = self._receive(socket)
             assert isinstance(ready, CoreReady), ready
             return ready

@@ -154,6 +154,8 @@ class CoreInit(msgspec.Struct, tag="INIT"):
     input_address: str
     output_address: str
     config: EngineConfig
+    kv_address: str = ""
+    """Of the socket pair that ``kv_messages`` travel over; empty: this core moves no KV."""
 
 
 class CoreReady(msgspec.Struct, tag="READY"):

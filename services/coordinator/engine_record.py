@@ -1,8 +1,11 @@
 """What the coordinator knows of one engine: its last report, and picks not yet acknowledged. No I/O."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
+
+from .prefix_index import PrefixIndex
 
 WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it says that there was no room."""
@@ -37,6 +40,7 @@ class EngineRecord:
         self._progressed_at = now
         # In order of expiry. As many as are picked within PICK_SECONDS.
         self._counted: dict[int, CountedPick] = {}
+        self._prefixes = PrefixIndex(identity.num_kv_blocks)
 
     @property
     def score(self) -> int:
@@ -59,10 +63,16 @@ class EngineRecord:
                 self._counted.pop(pick.number, None)
         return len(self._counted) != before or _shown(previous) != _shown(report)
 
-    def count(self, number: int, prompt_tokens: int, now: float) -> None:
-        """A request was placed here: it counts until a report names exactly this pick, or its time is up."""
+    def count(self, number: int, prompt_tokens: int, now: float, prefix_hashes: Sequence[int] = ()) -> None:
+        """A leg was placed here: it counts until a report names exactly this pick, or its time is up. The KV of its
+        prompt will be here."""
         self._counted[number] = CountedPick(prompt_tokens, now + PICK_SECONDS)
         self.last_turn = number
+        self._prefixes.add(prefix_hashes)
+
+    def cached_tokens(self, prefix_hashes: Sequence[int]) -> int:
+        """Tokens at the beginning of a prompt that recent picks have left in the KV cache."""
+        return self._prefixes.match(prefix_hashes) * self.identity.fingerprint.block_size
 
     def expire(self, now: float) -> bool:
         """Forgets picks that never arrived. True when there were any."""
@@ -72,9 +82,10 @@ class EngineRecord:
         return bool(late)
 
     def inherit(self, older: "EngineRecord") -> None:
-        """Takes over the counted picks of the same incarnation's earlier stream."""
+        """Takes over the picks of the same incarnation's earlier stream."""
         if older.identity.epoch == self.identity.epoch:
             self._counted |= older._counted
+            self._prefixes = older._prefixes
             self.last_turn = older.last_turn
 
     def state(self, now: float) -> EngineState:

@@ -1,12 +1,17 @@
 """The joined engines, and every pick among them. Soft state: a new coordinator rebuilds it from re-joins. No I/O."""
 
+import logging
 from collections.abc import Callable
 
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, PickResponse, Snapshot
 from tokenloom.v1.engine_pb2 import PickId
+from tokenloom.v1.types_pb2 import EngineRole
 
+from ..runtime.pairing import missing_role
 from . import placement
 from .engine_record import EngineRecord
+
+log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 2.0
 """How long a new coordinator waits for engines of a former one to re-join before it calls its view complete."""
@@ -27,16 +32,17 @@ class Registry:
         clock: Callable[[], float],
         on_change: Callable[[], None] = lambda: None,
         *,
-        max_waiting: int = 1 << 31,
+        policy: placement.Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
         self._on_change = on_change
-        self._max_waiting = max_waiting
+        self._policy = policy or placement.Policy()
         self._complete_at = clock() + settle_seconds
         self._records: dict[str, EngineRecord] = {}
         self._num_picks = 0
+        self._missing: EngineRole | None = None  # as last warned of
         self._revision = 1
         self._snapshot: Snapshot | None = None
         self._states: dict[str, EngineState] = {}  # as last shown, to see silence and standstill begin
@@ -77,17 +83,18 @@ class Registry:
             self._changed()
 
     def pick(self, request: PickRequest) -> PickResponse:
-        """Places one request and counts it; errors as :func:`.placement.choose`."""
+        """Places one leg and counts it; errors as :func:`.placement.choose`."""
         placement.check_request(request)
         self.refresh()
         now = self._clock()
-        record = placement.choose(self._records.values(), request, now, max_waiting=self._max_waiting)
+        record, whole = placement.choose(self._records.values(), request, now, self._policy)
+        self._warn_of_missing_role(now)
         self._num_picks += 1
-        record.count(self._num_picks, request.prompt_tokens, now)
+        record.count(self._num_picks, request.prompt_tokens, now, request.block_hash_prefixes)
         self._changed()
         return PickResponse(
             engine=record.identity,
-            whole_request=True,
+            whole_request=whole,
             pick=PickId(coordinator_epoch=self._epoch, number=self._num_picks),
         )
 
@@ -109,8 +116,17 @@ class Registry:
                 revision=self._revision,
                 complete=self.is_complete,
                 engines=[record.entry(now) for record in self._records.values()],
+                pd_threshold=self._policy.pd_threshold,
             )
         return self._snapshot
+
+    def _warn_of_missing_role(self, now: float) -> None:
+        """Once, when requests begin to do without engines of a role."""
+        missing = missing_role(record.report.role for record in self._records.values() if record.is_serving(now))
+        if missing != self._missing and missing is not None:
+            name = EngineRole.Name(missing).removeprefix("ENGINE_ROLE_").lower()
+            log.warning("no %s engine is serving: every request stays on one engine", name)
+        self._missing = missing
 
     def _changed(self) -> None:
         self._revision += 1

@@ -7,6 +7,7 @@ from prometheus_client import Counter, Gauge
 from tokenloom.v1 import coordinator_pb2_grpc
 
 from ..runtime.host import Host
+from .placement import Policy
 from .registry import Registry
 from .servicer import Changes, CoordinatorServicer
 from .settings import CoordinatorSettings
@@ -27,12 +28,14 @@ class CoordinatorService:
             host.epoch,
             time.monotonic,
             changes.notify,
-            max_waiting=self._settings.max_waiting,
+            policy=Policy(max_waiting=self._settings.max_waiting, pd_threshold=self._settings.pd_threshold),
             settle_seconds=self._settings.settle_seconds,
         )
         engines = Gauge("tokenloom:engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))
-        picks = Counter("tokenloom:picks", "Requests to place a leg, by outcome.", ("outcome",), registry=host.metrics)
+        picks = Counter(
+            "tokenloom:picks", "Legs to place: WHOLE, PREFILL, DECODE or why not.", ("outcome",), registry=host.metrics
+        )
         self.servicer = CoordinatorServicer(registry, changes, self._settings.instance_id, host.epoch, picks)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)
         host.spawn(_refresh(registry), name="refresh")

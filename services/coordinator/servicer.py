@@ -97,7 +97,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         except TokenloomError as error:
             self._picks.labels(error.reason).inc()
             raise
-        self._picks.labels("PLACED").inc()
+        self._picks.labels("WHOLE" if response.whole_request else _name(request.role)).inc()
         return response
 
     async def Watch(self, request: WatchRequest, context: _Context) -> AsyncIterator[Snapshot]:
@@ -156,6 +156,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         async for report in requests:
             check_report(report)
             self._registry.report(stream.record, report)
+
+
+def _name(role: EngineRole) -> str:
+    return EngineRole.Name(role).removeprefix("ENGINE_ROLE_")
 
 
 async def _first_report(requests: _Reports) -> EngineReport:

@@ -1,8 +1,9 @@
 """The score, counted picks and who is a candidate: the registry with a hand-driven clock."""
 
 import pytest
+from tokenloom.services.coordinator.placement import Policy
 from tokenloom.services.coordinator.registry import Registry
-from tokenloom.services.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable, Unimplemented
+from tokenloom.services.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineRef,
@@ -64,7 +65,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def registry(clock: Clock) -> Registry:
-    return Registry(EPOCH, clock, max_waiting=50)
+    return Registry(EPOCH, clock, policy=Policy(max_waiting=50))
 
 
 def test_lowest_score_wins(registry: Registry) -> None:
@@ -167,11 +168,9 @@ def test_empty_and_other_fields_are_not_compared(registry: Registry) -> None:
         {"state": EngineState.ENGINE_STATE_STARTING},
         {"state": EngineState.ENGINE_STATE_DRAINING},
         {"state": EngineState.ENGINE_STATE_DEAD},
-        {"role": EngineRole.ENGINE_ROLE_PREFILL},
-        {"role": EngineRole.ENGINE_ROLE_DECODE},
     ],
 )
-def test_only_serving_engines_of_the_role(registry: Registry, fields: dict[str, object]) -> None:
+def test_only_serving_engines(registry: Registry, fields: dict[str, object]) -> None:
     record = registry.join(identity("a"), report(**fields))
     with pytest.raises(Unavailable) as caught:
         registry.pick(request())
@@ -215,8 +214,6 @@ def test_no_engine_at_all(registry: Registry) -> None:
 
 def test_requests_that_cannot_be_placed(registry: Registry) -> None:
     registry.join(identity("a"), report())
-    with pytest.raises(Unimplemented, match="prefill and decode"):
-        registry.pick(request(role=EngineRole.ENGINE_ROLE_PREFILL))
     with pytest.raises(InvalidArgument):
         registry.pick(request(role=EngineRole.ENGINE_ROLE_UNSPECIFIED))
     with pytest.raises(InvalidArgument):

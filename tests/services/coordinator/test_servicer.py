@@ -214,5 +214,5 @@ async def test_metrics(coordinator: Coordinator) -> None:
         await coordinator.stub.Pick(PickRequest())
     value = coordinator.host.metrics.get_sample_value
     assert value("tokenloom:engines") == 1
-    assert value("tokenloom:picks_total", {"outcome": "PLACED"}) == 1
+    assert value("tokenloom:picks_total", {"outcome": "WHOLE"}) == 1
     assert value("tokenloom:picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1

@@ -1,0 +1,119 @@
+"""Accepts connections on one thread and serves each on another: what transports over sockets have in common."""
+
+import contextlib
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+_JOIN_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 5.0
+_BACKLOG = 64
+
+
+class Listener:
+    """Owns a listening socket, its connections and their threads."""
+
+    def __init__(
+        self,
+        server: socket.socket,
+        serve: Callable[[socket.socket], None],
+        *,
+        name: str,
+        max_connections: int,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Args:
+        server: Bound; closed by :meth:`close`.
+        serve: Called with each connection on its thread, timeout set for a handshake; the connection is closed when
+            it returns. ``OSError`` ends it like a peer that hangs up.
+        max_connections: More are closed at once: each costs a thread.
+        tls: Of the server's side; None: plain.
+        """
+        self._server = server
+        self._serve = serve
+        self._name = name
+        self._max_connections = max_connections
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._closed = False
+        self._connections: dict[threading.Thread, socket.socket] = {}
+        server.listen(_BACKLOG)
+        self._acceptor = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """Hangs up on everybody and waits for the threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            connections = dict(self._connections)
+        for sock in (self._server, *connections.values()):
+            hang_up(sock)
+        for thread in (self._acceptor, *connections):
+            thread.join(_JOIN_SECONDS)
+        self._server.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                if self._closed:
+                    return
+                logger.warning("%s: could not accept a connection", self._name, exc_info=True)
+                if self._server.fileno() < 0:
+                    return
+                continue
+            self._start(connection)
+
+    def _start(self, connection: socket.socket) -> None:
+        thread = threading.Thread(target=self._run, args=(connection,), name=self._name, daemon=True)
+        with self._lock:
+            admitted = not self._closed and len(self._connections) < self._max_connections
+            if admitted:
+                self._connections[thread] = connection
+        if admitted:
+            thread.start()
+        else:
+            connection.close()
+
+    def _run(self, connection: socket.socket) -> None:
+        try:
+            with contextlib.suppress(OSError), self._prepared(connection) as prepared:
+                self._serve(prepared)
+        finally:
+            connection.close()
+            with self._lock:
+                del self._connections[threading.current_thread()]
+
+    def _prepared(self, connection: socket.socket) -> socket.socket:
+        connection.settimeout(_HANDSHAKE_SECONDS)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            keep_alive(connection)
+        if self._tls is None:
+            return connection
+        secured = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with self._lock:  # wrapping moved the descriptor: this is the one to hang up on
+            self._connections[threading.current_thread()] = secured
+            if self._closed:
+                hang_up(secured)
+        secured.do_handshake()
+        return secured
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Finds within a minute that a peer's host is gone, where nobody sends."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Wakes every thread that waits on the socket; whoever owns it closes it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

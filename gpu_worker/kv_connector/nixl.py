@@ -1,0 +1,162 @@
+"""Blocks by nixl: RDMA and other fabrics where there are any, host memory over UCX where there are none.
+
+An optional extra. The agents' own metadata says how to reach the owner's memory; which of it is read, the reader says.
+"""
+
+import importlib.util
+import secrets
+import threading
+import time
+import weakref
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from tokenloom.engine_core.kv_transport import (
+    BlockIds,
+    IntArray,
+    KVPool,
+    KVReader,
+    KVRegion,
+    KVTransferError,
+    checked_pairs,
+)
+from tokenloom.engine_core.pool_memory import PoolMemory
+
+_READ_SECONDS = 30.0
+_POLL_SECONDS = 100e-6
+"""Between looks at a transfer: nixl offers no waiting. A block of 64 KiB takes 20 us."""
+_BACKENDS = ["UCX"]
+
+
+class _Endpoint(msgspec.Struct, array_like=True):
+    metadata: bytes
+    """Of the owner's agent."""
+    address: int
+    """Of its pool, in its process."""
+    layout: str
+    num_blocks: int
+    regions: list[KVRegion]
+
+
+def is_available() -> bool:
+    """Whether nixl is installed."""
+    return importlib.util.find_spec("nixl") is not None
+
+
+class NixlTransport:
+    """Fulfils :class:`tokenloom.engine_core.kv_transport.KVTransport` by an agent of nixl."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        """Raises ``ImportError`` where nixl is not installed or cannot be loaded."""
+        from nixl._api import nixl_agent, nixl_agent_config  # an optional extra, slow to load
+
+        self._agent: Any = nixl_agent(f"tokenloom-{secrets.token_hex(8)}", nixl_agent_config(backends=_BACKENDS))
+        self._lock = threading.Lock()
+        self._registered: dict[int, Any] = {}
+        """Address of a memory → nixl's handle."""
+        self._readers = weakref.WeakSet[NixlReader]()
+
+    def serve(self, pool: KVPool) -> bytes | None:
+        address = self.register(pool.memory)
+        with self._lock:
+            metadata = self._agent.get_agent_metadata()
+        return msgspec.msgpack.encode(_Endpoint(metadata, address, pool.layout, pool.num_blocks, list(pool.regions)))
+
+    def open(self, endpoint: bytes, layout: str) -> KVReader:
+        try:
+            owner = msgspec.msgpack.decode(endpoint, type=_Endpoint)
+        except msgspec.DecodeError as error:
+            raise KVTransferError("transport", f"the owner's endpoint: {error}") from error
+        if owner.layout != layout:
+            raise KVTransferError("layout", f"the owner's blocks are {owner.layout}, this engine's {layout}")
+        try:
+            with self._lock:
+                peer = self._agent.add_remote_agent(owner.metadata)
+        except Exception as error:  # nixl's own types, one for each status
+            raise KVTransferError("transport", f"the owner's agent: {error}") from error
+        reader = NixlReader(self, self._agent, self._lock, peer, owner)
+        self._readers.add(reader)
+        return reader
+
+    def close(self) -> None:
+        for reader in list(self._readers):
+            reader.close()
+        with self._lock:
+            for handle in self._registered.values():
+                self._agent.deregister_memory(handle)
+            self._registered.clear()
+
+    def register(self, memory: PoolMemory) -> int:
+        """Lets nixl reach a memory; returns its address in this process."""
+        address = int(np.frombuffer(memory.buffer, dtype=np.uint8).ctypes.data)
+        with self._lock:
+            if address not in self._registered:
+                whole = self._agent.get_reg_descs([(address, memory.nbytes, 0, "")], "DRAM")
+                self._registered[address] = self._agent.register_memory(whole)
+        return address
+
+
+class NixlReader:
+    """Reads from one owner's agent."""
+
+    def __init__(self, transport: NixlTransport, agent: Any, lock: threading.Lock, peer: str, owner: _Endpoint) -> None:
+        self._transport = transport
+        self._agent = agent
+        self._lock = lock
+        self._peer = peer
+        self._owner = owner
+        self._closed = False
+
+    def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
+        if [region.block_bytes for region in self._owner.regions] != [region.block_bytes for region in pool.regions]:
+            raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
+        source, target = checked_pairs(source_block_ids, self._owner.num_blocks, target_block_ids, pool)
+        if not len(source):
+            return
+        theirs = _descriptors(self._owner.address, self._owner.regions, source)
+        ours = _descriptors(self._transport.register(pool.memory), pool.regions, target)
+        try:
+            self._transfer(ours, theirs)
+        except KVTransferError:
+            raise
+        except Exception as error:  # nixl's own types, one for each status
+            raise KVTransferError("transport", f"nixl: {error}") from error
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _transfer(self, ours: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> None:
+        agent, lock = self._agent, self._lock
+        with lock:
+            handle = agent.initialize_xfer(
+                "READ", agent.get_xfer_descs(ours, "DRAM"), agent.get_xfer_descs(theirs, "DRAM"), self._peer
+            )
+        try:
+            with lock:
+                state = agent.transfer(handle)
+            end = time.monotonic() + _READ_SECONDS
+            while state == "PROC":
+                if self._closed or time.monotonic() > end:
+                    raise KVTransferError("transport", "closed" if self._closed else "nixl: no end in time")
+                time.sleep(_POLL_SECONDS)
+                with lock:
+                    state = agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise KVTransferError("transport", f"nixl: {state}")
+        finally:
+            with lock:
+                agent.release_xfer_handle(handle)
+
+
+def _descriptors(address: int, regions: tuple[KVRegion, ...] | list[KVRegion], ids: IntArray) -> npt.NDArray[np.uint64]:
+    """[regions * n, 3] address, bytes and device of every piece."""
+    offsets = np.array([region.offset for region in regions], dtype=np.uint64)[:, None]
+    sizes = np.array([region.block_bytes for region in regions], dtype=np.uint64)[:, None]
+    found = np.zeros((len(regions), len(ids), 3), dtype=np.uint64)
+    found[:, :, 0] = np.uint64(address) + offsets + sizes * ids.astype(np.uint64)
+    found[:, :, 1] = sizes
+    return found.reshape(-1, 3)

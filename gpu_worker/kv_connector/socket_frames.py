@@ -1,0 +1,103 @@
+"""Small messages and large scattered bytes on a blocking stream socket, plain or TLS.
+
+Every function raises ``OSError``, ``TimeoutError`` among them, when the peer is gone, stuck or talks nonsense.
+"""
+
+import socket
+import ssl
+import struct
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from tokenloom.engine_core.kv_transport import IntArray, KVPool
+
+_LENGTH = struct.Struct("<I")
+_MAX_FRAME_BYTES = 4 << 20
+"""A list of a million blocks; a length beyond it is no message of ours."""
+_IOV_MAX = 1024
+"""Linux's limit of pieces in one call."""
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+def send_frame(sock: socket.socket, message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_frame(sock: socket.socket, kind: type[Message]) -> Message:
+    """Raises ``msgspec.DecodeError`` too, when it is another message."""
+    (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
+    if length > _MAX_FRAME_BYTES:
+        raise ConnectionError(f"a message of {length} bytes")
+    return msgspec.msgpack.decode(_receive(sock, length), type=kind)
+
+
+def pieces(pool: KVPool, block_ids: IntArray) -> list[memoryview]:
+    """A pool's memory under these blocks, region by region; blocks that follow each other are one piece."""
+    if not len(block_ids):
+        return []
+    begins = np.concatenate(([0], np.flatnonzero(np.diff(block_ids) != 1) + 1))
+    counts = np.diff(np.concatenate((begins, [len(block_ids)]))).tolist()
+    runs = list(zip(block_ids[begins].tolist(), counts, strict=True))
+    memory = pool.memory.buffer
+    found = []
+    for region in pool.regions:
+        for block_id, count in runs:
+            begin = region.offset + block_id * region.block_bytes
+            found.append(memory[begin : begin + count * region.block_bytes])
+    return found
+
+
+def send(sock: socket.socket, data: Sequence[memoryview]) -> None:
+    """Sends all pieces; the kernel gathers them, but for TLS."""
+    if isinstance(sock, ssl.SSLSocket):
+        for piece in data:
+            sock.sendall(piece)
+        return
+    rest = _Rest(data)
+    while head := rest.head():
+        rest.advance(sock.sendmsg(head))
+
+
+def receive_into(sock: socket.socket, data: Sequence[memoryview]) -> None:
+    """Fills all pieces; the kernel scatters them, but for TLS."""
+    rest = _Rest(data)
+    tls = isinstance(sock, ssl.SSLSocket)
+    while head := rest.head():
+        count = sock.recv_into(head[0]) if tls else sock.recvmsg_into(head)[0]
+        if not count:
+            raise ConnectionError("the peer hung up")
+        rest.advance(count)
+
+
+class _Rest:
+    """The pieces that are not moved yet, handed out in as many as one call takes."""
+
+    def __init__(self, data: Sequence[memoryview]) -> None:
+        self._data = data
+        self._next = 0
+        self._head: list[memoryview] = []
+
+    def head(self) -> list[memoryview]:
+        if not self._head:
+            self._head = list(self._data[self._next : self._next + _IOV_MAX])
+            self._next += len(self._head)
+        return self._head
+
+    def advance(self, count: int) -> None:
+        whole = 0
+        while whole < len(self._head) and count >= len(self._head[whole]):
+            count -= len(self._head[whole])
+            whole += 1
+        del self._head[:whole]
+        if count:
+            self._head[0] = self._head[0][count:]
+
+
+def _receive(sock: socket.socket, length: int) -> bytearray:
+    data = bytearray(length)
+    receive_into(sock, [memoryview(data)] if length else [])
+    return data

@@ -1,0 +1,271 @@
+"""Blocks over stream sockets, across hosts: TCP, with TLS if it leaves this host, or a unix socket.
+
+A reader opens a connection, shows the endpoint's token, and asks for batches of blocks; the owner's kernel gathers the
+pieces out of its pool and the reader's scatters them into its own. A batch travels region by region, so that blocks
+that follow each other travel as one piece.
+"""
+
+import contextlib
+import hmac
+import secrets
+import socket
+import ssl
+import tempfile
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from tokenloom.engine_core.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
+
+from .listener import Listener, hang_up
+from .socket_frames import pieces, receive_frame, receive_into, send, send_frame
+
+_CONNECT_SECONDS = 5.0
+_READ_SECONDS = 30.0
+"""Without a byte: the peer is stuck, or the network is."""
+_BUFFER_BYTES = 4 << 20
+_BATCH_BYTES = 64 << 20
+"""Asked for at once: bounds how long a connection of others waits for this one's threads."""
+_MAX_CONNECTIONS = 64
+"""Readers times the loads that each has at once; each costs a thread, which sleeps in the kernel."""
+
+
+@dataclass(frozen=True)
+class TLS:
+    """Contexts of both directions, made from the mesh's certificates: each side proves who it is."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+class _Endpoint(msgspec.Struct, array_like=True):
+    address: str
+    """``host:port`` or ``unix:/path``."""
+    token: bytes
+
+
+class _Hello(msgspec.Struct, array_like=True):
+    token: bytes
+    layout: str
+
+
+class _Welcome(msgspec.Struct, array_like=True):
+    layout: str
+    num_blocks: int
+    block_bytes: list[int]
+    """Of each region."""
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    block_ids: bytes
+    """Little-endian uint32. Answered by their bytes; a batch that asks for what is not there ends the connection."""
+
+
+class SocketTransport:
+    """Fulfils :class:`tokenloom.engine_core.kv_transport.KVTransport` for every pool."""
+
+    name = "socket"
+
+    def __init__(self, listen: str = "unix:", advertise: str = "", tls: TLS | None = None) -> None:
+        """Args:
+            listen: ``host:port`` (port 0: any), ``unix:/path``, or ``unix:`` for a path of its own.
+            advertise: The host that readers connect to, where it is not the one that is listened on.
+            tls: Required beyond this host.
+
+        Raises ``ValueError`` where ``listen`` would show the pool to the network without TLS.
+        """
+        if not listen.startswith("unix:") and tls is None and not _is_loopback(listen.rpartition(":")[0]):
+            raise ValueError(f"KV blocks leave this host only under TLS: listen on loopback, not on {listen}")
+        self._listen = listen
+        self._advertise = advertise
+        self._tls = tls
+        self._listener: Listener | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._readers = weakref.WeakSet[SocketReader]()
+        self._lock = threading.Lock()
+
+    def serve(self, pool: KVPool) -> bytes:
+        assert self._listener is None, "a transport serves one pool"
+        server, address = self._bind()
+        owner = _Owner(pool, secrets.token_bytes(16))
+        self._listener = Listener(
+            server,
+            owner.serve,
+            name="kv-socket",
+            max_connections=_MAX_CONNECTIONS,
+            tls=self._tls.server if self._tls else None,
+        )
+        return msgspec.msgpack.encode(_Endpoint(address, owner.token))
+
+    def open(self, endpoint: bytes, layout: str) -> KVReader:
+        try:
+            where = msgspec.msgpack.decode(endpoint, type=_Endpoint)
+        except msgspec.DecodeError as error:
+            raise KVTransferError("transport", f"the owner's endpoint: {error}") from error
+        reader = SocketReader(where, layout, self._tls)
+        with self._lock:
+            self._readers.add(reader)
+        return reader
+
+    def close(self) -> None:
+        with self._lock:
+            readers = list(self._readers)
+        for reader in readers:
+            reader.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def _bind(self) -> tuple[socket.socket, str]:
+        if self._listen.startswith("unix:"):
+            path = self._listen.removeprefix("unix:")
+            if not path:
+                self._directory = tempfile.TemporaryDirectory(prefix="tokenloom-kv-")  # readable by this user only
+                path = str(Path(self._directory.name) / "kv.sock")
+            server = socket.socket(socket.AF_UNIX)
+            server.bind(path)
+            return server, f"unix:{path}"
+        host, _, port = self._listen.rpartition(":")
+        host = host.strip("[]")
+        server = socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return server, f"{self._advertise or host}:{server.getsockname()[1]}"
+
+
+class _Owner:
+    """Serves one pool: the other end of :class:`SocketReader`."""
+
+    def __init__(self, pool: KVPool, token: bytes) -> None:
+        self.token = token
+        self._pool = pool
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answers one reader until it hangs up or asks for something wrong."""
+        with contextlib.suppress(msgspec.DecodeError, KVTransferError):
+            hello = receive_frame(connection, _Hello)
+            if not hmac.compare_digest(hello.token, self.token):
+                return
+            pool = self._pool
+            sizes = [region.block_bytes for region in pool.regions]
+            send_frame(connection, _Welcome(pool.layout, pool.num_blocks, sizes))
+            while hello.layout == pool.layout:
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        connection.settimeout(None)  # an idle reader keeps its connection; one that is gone is found by keepalive
+        batch = receive_frame(connection, _Batch)
+        connection.settimeout(_READ_SECONDS)
+        if len(batch.block_ids) % 4:
+            raise KVTransferError("transport", "a torn list of blocks")
+        block_ids = self._pool.checked(np.frombuffer(batch.block_ids, dtype="<u4"))
+        send(connection, pieces(self._pool, block_ids))
+
+
+class SocketReader:
+    """Connections to one owner: as many as there are reads at once, kept for the next."""
+
+    def __init__(self, endpoint: _Endpoint, layout: str, tls: TLS | None) -> None:
+        """Connects. Raises :class:`KVTransferError`."""
+        self._endpoint = endpoint
+        self._layout = layout
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._closed = False
+        self._idle: list[socket.socket] = []
+        self._all: set[socket.socket] = set()
+        connection, self._welcome = self._connect()
+        self._idle.append(connection)
+
+    def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
+        if self._welcome.block_bytes != [region.block_bytes for region in pool.regions]:
+            raise KVTransferError("layout", "the owner's regions are of other sizes than this pool's")
+        source, target = checked_pairs(source_block_ids, self._welcome.num_blocks, target_block_ids, pool)
+        per_batch = max(1, _BATCH_BYTES // pool.block_bytes)
+        connection = self._take()
+        try:
+            for begin in range(0, len(source), per_batch):
+                batch = slice(begin, begin + per_batch)
+                send_frame(connection, _Batch(source[batch].astype("<u4").tobytes()))
+                receive_into(connection, pieces(pool, target[batch]))
+        except OSError as error:
+            self._drop(connection)
+            raise KVTransferError("transport", f"reading blocks from {self._endpoint.address}: {error}") from error
+        except BaseException:
+            self._drop(connection)  # in the middle of an answer
+            raise
+        self._give_back(connection)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for connection in self._all:
+                hang_up(connection)
+        for connection in idle:
+            self._drop(connection)
+
+    def _take(self) -> socket.socket:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        return connection or self._connect()[0]
+
+    def _give_back(self, connection: socket.socket) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(connection)
+                return
+        self._drop(connection)
+
+    def _drop(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._all.discard(connection)
+        connection.close()
+
+    def _connect(self) -> tuple[socket.socket, _Welcome]:
+        connection: socket.socket | None = None
+        try:
+            connection = _dial(self._endpoint.address, self._tls)
+            with self._lock:
+                if self._closed:
+                    raise OSError("the reader is closed")
+                self._all.add(connection)
+            send_frame(connection, _Hello(self._endpoint.token, self._layout))
+            welcome = receive_frame(connection, _Welcome)
+            if welcome.layout != self._layout:
+                raise KVTransferError(
+                    "layout", f"the owner's blocks are {welcome.layout}, this engine's {self._layout}"
+                )
+        except BaseException as error:
+            if connection is not None:
+                self._drop(connection)
+            if isinstance(error, (OSError, ValueError, msgspec.DecodeError)):
+                raise KVTransferError("transport", f"connecting to {self._endpoint.address}: {error}") from error
+            raise
+        connection.settimeout(_READ_SECONDS)
+        return connection, welcome
+
+
+def _dial(address: str, tls: TLS | None) -> socket.socket:
+    if address.startswith("unix:"):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_CONNECT_SECONDS)
+        try:
+            connection.connect(address.removeprefix("unix:"))
+        except BaseException:
+            connection.close()
+            raise
+    else:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    if tls is None:
+        return connection
+    return tls.client.wrap_socket(connection, server_hostname=address.rpartition(":")[0])
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "[::1]") or host.startswith("127.")

@@ -28,13 +28,14 @@ def make_transports(
     Raises ``ValueError`` for an unknown name, or one whose library is not installed.
     """
     made: dict[str, KVTransport] = {}
-    for name in _expanded(names):
+    for name in expanded(names):
         if name not in made:
             made[name] = _make(name, socket_listen, socket_advertise, tls)
     return list(made.values())
 
 
-def _expanded(names: Sequence[str]) -> list[str]:
+def expanded(names: Sequence[str]) -> list[str]:
+    """The names, each of what ``auto`` stands for here in its place."""
     working = [name for name in NAMES if name != "nixl" or nixl.is_available()]
     return [found for name in names for found in (working if name == "auto" else [name])]
 

@@ -8,7 +8,6 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from ..runtime import pairing
 from ..runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
-from ..runtime.hello import fingerprint_difference
 from .engine_record import WAITING_WEIGHT, EngineRecord
 
 PD_THRESHOLD = 128
@@ -85,5 +84,4 @@ def _is_in_pool(record: EngineRecord, request: PickRequest) -> bool:
     identity = record.identity
     if any(ref.engine_id == identity.engine_id and ref.epoch == identity.epoch for ref in request.exclude):
         return False
-    fields = pairing.PAIR_FIELDS if request.role == _DECODE else pairing.POOL_FIELDS
-    return fingerprint_difference(request.fingerprint, identity.fingerprint, fields) is None
+    return pairing.in_pool(request.fingerprint, identity.fingerprint, request.role)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import grpc.aio
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished
+from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource
 from tokenloom.v1.engine_pb2_grpc import EngineStub
 from tokenloom.v1.types_pb2 import Hello
 
@@ -27,6 +27,9 @@ _SILENT_TICKS = int(SILENCE_SECONDS / _TICK_SECONDS)
 
 class AttemptSink(Protocol):
     """Takes what an engine says of one attempt. Never called again after ``on_finished`` or ``on_lost``."""
+
+    def on_kv_granted(self, kv: KVSource) -> None:
+        """The prefill takes more steps; its KV may be read meanwhile."""
 
     def on_tokens(self, token_index: int, token_ids: Sequence[int]) -> None:
         """New tokens; ``token_index`` counts from the first of the whole output."""
@@ -85,6 +88,11 @@ class EngineLink:
         self._wake.set()
         return self._last_slot
 
+    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
+        """The first tokens of an attempt that was added ahead of them: it may go on from there."""
+        self._outgoing.accept.add(slot=slot, token_ids=token_ids)
+        self._wake.set()
+
     def stop_at(self, slot: int, num_tokens: int) -> None:
         """A stop string was found: the attempt ends with so many output tokens, which its ``on_finished`` confirms."""
         self._outgoing.stop_at.add(slot=slot, num_tokens=num_tokens)
@@ -95,6 +103,11 @@ class EngineLink:
         if self._sinks.pop(slot, None) is not None:
             self._outgoing.abort_slots.append(slot)
             self._wake.set()
+
+    def drop_kv(self, slot: int) -> None:
+        """Nobody will read the KV that a finished prefill left; without effect once somebody does."""
+        self._outgoing.abort_slots.append(slot)
+        self._wake.set()
 
     async def run(self) -> None:
         """Connects and serves until either side ends; every live attempt is then lost. Raises nothing of the peer's."""
@@ -160,6 +173,9 @@ class EngineLink:
         if frame.step != self._step:
             self._step = frame.step
             self._still_ticks = 0
+        for grant in frame.kv_granted:
+            if (sink := self._sinks.get(grant.slot)) is not None:
+                sink.on_kv_granted(grant.kv)
         self._deal(frame)
         for finished in frame.finished:
             if (sink := self._sinks.pop(finished.slot, None)) is not None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineState, Snapshot
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
-from ..runtime import errors
+from ..runtime import errors, pairing
 from ..runtime.hello import fingerprint_difference
 
 _WAITING_WEIGHT = 4  # what one waiting request adds to a score
@@ -30,6 +30,7 @@ class LastSnapshot:
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
         self._entries: list[EngineEntry] = []
+        self._pd_threshold = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._turn = 0
@@ -40,6 +41,7 @@ class LastSnapshot:
             return
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
+        self._pd_threshold = snapshot.pd_threshold
         self._picks.clear()
 
     @property
@@ -48,23 +50,41 @@ class LastSnapshot:
         limits = [entry.identity.limits for entry in self._entries]
         return max(limits, key=lambda each: each.max_model_len, default=None)
 
-    def pick(self, exclude: Collection[EngineKey] = ()) -> EngineIdentity:
-        """The serving engine of the lowest score; ties rotate. Counted until the next snapshot or ``release``.
+    def pick(
+        self,
+        leg: EngineRole,
+        prompt_tokens: int,
+        *,
+        pool: Fingerprint,
+        exclude: Collection[EngineKey] = (),
+    ) -> tuple[EngineIdentity, bool]:
+        """The serving engine of the lowest score, and whether it does the whole request, by the coordinator's rule;
+        ties rotate. Counted until the next snapshot or ``release``. What is cached where, only the coordinator knows.
 
-        Raises ``Unavailable`` when there is none.
+        ``pool``: what the engine has to serve. ``Unavailable`` when there is none.
         """
-        candidates = [entry for entry in self._entries if _is_candidate(entry, exclude)]
+        count = len(self._entries)
+        candidates = [
+            pairing.Candidate(
+                engine=index,
+                role=entry.report.role,
+                fingerprint=entry.identity.fingerprint,
+                rank=(self._score(entry), (index - self._turn) % count),
+                uncached_tokens=prompt_tokens,
+            )
+            for index, entry in enumerate(self._entries)
+            if _is_candidate(entry, leg, pool, exclude)
+        ]
         if not candidates:
             raise errors.Unavailable("no engine is serving this model now; try again")
-        count = len(candidates)
-        index = min(range(count), key=lambda i: (self._score(candidates[i]), (i - self._turn) % count))
+        index, whole = pairing.choose(candidates, leg, self._pd_threshold)
         self._turn = index + 1
-        identity = candidates[index].identity
+        identity = self._entries[index].identity
         self._picks[EngineKey.of(identity)] += 1
-        return identity
+        return identity, whole
 
     def release(self, key: EngineKey) -> None:
-        """A request that ``pick`` placed ended."""
+        """A leg that ``pick`` placed ended."""
         if self._picks[key] > 0:
             self._picks[key] -= 1
 
@@ -75,10 +95,9 @@ class LastSnapshot:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None
 
 
-def _is_candidate(entry: EngineEntry, exclude: Collection[EngineKey]) -> bool:
-    report = entry.report
+def _is_candidate(entry: EngineEntry, leg: EngineRole, pool: Fingerprint, exclude: Collection[EngineKey]) -> bool:
     return (
-        report.state == EngineState.ENGINE_STATE_SERVING
-        and report.role == EngineRole.ENGINE_ROLE_BOTH
+        entry.report.state == EngineState.ENGINE_STATE_SERVING
         and EngineKey.of(entry.identity) not in exclude
+        and pairing.in_pool(pool, entry.identity.fingerprint, leg)
     )

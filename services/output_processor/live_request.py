@@ -1,19 +1,19 @@
-"""A request between its gateway's stream and its engine's: who says what to whom, and that it ends exactly once."""
+"""A request between its gateway's stream and its legs: who says what to whom, and that it ends exactly once."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tokenloom.v1.engine_pb2 import AddRequest, Finished
+from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 
 from ..runtime import errors
+from .legs import Legs
 from .outbox import Outbox
-from .placement import Placement
 from .request_state import RequestState
 
 
 class LiveRequest:
-    """Fulfils ``AttemptSink``. Whatever ends it first wins; ``on_end`` is then called, once."""
+    """Fulfils ``LegsOwner``. Whatever ends it first wins; ``on_end`` is then called, once."""
 
     def __init__(
         self,
@@ -27,18 +27,17 @@ class LiveRequest:
         self.ended = False
         self._outbox = outbox
         self._on_end = on_end
-        self.placement: Placement | None = None
-        self._attempt: int | None = None  # while the engine has it
+        self._legs: Legs | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def expire_after(self, seconds: float) -> None:
         """Sets the deadline."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
-    def send(self, placement: Placement, request: AddRequest) -> None:
-        """Hands it to the engine; ``Unavailable`` if that just died."""
-        self.placement = placement
-        self._attempt = placement.link.add(request, self)
+    def start(self, legs: Legs) -> None:
+        """Goes to the engines."""
+        self._legs = legs
+        legs.start()
 
     def replay(self) -> None:
         """Starts from the tokens of earlier attempts; they may already hold a stop string."""
@@ -48,7 +47,7 @@ class LiveRequest:
             self._end(self.state.stopped())
 
     def on_tokens(self, token_index: int, token_ids: Sequence[int]) -> None:
-        """New tokens of the engine."""
+        """New tokens of an engine."""
         if self.state.stop_match is not None:
             return
         try:
@@ -58,7 +57,8 @@ class LiveRequest:
             return
         if match is not None:
             token_ids = token_ids[: match.num_tokens - token_index]
-            self._stop_at(match.num_tokens)
+            if self._legs is not None:
+                self._legs.stop_at(match.num_tokens)
         self._outbox.add(self.slot, text, token_index, token_ids)
 
     def on_finished(self, finished: Finished) -> None:
@@ -66,12 +66,15 @@ class LiveRequest:
         text, message = self.state.end(finished)
         if text:
             self._outbox.add(self.slot, text, len(self.state.token_ids), ())
-        self._attempt = None
         self._end(message)
+
+    def on_retry(self) -> None:
+        """An engine died, and another takes over."""
+        self.state.num_attempts += 1
+        self._outbox.engine_died(self.slot)
 
     def on_lost(self) -> None:
         """The engine died. Output that a stop string has completed is complete all the same."""
-        self._attempt = None
         if self.state.stop_match is not None:
             self._end(self.state.stopped())
             return
@@ -86,10 +89,6 @@ class LiveRequest:
         """It ends with an error."""
         self._end(self.state.failed(error))
 
-    def _stop_at(self, num_tokens: int) -> None:
-        if self.placement is not None and self._attempt is not None:
-            self.placement.link.stop_at(self._attempt, num_tokens)
-
     def _expire(self) -> None:
         self.fail(errors.DeadlineExceeded("the request's time ran out"))
 
@@ -99,7 +98,7 @@ class LiveRequest:
         self.ended = True
         if self._timer is not None:
             self._timer.cancel()
-        if self.placement is not None and self._attempt is not None:
-            self.placement.link.abort(self._attempt)
+        if self._legs is not None:
+            self._legs.close()
         self._outbox.finish(message)
         self._on_end(self, message)

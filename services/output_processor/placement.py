@@ -1,4 +1,4 @@
-"""Where a request goes: the coordinator's pick, or the last snapshot's while the coordinator is away."""
+"""Where a leg of a request goes: the coordinator's pick, or the last snapshot's while the coordinator is away."""
 
 import asyncio
 import contextlib
@@ -32,10 +32,17 @@ class Placement:
     link: EngineLink
     pick: PickId | None
     """To be acknowledged by the engine; None when the coordinator was away."""
+    whole_request: bool = True
+    """Not only the leg that was asked for."""
+
+    @property
+    def key(self) -> EngineKey:
+        """Which engine."""
+        return EngineKey.of(self.link.identity)
 
 
 class Placer:
-    """Places requests on engines that answer."""
+    """Places legs of requests on engines that answer."""
 
     def __init__(self, coordinator: str, fingerprint: Fingerprint, links: EngineLinks) -> None:
         self._channel = open_channel(coordinator)
@@ -71,45 +78,71 @@ class Placer:
                 call.cancel()
             await asyncio.sleep(_REWATCH_SECONDS)
 
-    async def place(self, submit: Submit) -> Placement:
-        """Raises ``ResourceExhausted`` when every engine is full, ``Unavailable`` when none can be reached."""
-        exclude: list[EngineKey] = []
+    async def place(
+        self,
+        submit: Submit,
+        leg: EngineRole,
+        *,
+        num_output_tokens: int = 0,
+        pool: Fingerprint | None = None,
+        exclude: Collection[EngineKey] = (),
+    ) -> Placement:
+        """Places one leg, ``PREFILL`` for the beginning of a request.
+
+        Args:
+            num_output_tokens: Output tokens that there are already; the engine has to compute their KV too.
+            pool: What the engine of an earlier leg serves, when this one has to go on from there.
+            exclude: Engines that failed this request.
+
+        Raises ``ResourceExhausted`` when every engine is full, ``Unavailable`` when none can be reached.
+        """
+        request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
+        unreached = list(exclude)
         for _ in range(_MAX_PICKS):
-            engine, pick = await self._pick(submit, exclude)
+            engine, pick, whole = await self._pick(request, unreached)
             try:
-                return Placement(await self._links.get(engine), pick)
+                return Placement(await self._links.get(engine), pick, whole)
             except errors.Unavailable:
-                exclude.append(EngineKey.of(engine))
+                key = EngineKey.of(engine)
+                if pick is None:
+                    self._snapshot.release(key)
+                unreached.append(key)
         raise errors.Unavailable("no engine answers; try again")
 
     def release(self, placement: Placement) -> None:
-        """The placed request ended."""
+        """The placed leg ended."""
         if placement.pick is None:
-            self._snapshot.release(EngineKey.of(placement.link.identity))
+            self._snapshot.release(placement.key)
 
     async def close(self) -> None:
         """Closes the channel; cancel ``watch`` before."""
         await self._channel.close()
 
-    async def _pick(self, submit: Submit, exclude: Collection[EngineKey]) -> tuple[EngineIdentity, PickId | None]:
+    async def _pick(
+        self, request: PickRequest, exclude: Collection[EngineKey]
+    ) -> tuple[EngineIdentity, PickId | None, bool]:
+        del request.exclude[:]
+        request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
         try:
-            response = await self._stub.Pick(self._pick_request(submit, exclude), timeout=_PICK_SECONDS)
+            response = await self._stub.Pick(request, timeout=_PICK_SECONDS)
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise errors.from_rpc(error) from None
-            return self._snapshot.pick(exclude), None
-        return response.engine, response.pick
+            identity, whole = self._snapshot.pick(
+                request.role, request.prompt_tokens, pool=request.fingerprint, exclude=exclude
+            )
+            return identity, None, whole
+        return response.engine, response.pick, response.whole_request
 
-    def _pick_request(self, submit: Submit, exclude: Collection[EngineKey]) -> PickRequest:
-        params = submit.sampling_params
-        return PickRequest(
-            fingerprint=self._fingerprint,
-            role=EngineRole.ENGINE_ROLE_BOTH,
-            prompt_tokens=len(submit.prompt.token_ids) + len(submit.accepted_token_ids),
-            max_new_tokens=params.max_tokens,
-            block_hash_prefixes=submit.block_hash_prefixes,
-            tenant=submit.tenant,
-            priority=submit.priority,
-            timeout=submit.timeout if submit.HasField("timeout") else None,
-            exclude=[EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude],
-        )
+
+def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint) -> PickRequest:
+    return PickRequest(
+        fingerprint=pool,
+        role=leg,
+        prompt_tokens=len(submit.prompt.token_ids) + num_output_tokens,
+        max_new_tokens=submit.sampling_params.max_tokens,
+        block_hash_prefixes=submit.block_hash_prefixes,
+        tenant=submit.tenant,
+        priority=submit.priority,
+        timeout=submit.timeout if submit.HasField("timeout") else None,
+    )

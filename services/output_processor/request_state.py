@@ -18,6 +18,7 @@ class RequestState:
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         stop_match: The stop string that ended the output; whatever the engine still says does not count.
         timeline: Filled as things happen.
+        num_attempts: 1, and one more for each time that an engine failed.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class RequestState:
             skip_special=text.skip_special_tokens if text.HasField("skip_special_tokens") else True,
         )
         self._bytes_to_skip = submit.emitted_text_bytes
-        self._attempts = 1
         self._first_token_ns = 0
+        self._prefill: Finished | None = None
         self.token_ids: list[int] = []
         self.stop_match: StopMatch | None = None
         self.timeline = Timeline()
+        self.num_attempts = 1
 
     def replay(self) -> str:
         """Takes the tokens of earlier attempts; returns what they give beyond the text that the client has."""
@@ -67,19 +69,24 @@ class RequestState:
         self.timeline.detokenize_ns += self._clock() - now
         return text, self.stop_match
 
+    def prefilled(self, finished: Finished) -> None:
+        """The prefill leg ended; another goes on, and everything from the first token on counts as decoding."""
+        self._prefill = finished
+
     def end(self, finished: Finished) -> tuple[str, RequestFinished]:
         """The engine ended the attempt: the text that was held back, and the end of the request."""
-        self.timeline.queued_ns = finished.queued_ns
-        self.timeline.prefill_ns = finished.prefill_ns
+        self._prefill = self._prefill or finished
+        self.timeline.queued_ns = self._prefill.queued_ns
+        self.timeline.prefill_ns = self._prefill.prefill_ns
         self.timeline.kv_transfer_ns = finished.kv_wait_ns
         if self.stop_match is not None:
-            return "", self._finished(FinishReason.FINISH_REASON_STOP, self.stop_match.stop_string, finished)
+            return "", self._finished(FinishReason.FINISH_REASON_STOP, self.stop_match.stop_string)
         if finished.reason == FinishReason.FINISH_REASON_ERROR:
             return "", self.failed(errors.from_proto(finished.error))
         if finished.num_output_tokens != len(self.token_ids):
             return "", self.failed(errors.Internal("the engine's last tokens are missing"))
         text = self._unsent(self._detokenizer.finish())
-        return text, self._finished(finished.reason, self._stop_reason(finished), finished)
+        return text, self._finished(finished.reason, self._stop_reason(finished))
 
     def stopped(self) -> RequestFinished:
         """The end by a stop string when no engine is left to confirm it."""
@@ -118,16 +125,14 @@ class RequestState:
             return ""
         return str(finished.stop_token_id)
 
-    def _finished(
-        self, reason: FinishReason, stop_reason: str = "", finished: Finished | None = None
-    ) -> RequestFinished:
+    def _finished(self, reason: FinishReason, stop_reason: str = "") -> RequestFinished:
         return RequestFinished(
             slot=self._slot,
             reason=reason,
             stop_reason=stop_reason,
             prompt_tokens=self._prompt_tokens,
             completion_tokens=len(self.token_ids),
-            cached_tokens=finished.cached_tokens if finished is not None else 0,
-            attempts=self._attempts,
+            cached_tokens=self._prefill.cached_tokens if self._prefill is not None else 0,
+            attempts=self.num_attempts,
             timeline=self.timeline,
         )

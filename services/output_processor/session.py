@@ -5,8 +5,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
-from tokenloom.v1.engine_pb2 import AddRequest, PickId
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Resume, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
@@ -16,6 +14,7 @@ from ..runtime.hello import HEARTBEAT_SECONDS, check_hello
 from ..runtime.tasks import Tasks
 from .admission import Admission
 from .detokenizer import Vocabulary
+from .legs import Legs
 from .live_request import LiveRequest
 from .metrics import Metrics
 from .outbox import Outbox
@@ -132,7 +131,7 @@ class Session:
             deadline = time.monotonic() + seconds
         live.replay()
         if not live.ended:
-            self._tasks.spawn(self._start(submit, live, deadline), name=f"place {submit.request_id}")
+            live.start(Legs(submit, live, self._parts.placer, self._tasks, deadline))
 
     def _check(self, submit: Submit) -> None:
         if submit.WhichOneof("task") != "sampling_params":
@@ -150,27 +149,10 @@ class Session:
             accepted_token_ids=submit.accepted_token_ids,
         )
 
-    async def _start(self, submit: Submit, live: LiveRequest, deadline: float | None) -> None:
-        """Finds an engine and hands the request over. Whatever goes wrong is this request's end, not the stream's."""
-        started = time.monotonic_ns()
-        try:
-            placement = await self._parts.placer.place(submit)
-            if live.ended:  # cancelled or expired meanwhile
-                self._parts.placer.release(placement)
-                return
-            timeline, engine_id = live.state.timeline, placement.link.identity.engine_id
-            timeline.placement_ns = time.monotonic_ns() - started
-            timeline.prefill_engine = timeline.decode_engine = engine_id
-            live.send(placement, _add_request(submit, deadline, placement.pick))
-        except Exception as error:
-            live.fail(error)
-
     def _ended(self, live: LiveRequest, finished: RequestFinished) -> None:
         del self._live[live.slot]
         self._parts.admission.leave()
         self._parts.metrics.ended(finished)
-        if live.placement is not None:
-            self._parts.placer.release(live.placement)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -206,20 +188,3 @@ class Session:
         except TimeoutError:
             pass
         self._wake.clear()
-
-
-def _add_request(submit: Submit, deadline: float | None, pick: PickId | None) -> AddRequest:
-    timeout = None
-    if deadline is not None:
-        timeout = Duration()
-        timeout.FromNanoseconds(max(0, int((deadline - time.monotonic()) * 1e9)))
-    return AddRequest(
-        request_id=submit.request_id,
-        prompt=submit.prompt,
-        accepted_token_ids=submit.accepted_token_ids,
-        sampling_params=submit.sampling_params,
-        priority=submit.priority,
-        timeout=timeout,
-        pick=pick,
-        trace_headers=submit.trace_headers,
-    )

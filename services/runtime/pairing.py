@@ -39,6 +39,11 @@ class Candidate(Generic[T]):
     is_full: bool = False
 
 
+def in_pool(asked: Fingerprint, engine: Fingerprint, leg: EngineRole) -> bool:
+    """Whether an engine may take this leg of a request of that pool; for a decode leg, from the KV of that engine."""
+    return fingerprint_difference(asked, engine, PAIR_FIELDS if leg == _DECODE else POOL_FIELDS) is None
+
+
 def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: int) -> tuple[T, bool]:
     """The engine for ``leg`` among ``candidates`` (at least one), and whether it does the whole request.
 
@@ -77,7 +82,7 @@ def _can_hand_over(prefill: Candidate[T], decoders: Iterable[Candidate[T]]) -> b
         return False
     return any(
         (decoder.role == _DECODE or prefill.role == _PREFILL)
-        and fingerprint_difference(prefill.fingerprint, decoder.fingerprint, PAIR_FIELDS) is None
+        and in_pool(prefill.fingerprint, decoder.fingerprint, _DECODE)
         for decoder in decoders
     )
 

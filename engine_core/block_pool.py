@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 
 class FreeList:
@@ -39,6 +40,16 @@ class FreeList:
         self._cached.clear()
 
 
+class EvictionListener(Protocol):
+    """Hears what can be found no more. Called from the thread that steps."""
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        """A block with content is given to somebody else, who writes to it in the coming step at the earliest."""
+
+    def forgot_all(self) -> None:
+        """All content counts for nothing any more."""
+
+
 class BlockPool:
     """Blocks are plain ids in [0, num_blocks); a block is free when nobody refers to it.
 
@@ -50,6 +61,7 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.generations = [0] * num_blocks
         """Grows when a block is given out anew: who remembers (id, generation) can tell that its content is gone."""
+        self.listener: EvictionListener | None = None
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = FreeList(num_blocks)
@@ -108,9 +120,13 @@ class BlockPool:
             self._hashes[block_id] = None
         self._by_hash.clear()
         self._free.blank_all()
+        if self.listener is not None:
+            self.listener.forgot_all()
 
     def _unregister(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block_id] = None
+            if self.listener is not None:
+                self.listener.evicted(block_id, block_hash)

@@ -31,7 +31,15 @@ def demo(
 ) -> None:
     """Start the whole mesh, chat once through it, show where the time went, stop everything."""
     path, name = model_directory(model, None)
-    options = MeshOptions(model=path, served_model_name=name, port=0, drain_timeout=5.0)
+    options = MeshOptions(
+        model=path,
+        served_model_name=name,
+        prefill=1,
+        decode=1,
+        port=0,
+        flags={"coordinator": ("--pd-threshold", "0")},  # a question is short, and is to go all the way
+        drain_timeout=5.0,
+    )
     console = Console(highlight=False, soft_wrap=True)
     logs = Tail()
     started = time.monotonic()

@@ -28,3 +28,11 @@ def model_directory(model: str, served_name: str | None) -> tuple[Path, str]:
     except TokenloomError as error:
         raise typer.BadParameter(error.message, param_hint="MODEL") from None
     return path, served_name or checkpoint.served_name(path, model)
+
+
+def check_engines(engines: int | None, prefill: int | None, decode: int | None) -> None:
+    """Exits with a usage error unless engines are of one kind, and none of the pair is missing."""
+    if (prefill is None) != (decode is None):
+        raise typer.BadParameter("each needs the other", param_hint="--prefill, --decode")
+    if engines is not None and prefill is not None:
+        raise typer.BadParameter("excludes --prefill and --decode", param_hint="--engines")

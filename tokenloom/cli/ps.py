@@ -64,7 +64,7 @@ async def _row(part: PartRecord) -> Row:
     if state is None:
         return Row(part.service, part.index, part.role, None, None, None, "NOT_SERVING")
     health = "SERVING" if await is_serving(state.address) else "NOT_SERVING"
-    return Row(part.service, part.index, part.role, state.pid, state.address, state.metrics, health)
+    return Row(part.service, part.index, state.role or part.role, state.pid, state.address, state.metrics, health)
 
 
 def _table(rows: list[Row]) -> Table:

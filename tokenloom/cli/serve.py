@@ -15,7 +15,7 @@ from tokenloom.supervisor.output import LineCopier, bare, prefixed
 from tokenloom.supervisor.run import run_mesh
 
 from .failures import reported
-from .flags import flags, model_directory
+from .flags import check_engines, flags, model_directory
 
 
 class LogFormat(StrEnum):
@@ -51,7 +51,18 @@ class WorkerKind(StrEnum):
 
 def serve(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
-    engines: Annotated[int, typer.Option(min=1, max=64, help="Engines; the cores are divided among them.")] = 1,
+    engines: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Engines, 1 by default; the cores are divided among them.")
+    ] = None,
+    prefill: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Engines that compute prompts, with --decode, without --engines.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Engines that generate, from KV blocks of the prefill engines.")
+    ] = None,
+    pd_threshold: Annotated[
+        int | None, typer.Option(min=0, help="Prompts with fewer uncached tokens stay on one engine; 0: none does.")
+    ] = None,
     tokenizers: Annotated[int, typer.Option(min=1, max=64, help="Tokenizer services.")] = 1,
     output_processors: Annotated[int, typer.Option(min=1, max=64, help="Output processors.")] = 1,
     gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateways, on ports that follow each other.")] = 1,
@@ -82,11 +93,14 @@ def serve(
     log_format: Annotated[LogFormat, typer.Option(help="Lines for people or for machines.")] = LogFormat.HUMAN,
 ) -> None:
     """Serve MODEL (the demo model without one) on this machine until Ctrl-C; a second Ctrl-C kills."""
+    check_engines(engines, prefill, decode)
     path, name = model_directory(model, served_model_name)
     options = MeshOptions(
         model=path,
         served_model_name=name,
-        engines=engines,
+        engines=engines or 1,
+        prefill=prefill or 0,
+        decode=decode or 0,
         tokenizers=tokenizers,
         output_processors=output_processors,
         gateways=gateways,
@@ -96,6 +110,7 @@ def serve(
         drain_timeout=drain_timeout,
         common_flags=flags(log_level=log_level, log_format=log_format),
         flags={
+            "coordinator": flags(pd_threshold=pd_threshold),
             "engine": flags(
                 dtype=dtype,
                 max_model_len=max_model_len,

@@ -1,14 +1,17 @@
 """Where the time of one answer went, service by service."""
 
+from collections.abc import Mapping
+
 from rich.table import Table
 
 from .chat_client import Answer
 
 _STEPS = (
     ("tokenizer", "tokenize", "tokenize_ms", "chat template and text to {prompt_tokens} tokens"),
-    ("coordinator", "placement", "placement_ms", "chose {prefill_engine}"),
+    ("coordinator", "placement", "placement_ms", "chose {engines}"),
     ("engine", "queue", "queued_ms", "waited for a place in the batch"),
     ("engine", "prefill", "prefill_ms", "{prompt_tokens} prompt tokens, first answer token"),
+    ("engine", "KV transfer", "kv_transfer_ms", "{transfer}"),
     ("engine", "decode", "decode_ms", "{completion_tokens} answer tokens, {rate:.0f} a second"),
     ("output processor", "detokenize", "detokenize_ms", "tokens to text"),
 )
@@ -22,6 +25,8 @@ def timeline_table(answer: Answer) -> Table:
     details = {
         **answer.usage,
         **timeline,
+        "engines": _engines(timeline),
+        "transfer": _transfer(timeline),
         "rate": (answer.usage["completion_tokens"] - 1) / decode_seconds if decode_seconds else 0.0,
     }
     table = Table(title="What each service did", title_justify="left", title_style="bold")
@@ -38,3 +43,19 @@ def timeline_table(answer: Answer) -> Table:
     first = f"first text after {answer.seconds_to_first_token * 1e3:.0f} ms"
     table.add_row("all", "total", f"{timeline['total_ms']:.1f}", first, style="bold")
     return table
+
+
+def _engines(timeline: Mapping[str, object]) -> str:
+    if _is_pair(timeline):
+        return f"{timeline['prefill_engine']} to prefill, {timeline['decode_engine']} to decode"
+    return str(timeline["prefill_engine"])
+
+
+def _transfer(timeline: Mapping[str, object]) -> str:
+    if _is_pair(timeline):
+        return f"KV blocks of the prompt, {timeline['prefill_engine']} to {timeline['decode_engine']}"
+    return "none: one engine did both"
+
+
+def _is_pair(timeline: Mapping[str, object]) -> bool:
+    return timeline["prefill_engine"] != timeline["decode_engine"]

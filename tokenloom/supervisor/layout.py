@@ -20,6 +20,11 @@ class MeshOptions:
     """A checkpoint directory."""
     served_model_name: str
     engines: int = 1
+    """Engines that do whole requests; there are none beside prefill and decode engines."""
+    prefill: int = 0
+    """Engines that compute prompts; with `decode`."""
+    decode: int = 0
+    """Engines that generate from prompts computed elsewhere."""
     tokenizers: int = 1
     output_processors: int = 1
     gateways: int = 1
@@ -37,6 +42,11 @@ class MeshOptions:
     drain_timeout: float = 30.0
     """Seconds that live requests may go on once the mesh is told to stop."""
 
+    @property
+    def engine_roles(self) -> list[str]:
+        """Of each engine, in the order of their indices."""
+        return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * self.engines
+
 
 def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> list[PartSpec]:
     """Every part of the mesh, in the order in which they drain: who takes requests first, who others rely on last."""
@@ -44,7 +54,7 @@ def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts
     return [
         *map(layout.gateway, range(options.gateways)),
         *map(layout.output_processor, range(options.output_processors)),
-        *map(layout.engine, range(options.engines)),
+        *map(layout.engine, range(len(options.engine_roles))),
         *map(layout.tokenizer, range(options.tokenizers)),
         layout.coordinator(),
     ]
@@ -57,7 +67,8 @@ class _Layout:
         self._options = options
         self._directory = directory
         self._ports = ports
-        self._shares = divide(options.engines)
+        self._roles = options.engine_roles
+        self._shares = divide(len(self._roles))
         self._model = ("--model", str(options.model), "--served-model-name", options.served_model_name)
         self._coordinator = ("--coordinator", self._listen("coordinator", 0))
 
@@ -76,11 +87,13 @@ class _Layout:
         return self._part("output_processor", index, (*self._model, *self._coordinator))
 
     def engine(self, index: int) -> PartSpec:
-        share = self._shares[index]
-        flags = ("--engines-on-host", str(self._options.engines), "--num-threads", str(share.threads))
-        return replace(
-            self._part("engine", index, (*self._model, *self._coordinator, *flags)), role="both", cpus=share.cpus
+        share, role, kv_socket = self._shares[index], self._roles[index], self._socket("engine", index, "-kv")
+        flags = (
+            *("--role", role, "--kv-listen", str(Address(path=str(kv_socket)))),
+            *("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads)),
         )
+        part = self._part("engine", index, (*self._model, *self._coordinator, *flags))
+        return replace(part, role=role, cpus=share.cpus, leftovers=(*part.leftovers, kv_socket))
 
     def tokenizer(self, index: int) -> PartSpec:
         return self._part("tokenizer", index, self._model)
@@ -108,8 +121,8 @@ class _Layout:
             leftovers=(self._socket(service, index),),
         )
 
-    def _socket(self, service: str, index: int) -> Path:
-        return self._directory / f"{service}-{index}.sock"
+    def _socket(self, service: str, index: int, port: str = "") -> Path:
+        return self._directory / f"{service}-{index}{port}.sock"
 
     def _listen(self, service: str, index: int) -> str:
         return str(Address(path=str(self._socket(service, index))))

@@ -50,6 +50,8 @@ class PartState:
     address: str
     metrics: str | None
     http: str | None
+    role: str | None = None
+    """Of an engine, which may have been told another one since it started."""
 
 
 def root() -> Path:
@@ -103,6 +105,7 @@ def read_part_state(path: Path) -> PartState | None:
         address=values["address"],
         metrics=values.get("metrics") or None,
         http=values.get("http") or None,
+        role=values.get("role") or None,
     )
 
 

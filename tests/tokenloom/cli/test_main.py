@@ -23,6 +23,9 @@ def test_every_command_has_help(command: str) -> None:
     [
         ["serve", "./nowhere"],
         ["serve", "--engines", "0"],
+        ["serve", "--prefill", "1"],
+        ["serve", "--decode", "1"],
+        ["serve", "--engines", "2", "--prefill", "1", "--decode", "1"],
         ["serve", "--port", "70000"],
         ["demo", "--model", "./nowhere"],
     ],

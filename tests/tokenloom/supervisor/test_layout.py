@@ -29,7 +29,7 @@ def test_one_of_each_in_the_order_in_which_they_drain() -> None:
 def test_internal_parts_listen_on_sockets_of_the_private_directory() -> None:
     for part in parts_of(options(), DIRECTORY, PORTS)[1:]:
         assert flag(part, "--listen") == f"unix:/run/mesh/{part.name}.sock"
-        assert part.leftovers == (DIRECTORY / f"{part.name}.sock",)
+        assert part.leftovers[0] == DIRECTORY / f"{part.name}.sock"
 
 
 def test_the_gateway_knows_every_replica() -> None:
@@ -60,9 +60,25 @@ def test_flags_and_environment_reach_their_service_only() -> None:
     assert all(flag(part, "--log-level") == "debug" for part in parts)
 
 
+def test_prefill_and_decode_engines_are_told_their_roles() -> None:
+    engines = [part for part in parts_of(options(prefill=1, decode=2), DIRECTORY, PORTS) if part.service == "engine"]
+    assert [part.name for part in engines] == ["engine-0", "engine-1", "engine-2"]
+    assert [part.role for part in engines] == ["prefill", "decode", "decode"]
+    assert [flag(part, "--role") for part in engines] == ["prefill", "decode", "decode"]
+    assert [flag(part, "--engines-on-host") for part in engines] == ["3", "3", "3"]
+
+
+def test_engines_serve_kv_on_sockets_of_their_own() -> None:
+    for part in parts_of(options(prefill=1, decode=1), DIRECTORY, PORTS):
+        if part.service == "engine":
+            assert flag(part, "--kv-listen") == f"unix:/run/mesh/{part.name}-kv.sock"
+            assert DIRECTORY / f"{part.name}-kv.sock" in part.leftovers
+
+
 def test_engines_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     engines = [part for part in parts_of(options(engines=2), DIRECTORY, PORTS) if part.service == "engine"]
     assert [part.cpus for part in engines] == [(0, 1), (2, 3)]
+    assert [part.role for part in engines] == ["both", "both"]
     assert [flag(part, "--num-threads") for part in engines] == ["2", "2"]
     assert [flag(part, "--engines-on-host") for part in engines] == ["2", "2"]

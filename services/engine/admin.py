@@ -7,16 +7,24 @@ from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.messages import CoreReady
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
-from ..runtime.errors import FailedPrecondition, Unavailable, Unimplemented
+from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
 from .load import LoadTracker
+from .role import Role
 
 
 class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     """Errors are raised; the edge makes statuses of them."""
 
     def __init__(
-        self, client: AsyncClient, ready: CoreReady, fingerprint: types_pb2.Fingerprint, load: LoadTracker
+        self,
+        client: AsyncClient,
+        ready: CoreReady,
+        fingerprint: types_pb2.Fingerprint,
+        load: LoadTracker,
+        role: Role | None,
     ) -> None:
+        """``role``: None when the engine cannot have another, for it moves no KV."""
+        self._role = role
         self._client = client
         self._ready = ready
         self._fingerprint = fingerprint
@@ -53,5 +61,10 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def Resume(self, request: engine_pb2.ResumeRequest, context: Any) -> NoReturn:
         raise Unimplemented("pausing comes in a later version")
 
-    async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> NoReturn:
-        raise Unimplemented("changing the role of a running engine is not supported yet", field="role")
+    async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
+        if request.role not in types_pb2.EngineRole.values() or not request.role:
+            raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
+        if self._role is None:
+            raise FailedPrecondition("the engine moves no KV: it can only take whole requests", field="role")
+        await self._role.change(request.role)
+        return engine_pb2.SetRoleResponse()

@@ -15,6 +15,7 @@ from ..runtime.hello import HEARTBEAT_SECONDS
 from .attempts import Attempts
 from .core_link import CoreLink
 from .frame_builder import FrameBuilder
+from .kv_front import KVFront
 from .task_group import task_group
 
 STARVED_SECONDS = 5.0
@@ -40,11 +41,15 @@ class ConnectStream:
         limits: types_pb2.ModelLimits,
         core: CoreLink,
         admission: Admission,
+        kv: KVFront | None = None,
     ) -> None:
+        """``kv``: None when this engine moves no KV; what is held elsewhere is then computed here."""
         self._core = core
         self._admission = admission
+        self._kv = kv
         self._builder = FrameBuilder(peer.max_message_bytes)
-        self._attempts = Attempts(stream_id, limits, self._builder)
+        owner, lease_seconds = (kv.owner, kv.lease_seconds) if kv is not None else (None, 0.0)
+        self._attempts = Attempts(stream_id, limits, self._builder, kv_owner=owner, lease_seconds=lease_seconds)
         self._credit = Credit(peer.initial_credit)
         self._changed = asyncio.Event()  # something to write, a grant, an end
         self._idle = asyncio.Event()
@@ -77,6 +82,7 @@ class ConnectStream:
         finally:
             # Without an await: this also runs when the stream was reset and we are cancelled.
             self._core.end(self._attempts.drop_all())
+            self._core.drop_leases(self._attempts.drop_leases())
             self._idle.set()
 
     def notify(self) -> None:
@@ -113,20 +119,24 @@ class ConnectStream:
         self._changed.set()
 
     async def _receive(self, message: engine_pb2.EngineInput) -> None:
-        """One message: add, then stop_at, then abort."""
+        """One message: add, then accept, then stop_at, then abort."""
         self._credit.grant(message.credit)
         for add in message.add:
             await self._add(add)
+        for accept in message.accept:
+            await self._accept(accept)
         ended = [self._attempts.stop_at(stop.slot, stop.num_tokens) for stop in message.stop_at]
         ended += [self._attempts.abort(slot) for slot in message.abort_slots]
         self._core.end(attempt for attempt in ended if attempt is not None)
+        for slot in (*(stop.slot for stop in message.stop_at), *message.abort_slots):
+            self._core.drop_leases(self._attempts.drop_lease(slot))
         self._changed.set()
 
     async def _add(self, add: engine_pb2.AddRequest) -> None:
         self._attempts.check_slot(add.slot)
         try:
             self._admission.admit(add)
-            attempt, request = self._attempts.open(add)
+            attempt, _ = self._attempts.open(add)
         except Exception as error:  # the edge: whatever is wrong with one request, the stream goes on
             self._attempts.refuse(add, error)
             return
@@ -134,10 +144,21 @@ class ConnectStream:
             self._written_at = attempt.arrival  # silence counts from here
         if add.HasField("timeout"):
             self._set_deadline(add.slot, attempt.arrival + add.timeout.ToNanoseconds() / 1e9)
+        self._core.open(attempt, self)
+        if add.HasField("kv_source") and self._kv is not None:
+            self._kv.loads.begin(attempt, add.kv_source)
+            return
         try:
-            await self._core.add(attempt, request, self)
+            await self._core.hand_over(attempt)
         except Unavailable as error:
             self._fail(add.slot, error)
+
+    async def _accept(self, accept: engine_pb2.AcceptTokens) -> None:
+        try:
+            if (known := self._attempts.accept(accept)) is not None:
+                await self._core.accept(known)
+        except TokenloomError as error:
+            self._fail(accept.slot, error)
 
     def _fail(self, slot: int, error: TokenloomError) -> None:
         if (attempt := self._attempts.fail(slot, error)) is not None:

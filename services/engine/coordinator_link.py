@@ -39,6 +39,7 @@ class CoordinatorLink:
         identity: coordinator_pb2.EngineIdentity,
         load: LoadTracker,
         on_drain: Callable[[float], None],
+        role: types_pb2.EngineRole = types_pb2.ENGINE_ROLE_BOTH,
     ) -> None:
         """``on_drain`` gets the seconds of grace when the coordinator asks the engine to leave."""
         self._address = address
@@ -46,12 +47,18 @@ class CoordinatorLink:
         self._identity = identity
         self._load = load
         self._on_drain = on_drain
+        self._role = role
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
         self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
 
     def pick_arrived(self, pick: engine_pb2.PickId) -> None:
         """The next report acknowledges it, together with the request that it placed."""
         self._picks.append(pick)
+        self._load.changed.set()
+
+    def set_role(self, role: types_pb2.EngineRole) -> None:
+        """Tells the coordinator which legs the engine takes."""
+        self._role = role
         self._load.changed.set()
 
     def set_state(self, state: coordinator_pb2.EngineState) -> None:
@@ -119,7 +126,7 @@ class CoordinatorLink:
         load = self._load.snapshot()
         picks, self._picks = self._picks, deque(maxlen=MAX_PICKS)
         return coordinator_pb2.EngineReport(
-            role=types_pb2.ENGINE_ROLE_BOTH,
+            role=self._role,
             state=self._state,
             waiting=load.waiting,
             running=load.running,

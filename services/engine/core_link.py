@@ -3,14 +3,14 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NoReturn, Protocol
 
 from tokenloom.engine_core.async_client import AsyncClient
 from tokenloom.engine_core.errors import EngineDeadError
-from tokenloom.engine_core.messages import CoreReady, EngineCoreOutputs, EngineCoreRequest
+from tokenloom.engine_core.messages import AcceptTokens, CoreReady, EngineCoreOutputs
 
-from ..runtime.errors import Unavailable
+from ..runtime.errors import TokenloomError, Unavailable
 from .attempts import Attempt
 from .engine_metrics import EngineMetrics
 from .load import LoadTracker
@@ -43,6 +43,11 @@ class CoreLink:
         """Of the core's loop, as last heard."""
         return self._load.step
 
+    @property
+    def num_prefill_legs(self) -> int:
+        """Live attempts that will leave KV held for others."""
+        return sum(1 for attempt, _ in self._live.values() if attempt.lease_id)
+
     async def start(self) -> CoreReady:
         """Brings the core up. Raises ``EngineStartError``."""
         ready = await self._client.start()
@@ -63,22 +68,44 @@ class CoreLink:
             with contextlib.suppress(EngineDeadError):  # then there is nothing left to free
                 await self._client.abort_requests(keys)
 
-    async def add(self, attempt: Attempt, request: EngineCoreRequest, stream: OutputStream) -> None:
-        """Hands a live attempt to the core. Raises ``Unavailable`` when the core is dead."""
+    def open(self, attempt: Attempt, stream: OutputStream) -> None:
+        """Takes a live attempt's outputs to ``stream`` from now on."""
         self._live[attempt.key] = attempt, stream
         self._load.accepted()
-        try:
+
+    async def hand_over(self, attempt: Attempt) -> None:
+        """Gives the core the request of an open attempt, unless that ended meanwhile. Raises ``Unavailable`` when the
+        core is dead."""
+        request, attempt.request = attempt.request, None
+        if request is None:
+            return
+        with _reported():
             await self._client.add_request(request)
-        except EngineDeadError:
-            raise Unavailable("the engine failed; another may take the request") from None
         self._load.handed_over(attempt.num_prompt_tokens)
+
+    async def accept(self, accept: AcceptTokens) -> None:
+        """Gives a request of the core its first tokens. Raises ``Unavailable`` when the core is dead."""
+        with _reported():
+            await self._client.accept_tokens(accept)
+
+    def fail(self, attempt: Attempt, error: TokenloomError) -> None:
+        """Ends an attempt that cannot go on, if it is still live."""
+        entry = self._live.get(attempt.key)
+        if entry is not None and attempt.attempts.fail(attempt.slot, error) is not None:
+            self.end([attempt])
+            entry[1].notify()
+
+    def drop_leases(self, keys: Iterable[str]) -> None:
+        """Nobody will read what finished prefills hold."""
+        self._aborts += keys
+        if self._aborts:
+            self._aborts_waiting.set()
 
     def end(self, attempts: Iterable[Attempt]) -> None:
         """Forgets attempts that the front ended, and has the core free what they hold."""
         for attempt in attempts:
             if self._live.pop(attempt.key, None) is not None:
-                self._load.ended()
-                self._metrics.observe_end(attempt, time.monotonic())
+                self._ended(attempt, time.monotonic())
                 self._aborts.append(attempt.key)
         if self._aborts:
             self._aborts_waiting.set()
@@ -99,7 +126,20 @@ class CoreLink:
             streams.add(stream)
             if output.finish_reason is not None:
                 del self._live[output.request_id]
-                self._load.ended()
-                self._metrics.observe_end(attempt, now)
+                self._ended(attempt, now)
         for stream in streams:
             stream.notify()
+
+    def _ended(self, attempt: Attempt, now: float) -> None:
+        self._load.ended()
+        self._metrics.observe_end(attempt, now)
+        if attempt.on_end is not None:
+            attempt.on_end()
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError:
+        raise Unavailable("the engine failed; another may take the request") from None

@@ -9,12 +9,16 @@ from tokenloom.v1 import engine_pb2, types_pb2
 from ..runtime import validation
 from ..runtime.errors import DeadlineExceeded, InvalidArgument
 
+LEASE_ID_BYTES = 16
+_MAX_ENGINE_ID_CHARS = 256
+
 
 def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.ModelLimits) -> EngineCoreRequest:
     """The core's request, named ``key``. Raises ``InvalidArgument`` naming the field, or ``DeadlineExceeded``."""
     _check_supported(add)
     params = add.sampling_params
     validation.check_generate(add.prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    _check_kv(add)
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
     num_left = limits.max_model_len - len(add.prompt.token_ids)
@@ -24,6 +28,8 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
         sampling_params=to_core_sampling(params, default_max_tokens=num_left),
         accepted_token_ids=list(add.accepted_token_ids),
         cache_salt=add.prompt.cache_salt,
+        lease_id=secrets.token_bytes(LEASE_ID_BYTES) if add.hold_kv else b"",
+        awaits_tokens=add.awaits_tokens,
     )
 
 
@@ -47,10 +53,25 @@ def _check_supported(add: engine_pb2.AddRequest) -> None:
     """Refuses what a later version brings: better than answering something else."""
     if add.WhichOneof("task") is None:
         raise InvalidArgument("task is not set; expected sampling_params", "task")
-    for field, is_set in (
-        ("kv_source", add.HasField("kv_source")),
-        ("hold_kv", add.hold_kv),
-        ("priority", add.priority != 0),
-    ):
-        if is_set:
-            raise InvalidArgument(f"{field} is not supported yet", field)
+    if add.priority:
+        raise InvalidArgument("priority is not supported yet", "priority")
+
+
+def _check_kv(add: engine_pb2.AddRequest) -> None:
+    """The legs exclude each other, and a source covers some of the request's own tokens."""
+    if not add.HasField("kv_source"):
+        if add.awaits_tokens:
+            raise InvalidArgument("awaits_tokens is set without a kv_source to read meanwhile", "awaits_tokens")
+        return
+    source = add.kv_source
+    if add.hold_kv:
+        raise InvalidArgument("hold_kv and kv_source are of different legs; only one may be set", "hold_kv")
+    if len(source.lease_id) != LEASE_ID_BYTES:
+        raise InvalidArgument(
+            f"kv_source.lease_id has {len(source.lease_id)} bytes, expected {LEASE_ID_BYTES}", "kv_source"
+        )
+    if not 0 < len(source.engine_id) <= _MAX_ENGINE_ID_CHARS:
+        raise InvalidArgument("kv_source.engine_id is empty or too long", "kv_source")
+    num_tokens = len(add.prompt.token_ids) + len(add.accepted_token_ids)
+    if not 1 <= source.num_tokens <= num_tokens:
+        raise InvalidArgument(f"kv_source covers {source.num_tokens} tokens, the request has {num_tokens}", "kv_source")

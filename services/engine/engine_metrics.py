@@ -7,6 +7,7 @@ from tokenloom.engine_core.messages import CoreReady, EngineCoreOutput, EngineCo
 
 from ..runtime import metrics
 from .attempts import Attempt
+from .kv_metrics import KVMetrics
 
 _LABELS = ("model_name", "engine")
 _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -16,6 +17,7 @@ class EngineMetrics:
     """Observes attempts and steps; times are monotonic seconds."""
 
     def __init__(self, registry: CollectorRegistry, model: str, engine: str) -> None:
+        self.kv = KVMetrics(registry, model, engine)
         self._registry = registry
         self._labels = (model, engine)
         self._seen = SchedulerStats()
@@ -78,7 +80,8 @@ class EngineMetrics:
                 self._itl.observe(now - attempt.last_token_at)
             else:
                 attempt.first_token_at = now
-                self._ttft.observe(now - attempt.arrival)
+                if not attempt.num_accepted_tokens:  # else another attempt had it
+                    self._ttft.observe(now - attempt.arrival)
             attempt.last_token_at = now
         if (stats := output.prefill_stats) is not None:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
@@ -101,6 +104,7 @@ class EngineMetrics:
             self._inference.observe(decode + stats.prefill_ns / 1e9)
 
     def _observe_stats(self, stats: SchedulerStats) -> None:
+        self.kv.observe_stats(stats)
         seen, self._seen = self._seen, stats
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)

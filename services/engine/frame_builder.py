@@ -28,10 +28,11 @@ class FrameBuilder:
         self._max_bytes = max(max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MIN_MESSAGE_BYTES)
         self._rows: dict[int, _Row] = {}
         self._finished: dict[int, engine_pb2.Finished] = {}
+        self._grants: dict[int, engine_pb2.KVGrant] = {}
 
     @property
     def has_data(self) -> bool:
-        return bool(self._rows or self._finished)
+        return bool(self._rows or self._finished or self._grants)
 
     def add_tokens(self, slot: int, token_index: int, token_ids: list[int]) -> None:
         """Appends what a step produced; the list is kept. ``token_index`` is that of the first, and leaves no gap."""
@@ -42,10 +43,15 @@ class FrameBuilder:
             assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: a gap at token {token_index}"
             row.token_ids.extend(token_ids)
 
+    def grant(self, slot: int, kv: engine_pb2.KVSource) -> None:
+        """A lease was granted ahead of the slot's first token; not worth telling any more once the slot ended."""
+        self._grants[slot] = engine_pb2.KVGrant(slot=slot, kv=kv)
+
     def finish(self, finished: engine_pb2.Finished) -> None:
         """Ends a slot, once; its tokens go first or in the same frame."""
         assert finished.slot not in self._finished, f"slot {finished.slot} finished twice"
         self._finished[finished.slot] = finished
+        self._grants.pop(finished.slot, None)
 
     def cut(self, slot: int, num_tokens: int) -> None:
         """A stop string was found: drops later tokens, and changes an end that waits here to a stop."""
@@ -57,12 +63,14 @@ class FrameBuilder:
         if (finished := self._finished.get(slot)) is not None:
             finished.reason = types_pb2.FINISH_REASON_STOP
             finished.num_output_tokens = min(num_tokens, finished.num_output_tokens)
-            finished.ClearField("stop_token_id")
-            finished.ClearField("error")
+            for field in ("stop_token_id", "error", "kv"):
+                finished.ClearField(field)
 
     def take(self, step: int) -> engine_pb2.EngineFrame:
         """The next frame: all that waits, or as much of it as one message holds."""
         room = self._max_bytes - _FRAME_BYTES
+        grants = self._take_grants(room // 2)
+        room -= sum(grant.ByteSize() + 8 for grant in grants)
         slots, indices, counts, token_ids = [], [], [], []
         rows, self._rows = self._rows, {}
         for slot, row in rows.items():
@@ -85,8 +93,18 @@ class FrameBuilder:
             token_index=indices,
             num_tokens=counts if len(token_ids) != len(slots) else (),
             token_ids=token_ids,
-            finished=self._take_finished(room, at_least=0 if slots else 1),
+            finished=self._take_finished(room, at_least=0 if slots or grants else 1),
+            kv_granted=grants,
         )
+
+    def _take_grants(self, room: int) -> list[engine_pb2.KVGrant]:
+        """As many as fit, at least one: all name the same engine, so that they are about equally large."""
+        if not self._grants:
+            return []
+        grants = list(self._grants.values())
+        count = max(room // (grants[0].ByteSize() + 16), 1)
+        self._grants = {grant.slot: grant for grant in grants[count:]}
+        return grants[:count]
 
     def _take_finished(self, room: int, at_least: int) -> list[engine_pb2.Finished]:
         """Ends whose tokens are all on their way, as many as fit."""

@@ -19,7 +19,9 @@ from .admission import Admission
 from .coordinator_link import CoordinatorLink
 from .core_link import CoreLink
 from .engine_metrics import EngineMetrics
+from .kv_front import KVFront
 from .load import LoadTracker
+from .role import BY_NAME, NAMES, Role
 from .servicer import EngineServicer
 from .settings import EngineSettings
 
@@ -36,6 +38,7 @@ class EngineService:
         self._load = LoadTracker()
         self._admission: Admission | None = None
         self._servicer: EngineServicer | None = None
+        self._kv: KVFront | None = None
         self._coordinator: CoordinatorLink | None = None
         self._host: Host | None = None
         self._stopping = False
@@ -56,20 +59,27 @@ class EngineService:
             raise FailedPrecondition(str(error)) from None
         engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
+        if settings.kv_transports:
+            observe = engine_metrics.kv.observe_recompute
+            self._kv = KVFront(settings, self._client, core, ready, epoch=host.epoch, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)
 
     async def drain(self) -> None:
-        """Refuses new requests and returns when the live ones have their answers."""
+        """Refuses new requests and returns when the live ones have their answers, and others the KV held for them."""
         if self._admission is None or self._servicer is None:
             return
         self._admission.refuse_new("the engine is draining; another may take the request")
         self._tell_coordinator(coordinator_pb2.ENGINE_STATE_DRAINING)
         await self._servicer.idle()
+        if self._kv is not None:
+            await self._kv.leases_ended()
 
     async def stop(self) -> None:
         """Answers what is still live with UNAVAILABLE and ends the core. Idempotent."""
         self._stopping = True
         await self._end_streams("the engine has stopped")
+        if self._kv is not None:
+            await self._kv.close()
         if self._client is not None:
             await self._client.close()
 
@@ -83,22 +93,40 @@ class EngineService:
                 engine_id=settings.instance_id,
                 epoch=host.epoch,
                 address=settings.advertise_address or host.address,
+                kv_address=self._kv.address if self._kv is not None else "",
                 host=socket.gethostname(),
                 fingerprint=fingerprint,
                 limits=limits,
                 num_kv_blocks=ready.num_kv_blocks,
             )
-            self._coordinator = CoordinatorLink(settings.coordinator, hello, identity, self._load, self._on_drain)
+            self._coordinator = CoordinatorLink(
+                settings.coordinator, hello, identity, self._load, self._on_drain, BY_NAME[settings.role]
+            )
         max_live = settings.max_num_seqs + settings.max_waiting
         self._admission = Admission(self._load, self._coordinator, max_live=max_live)
-        self._servicer = EngineServicer(hello, limits, core, self._admission)
+        self._servicer = EngineServicer(hello, limits, core, self._admission, self._kv)
         engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, host.server)
-        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load)
+        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load, self._role(host))
         engine_pb2_grpc.add_EngineAdminServicer_to_server(admin, host.server)
         host.spawn(self._run_core(core), name="engine-core")
         host.spawn(core.run_aborts(), name="engine-aborts")
+        if self._kv is not None:
+            host.spawn(self._kv.run(), name="engine-kv")
         if self._coordinator is not None:
             host.spawn(self._coordinator.run(), name="engine-coordinator")
+
+    def _role(self, host: Host) -> Role | None:
+        """As it can be changed; None without KV to pass on."""
+
+        def tell(value: types_pb2.EngineRole) -> None:
+            host.publish(role=NAMES[value])
+            if self._coordinator is not None:
+                self._coordinator.set_role(value)
+
+        host.publish(role=self._settings.role)
+        if self._kv is None:
+            return None
+        return Role(BY_NAME[self._settings.role], tell, self._kv.leases_ended)
 
     async def _run_core(self, core: CoreLink) -> None:
         """Until the core is dead: then every live request is answered first, and the service fails."""

@@ -11,6 +11,7 @@ from ..runtime.hello import check_hello
 from .admission import Admission
 from .connect_stream import ConnectStream, Context
 from .core_link import CoreLink
+from .kv_front import KVFront
 
 HELLO_SECONDS = 5.0
 """How long a peer may take to say who it is."""
@@ -20,13 +21,19 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Owns the streams of all peers."""
 
     def __init__(
-        self, hello: types_pb2.Hello, limits: types_pb2.ModelLimits, core: CoreLink, admission: Admission
+        self,
+        hello: types_pb2.Hello,
+        limits: types_pb2.ModelLimits,
+        core: CoreLink,
+        admission: Admission,
+        kv: KVFront | None = None,
     ) -> None:
-        """``hello``: this engine's own."""
+        """``hello``: this engine's own. ``kv``: None when it moves no KV."""
         self._hello = hello
         self._limits = limits
         self._core = core
         self._admission = admission
+        self._kv = kv
         self._stream_ids = itertools.count(1)
         self._streams: dict[ConnectStream, asyncio.Event] = {}  # with what tells that it ended
 
@@ -35,7 +42,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> None:
         """See the contract in engine.proto."""
         first = await self._receive_hello(request_iterator)
-        stream = ConnectStream(next(self._stream_ids), first.hello, self._limits, self._core, self._admission)
+        stream = ConnectStream(next(self._stream_ids), first.hello, self._limits, self._core, self._admission, self._kv)
         ended = self._streams[stream] = asyncio.Event()
         try:
             await stream.run(first, request_iterator, context, self._hello)

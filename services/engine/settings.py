@@ -3,9 +3,11 @@
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.gpu_worker.kv_connector import registry
 
-from ..runtime.settings import ServiceSettings, check_address
+from ..runtime.settings import CommaList, ServiceSettings, check_address
+from .role import RoleName
 
 
 class EngineSettings(ServiceSettings):
@@ -40,10 +42,34 @@ class EngineSettings(ServiceSettings):
     engines_on_host: int = Field(1, ge=1, description="Engines that share this host's memory.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prefixes.")
 
-    @field_validator("coordinator", "advertise_address")
+    role: RoleName = Field("both", description="Which legs of requests it takes: prefill, decode or both.")
+    kv_transports: CommaList = Field(
+        (), description="How KV moves between engines, best first: auto, shm, nixl, socket; empty: not at all."
+    )
+    kv_listen: str = Field("127.0.0.1:0", description="Where engines ask for KV: host:port or unix:/path; empty: off.")
+    kv_advertise_address: str = Field("", description="Where engines reach that; by default where it listens.")
+    kv_policy: Literal["recompute", "fail"] = Field(
+        "recompute", description="When KV held elsewhere is lost: recompute it here, or fail the request."
+    )
+    kv_checksum: bool = Field(False, description="Compare a checksum of every KV block that moved.")
+    kv_lease_seconds: float = Field(30.0, gt=0, description="How long KV is held for an engine that does not ask.")
+    kv_load_timeout: float = Field(30.0, gt=0, description="Seconds without progress after which a load is given up.")
+    kv_offload_path: str = Field("", description="File for evicted KV blocks; empty: they are dropped.")
+    kv_offload_bytes: int = Field(0, ge=0, description="How large that file may become.")
+    failpoints: CommaList = Field((), description="Faults to inject, for tests: name=share, separated by commas.")
+
+    @field_validator("coordinator", "advertise_address", "kv_listen", "kv_advertise_address")
     @classmethod
     def _check_peer_address(cls, value: str) -> str:
         return check_address(value) if value else value
+
+    @field_validator("kv_transports")
+    @classmethod
+    def _check_transports(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in ("auto", *registry.NAMES):
+                raise ValueError(f"a KV transport is one of auto, {', '.join(registry.NAMES)}, not {name!r}")
+        return value
 
     def engine_config(self, checkpoint: str) -> EngineConfig:
         """The core's part of it, for the checkpoint in this directory."""
@@ -67,6 +93,17 @@ class EngineSettings(ServiceSettings):
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 decode_batched_tokens=self.decode_batched_tokens,
+            ),
+            kv=KVConfig(
+                role=self.role,
+                transports=self.kv_transports,
+                policy=self.kv_policy,
+                checksum=self.kv_checksum,
+                lease_seconds=self.kv_lease_seconds,
+                load_timeout_seconds=self.kv_load_timeout,
+                offload_path=self.kv_offload_path,
+                offload_bytes=self.kv_offload_bytes,
+                failpoints=self.failpoints,
             ),
             max_model_len=self.max_model_len,
         )

@@ -229,7 +229,7 @@ def to_proto(error: BaseException) -> types_pb2.Error:
 
 
 def from_proto(proto: types_pb2.Error) -> TokenloomError:
-    """Inverse of :func:`to_proto`; an unknown code or reason becomes the nearest known class."""
+    """Inverse of :func:`to_proto`; an unknown code or reason becomes the nearest known class, the reason stays."""
     retry_after = _seconds(proto.retry_after) if proto.HasField("retry_after") else None
     return _make(_CODE_BY_NUMBER.get(proto.code), proto.reason, proto.message, proto.field or None, retry_after)
 
@@ -288,6 +288,7 @@ def _make(
     if cls is None or (code is not None and cls.code is not code):
         cls = _BY_CODE.get(code, Internal) if code is not None else Internal
     error = cls(message, field=field)
+    error.reason = reason or cls.reason
     error.retry_after = retry_after
     return error
 

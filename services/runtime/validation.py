@@ -45,13 +45,20 @@ def check_generate(
     check_stop(stop)
     check_prompt(token_ids, params, limits)
     if accepted_token_ids:
-        _check_token_ids(accepted_token_ids, limits, "accepted_token_ids")
-        if len(token_ids) + len(accepted_token_ids) > limits.max_model_len:
-            raise InvalidArgument(
-                f"prompt and accepted tokens have {len(token_ids) + len(accepted_token_ids)} tokens, "
-                f"the model's context {limits.max_model_len}",
-                "accepted_token_ids",
-            )
+        check_accepted(accepted_token_ids, len(token_ids), limits)
+
+
+def check_accepted(accepted_token_ids: Sequence[int], num_before: int, limits: types_pb2.ModelLimits) -> None:
+    """Checks tokens of earlier attempts, at least one, that follow ``num_before`` others."""
+    field = "accepted_token_ids"
+    if not accepted_token_ids:
+        raise InvalidArgument(f"{field} is empty", field)
+    _check_token_ids(accepted_token_ids, limits, field)
+    num_tokens = num_before + len(accepted_token_ids)
+    if num_tokens > limits.max_model_len:
+        raise InvalidArgument(
+            f"prompt and accepted tokens have {num_tokens} tokens, the model's context {limits.max_model_len}", field
+        )
 
 
 def check_prompt(

@@ -1,0 +1,91 @@
+"""All of the front that has to do with KV of other engines, and with KV held for them."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from tokenloom.engine_core.async_client import AsyncClient
+from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.messages import CoreReady
+from tokenloom.gpu_worker.kv_connector.registry import expanded
+from tokenloom.v1 import coordinator_pb2
+
+from .core_link import CoreLink
+from .engine_registry import EngineRegistry
+from .kv_link import KVLink
+from .kv_loads import KVLoads, ReaderConfig
+from .kv_server import KVServer
+from .kv_servicer import KVTransferServicer
+from .settings import EngineSettings
+from .task_group import task_group
+
+CLOSE_SECONDS = 0.25
+_POLL_SECONDS = 0.05
+"""Leases end in the core, by others' calls and by the clock: it is asked this often whether any is left."""
+
+
+class KVFront:
+    """The KV port, the leases taken up elsewhere, and the line to the core's KV thread.
+
+    Attributes:
+        owner: This engine, as the one that holds KV; None: it has no KV port.
+        address: Where others find the port; empty: there is none.
+        lease_seconds: How long a lease lasts that nobody takes up.
+        loads: What is read elsewhere.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        client: AsyncClient,
+        core: CoreLink,
+        ready: CoreReady,
+        *,
+        epoch: int,
+        on_recompute: Callable[[str], None],
+    ) -> None:
+        """Binds the KV port; raises as :class:`KVServer`."""
+        self._client = client
+        self._core = core
+        self._link = KVLink(client)
+        self._registry = EngineRegistry(settings.coordinator)
+        self._server: KVServer | None = None
+        self.owner: coordinator_pb2.EngineRef | None = None
+        self.address = ""
+        if settings.kv_listen:
+            servicer = KVTransferServicer(self._link, epoch)
+            self._server = KVServer(settings.kv_listen, servicer, insecure=settings.insecure)
+            self.address = settings.kv_advertise_address or self._server.address
+            self.owner = coordinator_pb2.EngineRef(engine_id=settings.instance_id, epoch=epoch)
+        self.lease_seconds = settings.kv_lease_seconds
+        reader = ReaderConfig(
+            host=socket.gethostname(),
+            kv_layout=ready.kv_layout,
+            block_size=ready.block_size,
+            transports=expanded(settings.kv_transports),
+            must_load=settings.kv_policy == "fail",
+        )
+        self.loads = KVLoads(reader, core, self._link, self._registry, on_recompute)
+
+    async def run(self) -> None:
+        """Serves the port, until cancelled or the core is dead."""
+        if self._server is not None:
+            await self._server.start()
+        async with task_group() as group:
+            watch = group.create_task(self._registry.run(), name="kv-registry")
+            await self._link.run(self.loads.on_verify)
+            watch.cancel()
+
+    async def leases_ended(self) -> None:
+        """Returns once nothing is held, nor about to be held, for others."""
+        try:
+            while self._core.num_prefill_legs or await self._client.call_utility("num_leases"):  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)
+        except EngineDeadError:
+            pass  # they went with it
+
+    async def close(self) -> None:
+        """Ends what is read, and the port. Idempotent."""
+        await self.loads.close()
+        if self._server is not None:
+            await self._server.close(CLOSE_SECONDS)

@@ -1,0 +1,50 @@
+"""Metrics of KV that moves between engines, under ``tokenloom:``: vLLM has no names for them."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from tokenloom.engine_core.kv_messages import KV_FAILURES
+from tokenloom.engine_core.messages import SchedulerStats
+
+PREFIX = "tokenloom:"
+
+
+class KVMetrics:
+    """What this engine read of others and holds for them."""
+
+    def __init__(self, registry: CollectorRegistry, model: str, engine: str) -> None:
+        labels = ("model_name", "engine")
+        self._labels = (model, engine)
+        self._seen = SchedulerStats()
+        self._blocks = Counter(
+            f"{PREFIX}kv_transfer_blocks", "KV blocks read from other engines, and valid.", labels, registry=registry
+        ).labels(*self._labels)
+        self._bytes = Counter(
+            f"{PREFIX}kv_transfer_bytes",
+            "Bytes of those blocks, by transport.",
+            (*labels, "transport"),
+            registry=registry,
+        )
+        self._recomputes = Counter(
+            f"{PREFIX}kv_recompute",
+            "Requests whose KV elsewhere was not used, by reason.",
+            (*labels, "reason"),
+            registry=registry,
+        )
+        self._leases = Gauge(f"{PREFIX}kv_leases", "Leases held for other engines.", labels, registry=registry).labels(
+            *self._labels
+        )
+        for reason in KV_FAILURES:  # rates need a start
+            self._recomputes.labels(*self._labels, reason)
+
+    def observe_recompute(self, reason: str) -> None:
+        """A request went to the core without the KV that it came for."""
+        self._recomputes.labels(*self._labels, reason).inc()
+
+    def observe_stats(self, stats: SchedulerStats) -> None:
+        """The core's counters, as they are now."""
+        seen, self._seen = self._seen, stats
+        self._leases.set(stats.num_leases)
+        self._blocks.inc(stats.kv_blocks_received - seen.kv_blocks_received)
+        for transport, count in stats.kv_bytes_received.items():
+            self._bytes.labels(*self._labels, transport).inc(count - seen.kv_bytes_received.get(transport, 0))
+        for reason, count in stats.kv_recomputes.items():
+            self._recomputes.labels(*self._labels, reason).inc(count - seen.kv_recomputes.get(reason, 0))

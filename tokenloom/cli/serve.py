@@ -63,6 +63,10 @@ def serve(
     pd_threshold: Annotated[
         int | None, typer.Option(min=0, help="Prompts with fewer uncached tokens stay on one engine; 0: none does.")
     ] = None,
+    kv_transports: Annotated[
+        str, typer.Option(help="How KV blocks get from prefill to decode, best first: auto, shm, nixl, socket.")
+    ] = "auto",
+    kv_checksum: Annotated[bool, typer.Option(help="Compare a checksum of every KV block that moved.")] = False,
     tokenizers: Annotated[int, typer.Option(min=1, max=64, help="Tokenizer services.")] = 1,
     output_processors: Annotated[int, typer.Option(min=1, max=64, help="Output processors.")] = 1,
     gateways: Annotated[int, typer.Option(min=1, max=64, help="Gateways, on ports that follow each other.")] = 1,
@@ -101,6 +105,7 @@ def serve(
         engines=engines or 1,
         prefill=prefill or 0,
         decode=decode or 0,
+        kv_transports=kv_transports,
         tokenizers=tokenizers,
         output_processors=output_processors,
         gateways=gateways,
@@ -117,6 +122,7 @@ def serve(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 kv_cache_memory=kv_cache_memory,
+                kv_checksum=kv_checksum,
                 worker=worker,
             ),
             "gateway": flags(api_key_file=api_key_file, strict=strict, insecure=insecure),

@@ -25,6 +25,8 @@ class MeshOptions:
     """Engines that compute prompts; with `decode`."""
     decode: int = 0
     """Engines that generate from prompts computed elsewhere."""
+    kv_transports: str = "auto"
+    """How KV blocks get from one to the other, best first, separated by commas."""
     tokenizers: int = 1
     output_processors: int = 1
     gateways: int = 1
@@ -88,10 +90,10 @@ class _Layout:
 
     def engine(self, index: int) -> PartSpec:
         share, role, kv_socket = self._shares[index], self._roles[index], self._socket("engine", index, "-kv")
-        flags = (
-            *("--role", role, "--kv-listen", str(Address(path=str(kv_socket)))),
-            *("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads)),
-        )
+        flags: tuple[str, ...] = ("--role", role)
+        if role != "both":  # KV moves between those only
+            flags += ("--kv-transports", self._options.kv_transports, "--kv-listen", str(Address(path=str(kv_socket))))
+        flags += ("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads))
         part = self._part("engine", index, (*self._model, *self._coordinator, *flags))
         return replace(part, role=role, cpus=share.cpus, leftovers=(*part.leftovers, kv_socket))
 

@@ -102,6 +102,7 @@ class Legs:
         """Whatever goes wrong is this request's end, not the stream's."""
         started = time.monotonic_ns()
         state = self._owner.state
+        is_ahead = role == _DECODE and not self._handed_over
         try:
             placement = await self._placer.place(
                 self._submit,
@@ -117,10 +118,12 @@ class Legs:
             state.timeline.placement_ns += time.monotonic_ns() - started
             self._place_decode(placement) if role == _DECODE else self._place_prefill(placement)
         except Exception as error:
-            if role != _DECODE or self._handed_over:
+            if not is_ahead:
                 self._owner.fail(error)
-            elif number == self._placing:  # a decode leg ahead of its time: tried again when it is due
+            elif number == self._placing:  # tried again when it is due
                 self._placing = 0
+                if self._handed_over:
+                    self._place(_DECODE)
 
     def _place_prefill(self, placement: Placement) -> None:
         timeline, identity = self._owner.state.timeline, placement.link.identity

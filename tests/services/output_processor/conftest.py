@@ -1,9 +1,30 @@
-"""Tokenizers of each family, trained or written here."""
+"""Tokenizers of each family, trained or written here, and an output processor among fakes."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenloom.services.output_processor import session
+from tokenloom.services.output_processor.service import OutputProcessorService
+from tokenloom.services.output_processor.settings import OutputProcessorSettings
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
+from tokenloom.services.runtime.service import running
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
+
+from tests.services.output_processor.fakes import (
+    LIMITS,
+    SOON,
+    FakeCoordinator,
+    FakeEngine,
+    serve_coordinator,
+    serve_engine,
+)
+from tests.services.output_processor.harness import Mesh
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog.",
@@ -95,3 +116,58 @@ def byte_level_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def llama_tokenizer() -> Tokenizer:
     return llama_bpe()
+
+
+@pytest.fixture
+def hang_timeout() -> float:
+    return 60.0
+
+
+@pytest.fixture
+def heartbeat() -> float:
+    return 60.0  # so that what should come at once does not just come with a heartbeat
+
+
+@pytest.fixture
+def roles() -> list[EngineRole]:
+    """Of the engines."""
+    return [EngineRole.ENGINE_ROLE_BOTH] * 2
+
+
+@pytest.fixture
+async def mesh(
+    socket_dir: Path, roles: list[EngineRole], hang_timeout: float, heartbeat: float, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Mesh]:
+    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", heartbeat)
+    fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
+    engines = [
+        FakeEngine(
+            EngineIdentity(
+                engine_id=f"engine-{i}",
+                epoch=11 + i,
+                address=f"unix:{socket_dir}/e{i}",
+                fingerprint=fingerprint,
+                limits=LIMITS,
+            )
+        )
+        for i in range(len(roles))
+    ]
+    coordinator = FakeCoordinator([engine.identity for engine in engines], roles)
+    servers = [serve_engine(engine) for engine in engines]
+    settings = OutputProcessorSettings(
+        listen=f"unix:{socket_dir}/op",
+        metrics_listen="",
+        coordinator=f"unix:{socket_dir}/co",
+        drain_timeout=0,
+        engine_hang_timeout=hang_timeout,
+    )
+    async with AsyncExitStack() as stack, serve_coordinator(socket_dir / "co", coordinator):
+        for server in servers:
+            await stack.enter_async_context(server)
+        host = await stack.enter_async_context(running(OutputProcessorService(settings), settings))
+        channel = await stack.enter_async_context(open_channel(host.address))
+        await asyncio.wait_for(coordinator.watched.wait(), SOON)
+        mesh = Mesh(engines, servers, coordinator, channel, load_tokenizer(DEMO_MODEL))
+        yield mesh
+        for gateway in mesh.gateways:
+            gateway.close()

@@ -19,7 +19,7 @@ from tokenloom.v1.coordinator_pb2 import (
     WatchRequest,
 )
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
-from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, PickId
+from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVGrant, KVSource, PickId
 from tokenloom.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Submit, TextOptions
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorStub
@@ -44,7 +44,7 @@ class EngineStream:
         """The next message that holds more than credit."""
         while True:
             message = await asyncio.wait_for(self.inputs.get(), SOON)
-            if message.add or message.stop_at or message.abort_slots:
+            if message.add or message.accept or message.stop_at or message.abort_slots:
                 return message
 
     async def next_adds(self, count: int) -> list[AddRequest]:
@@ -54,7 +54,12 @@ class EngineStream:
         assert len(adds) == count
         return adds
 
-    def send(self, *rows: tuple[int, int, Sequence[int]], finished: Sequence[Finished] = ()) -> None:
+    def send(
+        self,
+        *rows: tuple[int, int, Sequence[int]],
+        finished: Sequence[Finished] = (),
+        granted: Sequence[KVGrant] = (),
+    ) -> None:
         """A step's frame; rows are (slot, token_index, token_ids)."""
         self.step += 1
         self.frames.put_nowait(
@@ -65,8 +70,29 @@ class EngineStream:
                 num_tokens=[len(ids) for _, _, ids in rows],
                 token_ids=[i for _, _, ids in rows for i in ids],
                 finished=finished,
+                kv_granted=granted,
             )
         )
+
+    def prefilled(self, slot: int, token_index: int, token_ids: Sequence[int], **fields: Any) -> KVSource:
+        """The frame that ends a prefill leg."""
+        fields = {"num_output_tokens": token_index + len(token_ids), "kv": kv_source(slot)} | fields
+        end = Finished(slot=slot, reason=FinishReason.FINISH_REASON_PREFILLED, **fields)
+        self.send((slot, token_index, token_ids), finished=[end])
+        return end.kv
+
+    def grant(self, slot: int) -> KVSource:
+        """The frame of a prefill's first step, when it takes more."""
+        self.send(granted=[KVGrant(slot=slot, kv=kv_source(slot))])
+        return kv_source(slot)
+
+    def die(self) -> None:
+        """The stream ends."""
+        self.frames.put_nowait(None)
+
+
+def kv_source(slot: int) -> KVSource:
+    return KVSource(engine_id="engine-0", engine_epoch=11, lease_id=bytes([slot]) * 16, num_tokens=3)
 
 
 class FakeEngine(EngineServicer):
@@ -104,36 +130,52 @@ class FakeEngine(EngineServicer):
 
 
 class FakeCoordinator(CoordinatorServicer):
-    """Picks the first engine that is not excluded, or fails as told."""
+    """Picks the first engine of the leg's role that is not excluded, or of any; or fails as told."""
 
-    def __init__(self, engines: Sequence[EngineIdentity]) -> None:
+    def __init__(self, engines: Sequence[EngineIdentity], roles: Sequence[EngineRole]) -> None:
         self.engines = list(engines)
+        self.roles = list(roles)
         self.error: errors.TokenloomError | None = None
         self.requests: list[PickRequest] = []
+        self._arrived: asyncio.Queue[PickRequest] = asyncio.Queue()
         self.watched = asyncio.Event()
+        self.hold = asyncio.Event()  # picks wait until it is set
+        self.hold.set()
+
+    async def next_pick(self) -> PickRequest:
+        """The next that arrived, from the first on."""
+        return await asyncio.wait_for(self._arrived.get(), SOON)
 
     async def Pick(self, request: PickRequest, context: grpc.aio.ServicerContext[Any, Any]) -> PickResponse:  # type: ignore[override]
         self.requests.append(request)
+        self._arrived.put_nowait(request)
+        await self.hold.wait()
         if self.error is not None:
             await errors.abort(context, self.error)
         excluded = {(each.engine_id, each.epoch) for each in request.exclude}
-        engine = next(each for each in self.engines if (each.engine_id, each.epoch) not in excluded)
+        engines = zip(self.engines, self.roles, strict=True)
+        able = [each for each in engines if (each[0].engine_id, each[0].epoch) not in excluded]
+        engine, role = next((each for each in able if each[1] == request.role), able[0])
         pick = PickId(coordinator_epoch=7, number=len(self.requests))
-        return PickResponse(engine=engine, whole_request=True, pick=pick)
+        whole = request.role != EngineRole.ENGINE_ROLE_DECODE and role != EngineRole.ENGINE_ROLE_PREFILL
+        return PickResponse(engine=engine, whole_request=whole, pick=pick)
 
     async def Watch(  # type: ignore[override]
         self, request: WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Snapshot]:
-        yield Snapshot(coordinator_epoch=7, revision=1, complete=True, engines=[entry(each) for each in self.engines])
+        entries = [entry(each, role=role) for each, role in zip(self.engines, self.roles, strict=True)]
+        yield Snapshot(coordinator_epoch=7, revision=1, complete=True, engines=entries)
         self.watched.set()
         await asyncio.Event().wait()
 
 
 def entry(
-    identity: EngineIdentity, score: int = 0, state: EngineState = EngineState.ENGINE_STATE_SERVING
+    identity: EngineIdentity,
+    score: int = 0,
+    state: EngineState = EngineState.ENGINE_STATE_SERVING,
+    role: EngineRole = EngineRole.ENGINE_ROLE_BOTH,
 ) -> EngineEntry:
-    report = EngineReport(role=EngineRole.ENGINE_ROLE_BOTH, state=state)
-    return EngineEntry(identity=identity, report=report, score=score)
+    return EngineEntry(identity=identity, report=EngineReport(role=role, state=state), score=score)
 
 
 class Served:

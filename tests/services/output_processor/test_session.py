@@ -2,127 +2,23 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from tokenizers import Tokenizer
-from tokenloom.services.output_processor import engine_link, session
-from tokenloom.services.output_processor.service import OutputProcessorService
-from tokenloom.services.output_processor.settings import OutputProcessorSettings
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.services.runtime.checkpoint import (
-    DEMO_MODEL,
-    DEMO_MODEL_NAME,
-    CheckpointInfo,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
+from tokenloom.services.output_processor import engine_link
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
 from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
-from tokenloom.services.runtime.service import running
-from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import EngineFrame, Finished
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume
-from tokenloom.v1.types_pb2 import Fingerprint, FinishReason
+from tokenloom.v1.types_pb2 import FinishReason
 
-from tests.services.output_processor.fakes import (
-    LENGTH,
-    LIMITS,
-    SOON,
-    STOP,
-    EngineStream,
-    FakeCoordinator,
-    FakeEngine,
-    Gateway,
-    Served,
-    serve_coordinator,
-    serve_engine,
-    submit,
-)
+from tests.services.output_processor.fakes import LENGTH, LIMITS, SOON, STOP, EngineStream, Gateway, submit
+from tests.services.output_processor.harness import Mesh
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
-
-
-@dataclass
-class Mesh:
-    """An output processor between two engines, a coordinator and this test."""
-
-    engines: list[FakeEngine]
-    servers: list[Served]
-    coordinator: FakeCoordinator
-    channel: grpc.aio.Channel
-    tokenizer: Tokenizer
-    gateways: list[Gateway] = field(default_factory=list)
-
-    async def gateway(self, credit: int = 1000) -> Gateway:
-        gateway = Gateway(self.channel, credit)
-        self.gateways.append(gateway)
-        await gateway.greet()
-        return gateway
-
-    async def started(self, gateway: Gateway, *submits: object) -> tuple[EngineStream, list[int]]:
-        """Submits, and returns the first engine's stream with the attempts' slots."""
-        await gateway.send(submit=submits)
-        stream = await self.engines[0].next_stream()
-        return stream, [add.slot for add in await stream.next_adds(len(submits))]
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-
-@pytest.fixture
-def hang_timeout() -> float:
-    return 60.0
-
-
-@pytest.fixture
-def heartbeat() -> float:
-    return 60.0  # so that what should come at once does not just come with a heartbeat
-
-
-@pytest.fixture
-async def mesh(
-    socket_dir: Path, hang_timeout: float, heartbeat: float, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Mesh]:
-    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", heartbeat)
-    fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
-    engines = [
-        FakeEngine(
-            EngineIdentity(
-                engine_id=f"engine-{i}",
-                epoch=11 + i,
-                address=f"unix:{socket_dir}/e{i}",
-                fingerprint=fingerprint,
-                limits=LIMITS,
-            )
-        )
-        for i in range(2)
-    ]
-    coordinator = FakeCoordinator([engine.identity for engine in engines])
-    servers = [serve_engine(engine) for engine in engines]
-    settings = OutputProcessorSettings(
-        listen=f"unix:{socket_dir}/op",
-        metrics_listen="",
-        coordinator=f"unix:{socket_dir}/co",
-        drain_timeout=0,
-        engine_hang_timeout=hang_timeout,
-    )
-    async with (
-        serve_coordinator(socket_dir / "co", coordinator),
-        servers[0],
-        servers[1],
-        running(OutputProcessorService(settings), settings) as host,
-        open_channel(host.address) as channel,
-    ):
-        await asyncio.wait_for(coordinator.watched.wait(), SOON)
-        mesh = Mesh(engines, servers, coordinator, channel, load_tokenizer(DEMO_MODEL))
-        yield mesh
-        for gateway in mesh.gateways:
-            gateway.close()
 
 
 async def test_tokens_become_text_and_the_end_says_what_was_used(mesh: Mesh) -> None:

@@ -1,0 +1,35 @@
+"""An output processor in the middle of fakes."""
+
+from dataclasses import dataclass, field
+
+import grpc.aio
+from tokenizers import Tokenizer
+
+from tests.services.output_processor.fakes import EngineStream, FakeCoordinator, FakeEngine, Gateway, Served
+
+
+@dataclass
+class Mesh:
+    """An output processor between two engines, a coordinator and this test."""
+
+    engines: list[FakeEngine]
+    servers: list[Served]
+    coordinator: FakeCoordinator
+    channel: grpc.aio.Channel
+    tokenizer: Tokenizer
+    gateways: list[Gateway] = field(default_factory=list)
+
+    async def gateway(self, credit: int = 1000) -> Gateway:
+        gateway = Gateway(self.channel, credit)
+        self.gateways.append(gateway)
+        await gateway.greet()
+        return gateway
+
+    async def started(self, gateway: Gateway, *submits: object) -> tuple[EngineStream, list[int]]:
+        """Submits, and returns the first engine's stream with the attempts' slots."""
+        await gateway.send(submit=submits)
+        stream = await self.engines[0].next_stream()
+        return stream, [add.slot for add in await stream.next_adds(len(submits))]
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids

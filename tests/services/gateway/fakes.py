@@ -43,12 +43,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Any) -> tokenizer_pb2.EncodeResponse:
         await self._count(context)
-        return tokenizer_pb2.EncodeResponse(prompts=[self._prompt(text.encode()) for text in request.texts])
+        return tokenizer_pb2.EncodeResponse(prompts=[self._prompt(text.encode(), request) for text in request.texts])
 
     async def EncodeChat(self, request: tokenizer_pb2.EncodeChatRequest, context: Any) -> Any:
         await self._count(context)
         self.chats.append(request)
-        return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(request.messages_json))
+        return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(request.messages_json, request))
 
     async def GetTokenizerInfo(self, request: Any, context: Any) -> tokenizer_pb2.GetTokenizerInfoResponse:
         return tokenizer_pb2.GetTokenizerInfoResponse(
@@ -65,8 +65,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         if self.unavailable:
             await errors.abort(context, errors.Unavailable("the fake tokenizer is away"))
 
-    def _prompt(self, data: bytes) -> tokenizer_pb2.TokenizedPrompt:
-        return tokenizer_pb2.TokenizedPrompt(token_ids=data, block_hash_prefixes=[1])
+    def _prompt(
+        self, data: bytes, request: tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest
+    ) -> tokenizer_pb2.TokenizedPrompt:
+        """Its one block hash is the sum of its bytes."""
+        hashes = [sum(data)] if request.want_hashes else []
+        return tokenizer_pb2.TokenizedPrompt(token_ids=data, block_hash_prefixes=hashes)
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):

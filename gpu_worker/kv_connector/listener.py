@@ -82,12 +82,11 @@ class Listener:
 
     def _run(self, connection: socket.socket) -> None:
         try:
-            with contextlib.suppress(OSError), self._prepared(connection) as prepared:
-                self._serve(prepared)
+            with contextlib.suppress(OSError):
+                self._serve(self._prepared(connection))
         finally:
-            connection.close()
             with self._lock:
-                del self._connections[threading.current_thread()]
+                self._connections.pop(threading.current_thread()).close()
 
     def _prepared(self, connection: socket.socket) -> socket.socket:
         connection.settimeout(_HANDSHAKE_SECONDS)

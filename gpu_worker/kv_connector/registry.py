@@ -15,7 +15,7 @@ NAMES = ("shm", "nixl", "socket")
 def make_transports(
     names: Sequence[str] = ("auto",),
     *,
-    socket_listen: str = "unix:",
+    socket_listen: str = "",
     socket_advertise: str = "",
     tls: TLS | None = None,
 ) -> list[KVTransport]:

@@ -10,11 +10,9 @@ import hmac
 import secrets
 import socket
 import ssl
-import tempfile
 import threading
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -43,8 +41,9 @@ class TLS:
 
 class _Endpoint(msgspec.Struct, array_like=True):
     address: str
-    """``host:port`` or ``unix:/path``."""
+    """``host:port``, or ``unix:@name`` of an abstract unix socket, which leaves no file behind."""
     token: bytes
+    """Shown by readers: others may find the address."""
 
 
 class _Hello(msgspec.Struct, array_like=True):
@@ -69,22 +68,21 @@ class SocketTransport:
 
     name = "socket"
 
-    def __init__(self, listen: str = "unix:", advertise: str = "", tls: TLS | None = None) -> None:
+    def __init__(self, listen: str = "", advertise: str = "", tls: TLS | None = None) -> None:
         """Args:
-            listen: ``host:port`` (port 0: any), ``unix:/path``, or ``unix:`` for a path of its own.
+            listen: ``host:port`` (port 0: any); empty: a unix socket, for readers on this host.
             advertise: The host that readers connect to, where it is not the one that is listened on.
             tls: Required beyond this host.
 
         Raises ``ValueError`` where ``listen`` would show the pool to the network without TLS.
         """
-        if not listen.startswith("unix:") and tls is None and not _is_loopback(listen.rpartition(":")[0]):
+        if listen and tls is None and not _is_loopback(listen.rpartition(":")[0]):
             raise ValueError(f"KV blocks leave this host only under TLS: listen on loopback, not on {listen}")
         self._listen = listen
         self._advertise = advertise
         self._tls = tls
         self._listener: Listener | None = None
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._readers = weakref.WeakSet[SocketReader]()
+        self._readers: set[SocketReader] = set()
         self._lock = threading.Lock()
 
     def serve(self, pool: KVPool) -> bytes:
@@ -96,7 +94,7 @@ class SocketTransport:
             owner.serve,
             name="kv-socket",
             max_connections=_MAX_CONNECTIONS,
-            tls=self._tls.server if self._tls else None,
+            tls=self._tls.server if self._tls and self._listen else None,
         )
         return msgspec.msgpack.encode(_Endpoint(address, owner.token))
 
@@ -105,10 +103,14 @@ class SocketTransport:
             where = msgspec.msgpack.decode(endpoint, type=_Endpoint)
         except msgspec.DecodeError as error:
             raise KVTransferError("transport", f"the owner's endpoint: {error}") from error
-        reader = SocketReader(where, layout, self._tls)
+        reader = SocketReader(where, layout, self._tls, self._forget)
         with self._lock:
             self._readers.add(reader)
         return reader
+
+    def _forget(self, reader: "SocketReader") -> None:
+        with self._lock:
+            self._readers.discard(reader)
 
     def close(self) -> None:
         with self._lock:
@@ -117,18 +119,13 @@ class SocketTransport:
             reader.close()
         if self._listener is not None:
             self._listener.close()
-        if self._directory is not None:
-            self._directory.cleanup()
 
     def _bind(self) -> tuple[socket.socket, str]:
-        if self._listen.startswith("unix:"):
-            path = self._listen.removeprefix("unix:")
-            if not path:
-                self._directory = tempfile.TemporaryDirectory(prefix="tokenloom-kv-")  # readable by this user only
-                path = str(Path(self._directory.name) / "kv.sock")
+        if not self._listen:
+            name = f"tokenloom-kv-{secrets.token_hex(8)}"
             server = socket.socket(socket.AF_UNIX)
-            server.bind(path)
-            return server, f"unix:{path}"
+            server.bind(f"\0{name}")
+            return server, f"unix:@{name}"
         host, _, port = self._listen.rpartition(":")
         host = host.strip("[]")
         server = socket.create_server((host, int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -167,11 +164,14 @@ class _Owner:
 class SocketReader:
     """Connections to one owner: as many as there are reads at once, kept for the next."""
 
-    def __init__(self, endpoint: _Endpoint, layout: str, tls: TLS | None) -> None:
+    def __init__(
+        self, endpoint: _Endpoint, layout: str, tls: TLS | None, on_close: Callable[["SocketReader"], None]
+    ) -> None:
         """Connects. Raises :class:`KVTransferError`."""
         self._endpoint = endpoint
         self._layout = layout
         self._tls = tls
+        self._on_close = on_close
         self._lock = threading.Lock()
         self._closed = False
         self._idle: list[socket.socket] = []
@@ -206,6 +206,7 @@ class SocketReader:
                 hang_up(connection)
         for connection in idle:
             self._drop(connection)
+        self._on_close(self)
 
     def _take(self) -> socket.socket:
         with self._lock:
@@ -249,11 +250,11 @@ class SocketReader:
 
 
 def _dial(address: str, tls: TLS | None) -> socket.socket:
-    if address.startswith("unix:"):
+    if address.startswith("unix:@"):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(_CONNECT_SECONDS)
         try:
-            connection.connect(address.removeprefix("unix:"))
+            connection.connect(f"\0{address.removeprefix('unix:@')}")
         except BaseException:
             connection.close()
             raise
@@ -262,7 +263,7 @@ def _dial(address: str, tls: TLS | None) -> socket.socket:
         connection = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-    if tls is None:
+    if tls is None or connection.family == socket.AF_UNIX:
         return connection
     return tls.client.wrap_socket(connection, server_hostname=address.rpartition(":")[0])
 

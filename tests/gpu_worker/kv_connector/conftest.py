@@ -16,7 +16,7 @@ MakePool = Callable[..., KVPool]
 
 @pytest.fixture
 def make_pool() -> Iterator[MakePool]:
-    """``make(num_blocks, shared=False, layout=…, gap=0)``: a pool of random bytes; of ``gap``, space between regions."""
+    """``make(num_blocks, shared=False, layout=…, gap=0)``: random bytes, ``gap`` between regions."""
     memories = []
 
     def make(num_blocks: int, shared: bool = False, layout: str = LAYOUT, gap: int = 0, seed: int = 0) -> KVPool:

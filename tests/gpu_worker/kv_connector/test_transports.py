@@ -55,9 +55,7 @@ def reader(make_transport: Callable[[], KVTransport], served: tuple[KVTransport,
 
 
 @pytest.mark.parametrize("gap", [0, 64], ids=["same", "other"])
-def test_reads_blocks_and_touches_no_others(
-    reader: KVReader, owner: KVPool, make_pool: MakePool, gap: int
-) -> None:
+def test_reads_blocks_and_touches_no_others(reader: KVReader, owner: KVPool, make_pool: MakePool, gap: int) -> None:
     pool = make_pool(17, gap=gap, seed=2)
     before = blocks(pool)
     source, target = [22, 3, 4, 5, 0, 9, 9], [0, 7, 8, 9, 16, 2, 3]

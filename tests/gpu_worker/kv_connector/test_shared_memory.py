@@ -1,0 +1,135 @@
+import gc
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenloom.engine_core.kv_transport import KVRegion, KVTransferError
+from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.gpu_worker.kv_connector.listener import Listener
+from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryReader, SharedMemoryTransport, _Endpoint, _Offer
+
+from .conftest import LAYOUT, SIZES, MakePool, block
+
+
+@pytest.fixture
+def transport():
+    transport = SharedMemoryTransport()
+    yield transport
+    transport.close()
+
+
+def test_private_memory_cannot_be_served(transport, make_pool: MakePool) -> None:
+    assert transport.serve(make_pool(4)) is None
+
+
+def test_a_wrong_token_gets_no_memory(transport, make_pool: MakePool) -> None:
+    endpoint = msgspec.msgpack.decode(transport.serve(make_pool(4, shared=True)), type=_Endpoint)
+    wrong = msgspec.msgpack.encode(_Endpoint(endpoint.name, b"x" * 16))
+    with pytest.raises(KVTransferError, match="not passed") as caught:
+        transport.open(wrong, LAYOUT)
+    assert caught.value.reason == "transport"
+
+
+def test_an_owner_that_is_gone_is_an_error(transport, make_pool: MakePool) -> None:
+    endpoint = transport.serve(make_pool(4, shared=True))
+    transport.close()
+    with pytest.raises(KVTransferError, match="refused"):
+        SharedMemoryTransport().open(endpoint, LAYOUT)
+
+
+def test_no_memory_is_passed_after_it_was_closed(transport, make_pool: MakePool) -> None:
+    pool = make_pool(4, shared=True)
+    endpoint = transport.serve(pool)
+    pool.memory.close()
+    with pytest.raises(KVTransferError):
+        transport.open(endpoint, LAYOUT)
+
+
+def test_a_mapping_outlives_its_owner(transport, make_pool: MakePool) -> None:
+    owner, pool = make_pool(4, shared=True), make_pool(4, seed=1)
+    expected = block(owner, 2)
+    reader = SharedMemoryTransport().open(transport.serve(owner), LAYOUT)
+    transport.close()
+    owner.memory.close()
+    reader.read([2], [0], pool)
+    assert block(pool, 0) == expected
+
+
+def test_readers_leave_no_descriptor_and_no_mapping(transport, make_pool: MakePool) -> None:
+    endpoint = transport.serve(make_pool(4, shared=True))
+    transport.open(endpoint, LAYOUT).close()
+    gc.collect()
+    before = _held()
+    for _ in range(10):
+        transport.open(endpoint, LAYOUT)
+        with pytest.raises(KVTransferError):
+            transport.open(endpoint, "other")
+    gc.collect()
+    assert all(now <= then for now, then in zip(_held(), before, strict=True))
+
+
+def _held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd")
+
+
+def offer(num_blocks: int = 4, regions: list[KVRegion] | None = None) -> _Offer:
+    return _Offer(LAYOUT, num_blocks, [KVRegion(0, 8)] if regions is None else regions)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        offer(1 << 40),
+        offer(-1),
+        offer(1 << 70),
+        offer(regions=[KVRegion(1 << 40, 8)]),
+        offer(regions=[KVRegion(-8, 8)]),
+    ],
+)
+def test_an_offer_beyond_the_memory_is_refused(wrong: _Offer) -> None:
+    memory = PoolMemory.allocate(4096, shared=True)
+    with pytest.raises(KVTransferError, match="cannot be mapped"):
+        SharedMemoryReader(memory.fd, wrong, LAYOUT)
+    memory.close()
+
+
+def test_memory_that_could_shrink_is_refused() -> None:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(KVTransferError, match="not sealed"):
+        SharedMemoryReader(fd, offer(), LAYOUT)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("answer", [b"", b"x", msgspec.msgpack.encode(offer())])
+def test_an_owner_that_passes_nothing_is_refused(transport, answer: bytes) -> None:
+    name = f"tokenloom-test-{os.getpid()}"
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(f"\0{name}")
+    owner = Listener(server, lambda connection: connection.sendall(answer), name="test", max_connections=1)
+    with pytest.raises(KVTransferError, match="not passed"):
+        transport.open(msgspec.msgpack.encode(_Endpoint(name, b"x" * 16)), LAYOUT)
+    owner.close()
+
+
+def test_another_process_reads(transport, make_pool: MakePool) -> None:
+    owner = make_pool(4, shared=True)
+    endpoint = transport.serve(owner)
+    script = f"""
+import sys
+from tokenloom.engine_core.kv_transport import KVPool, KVRegion
+from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.gpu_worker.kv_connector.listener import Listener
+from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
+memory = PoolMemory.allocate(4096, shared=False)
+sizes = {SIZES}
+pool = KVPool(memory, tuple(KVRegion(4 * sum(sizes[:i]), size) for i, size in enumerate(sizes)), 4, {LAYOUT!r})
+SharedMemoryTransport().open(bytes.fromhex(sys.argv[1]), {LAYOUT!r}).read([3], [1], pool)
+print(b"".join(view[1].tobytes() for view in pool.views).hex())
+"""
+    found = subprocess.run([sys.executable, "-c", script, endpoint.hex()], capture_output=True, check=True, text=True)
+    assert found.stdout.strip() == block(owner, 3).hex()

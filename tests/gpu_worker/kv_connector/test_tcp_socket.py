@@ -1,0 +1,216 @@
+import shutil
+import socket
+import ssl
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenloom.engine_core.kv_transport import KVPool, KVTransferError
+from tokenloom.gpu_worker.kv_connector.listener import Listener
+from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, send_frame
+from tokenloom.gpu_worker.kv_connector.tcp_socket import (
+    TLS,
+    SocketTransport,
+    _Batch,
+    _Endpoint,
+    _Hello,
+    _Welcome,
+)
+
+from .conftest import LAYOUT, SIZES, MakePool, block, blocks
+
+Make = Callable[..., SocketTransport]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made = []
+
+    def make(*args: object, **kwargs: object) -> SocketTransport:
+        made.append(SocketTransport(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for transport in made:
+        transport.close()
+
+
+def decoded(endpoint: bytes) -> _Endpoint:
+    return msgspec.msgpack.decode(endpoint, type=_Endpoint)
+
+
+def connect(endpoint: bytes) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(5)
+    connection.connect(decoded(endpoint).address.replace("unix:@", "\0"))
+    return connection
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "192.0.2.1:0", "example.org:80", ":0"])
+def test_the_network_is_listened_on_under_tls_only(listen: str) -> None:
+    with pytest.raises(ValueError, match="TLS"):
+        SocketTransport(listen)
+
+
+def test_the_advertised_host_is_what_readers_connect_to(make: Make, make_pool: MakePool) -> None:
+    endpoint = make("127.0.0.1:0", advertise="localhost").serve(make_pool(4))
+    host, _, port = decoded(endpoint).address.partition(":")
+    assert host == "localhost"
+    assert int(port) > 0
+
+
+def test_a_wrong_token_is_hung_up_on(make: Make, make_pool: MakePool) -> None:
+    endpoint = make().serve(make_pool(4))
+    with pytest.raises(KVTransferError, match="hung up") as caught:
+        make().open(msgspec.msgpack.encode(_Endpoint(decoded(endpoint).address, b"x" * 16)), LAYOUT)
+    assert caught.value.reason == "transport"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        _Batch(struct.pack("<I", 4)),
+        _Batch(struct.pack("<I", 2**32 - 1)),
+        _Batch(b"123"),
+        _Welcome("", 0, []),
+    ],
+    ids=["out of range", "negative", "torn", "no batch"],
+)
+def test_the_owner_hangs_up_on_who_asks_for_what_is_not_there(
+    make: Make, make_pool: MakePool, request_: msgspec.Struct
+) -> None:
+    endpoint = make().serve(make_pool(4))
+    with connect(endpoint) as connection:
+        send_frame(connection, _Hello(decoded(endpoint).token, LAYOUT))
+        assert receive_frame(connection, _Welcome) == _Welcome(LAYOUT, 4, list(SIZES))
+        send_frame(connection, request_)
+        assert connection.recv(1) == b""
+
+
+def test_the_owner_gives_nothing_to_another_layout(make: Make, make_pool: MakePool) -> None:
+    endpoint = make().serve(make_pool(4))
+    with connect(endpoint) as connection:
+        send_frame(connection, _Hello(decoded(endpoint).token, "other"))
+        assert receive_frame(connection, _Welcome).layout == LAYOUT
+        assert connection.recv(1) == b""
+
+
+def test_the_owner_hangs_up_on_a_message_that_is_too_long(make: Make, make_pool: MakePool) -> None:
+    with connect(make().serve(make_pool(4))) as connection:
+        connection.sendall(struct.pack("<I", 1 << 30))
+        assert connection.recv(1) == b""
+
+
+def test_an_owner_that_dies_is_an_error_of_reads_to_come(make: Make, make_pool: MakePool) -> None:
+    owner, pool = make(), make_pool(4)
+    reader = make().open(owner.serve(make_pool(4, seed=1)), LAYOUT)
+    reader.read([1], [1], pool)
+    owner.close()
+    for _ in range(2):
+        with pytest.raises(KVTransferError) as caught:
+            reader.read([1], [1], pool)
+        assert caught.value.reason == "transport"
+
+
+def fake_owner(name: str, num_bytes: int, release: threading.Event) -> tuple[Listener, bytes]:
+    """Answers a batch with so many bytes, and hangs up when released."""
+
+    def serve(connection: socket.socket) -> None:
+        receive_frame(connection, _Hello)
+        send_frame(connection, _Welcome(LAYOUT, 4, list(SIZES)))
+        receive_frame(connection, _Batch)
+        connection.sendall(bytes(num_bytes))
+        release.wait(10)
+
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(f"\0{name}")
+    listener = Listener(server, serve, name="test", max_connections=4)
+    return listener, msgspec.msgpack.encode(_Endpoint(f"unix:@{name}", b""))
+
+
+def test_a_torn_answer_is_an_error(make: Make, make_pool: MakePool, tmp_path: Path) -> None:
+    release = threading.Event()
+    release.set()
+    owner, endpoint = fake_owner(str(tmp_path), 2 * sum(SIZES) - 1, release)
+    with pytest.raises(KVTransferError, match="hung up"):
+        make().open(endpoint, LAYOUT).read([0, 1], [0, 1], make_pool(4))
+    owner.close()
+
+
+def test_closing_ends_a_read_that_waits(make: Make, make_pool: MakePool, tmp_path: Path) -> None:
+    release, began, pool = threading.Event(), threading.Event(), make_pool(4)
+    owner, endpoint = fake_owner(str(tmp_path), 1, release)
+    reader = make().open(endpoint, LAYOUT)
+    failed = []
+
+    def read() -> None:
+        began.set()
+        try:
+            reader.read([0], [0], pool)
+        except KVTransferError as error:
+            failed.append(error.reason)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    began.wait()
+    reader.close()
+    thread.join(5)
+    assert failed == ["transport"]
+    release.set()
+    owner.close()
+
+
+def test_reads_in_batches(make: Make, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenloom.gpu_worker.kv_connector.tcp_socket._BATCH_BYTES", 3 * sum(SIZES))
+    owner, pool = make_pool(11), make_pool(11, seed=1)
+    make().open(make().serve(owner), LAYOUT).read(range(10, -1, -1), range(11), pool)
+    assert blocks(pool) == blocks(owner)[::-1]
+
+
+def test_a_few_connections_serve_many_reads(make: Make, make_pool: MakePool) -> None:
+    reader = make().open(make().serve(make_pool(4)), LAYOUT)
+    pool = make_pool(4)
+    for _ in range(50):
+        reader.read([0, 1], [2, 3], pool)
+    assert len(reader._all) == len(reader._idle) == 1
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    directory = tmp_path_factory.mktemp("tls")
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1",
+         "-subj", "/CN=engine", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
+         "-keyout", "key.pem", "-out", "cert.pem"],
+        cwd=directory, check=True, capture_output=True,
+    )  # fmt: skip
+    return directory
+
+
+def make_tls(certificates: Path, with_client_certificate: bool = True) -> TLS:
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    server.load_verify_locations(certificates / "cert.pem")
+    server.verify_mode = ssl.CERT_REQUIRED
+    client = ssl.create_default_context(cafile=str(certificates / "cert.pem"))
+    if with_client_certificate:
+        client.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    return TLS(server, client)
+
+
+def test_tls_moves_blocks_and_knows_its_peers(make: Make, make_pool: MakePool, certificates: Path) -> None:
+    owner: KVPool = make_pool(9)
+    endpoint = make("0.0.0.0:0", advertise="localhost", tls=make_tls(certificates)).serve(owner)
+    pool = make_pool(4, seed=1)
+    make(tls=make_tls(certificates)).open(endpoint, LAYOUT).read([8, 1, 2], [0, 3, 2], pool)
+    assert [block(pool, i) for i in (0, 3, 2)] == [block(owner, i) for i in (8, 1, 2)]
+    for stranger in (make(), make(tls=make_tls(certificates, with_client_certificate=False))):
+        with pytest.raises(KVTransferError) as caught:
+            stranger.open(endpoint, LAYOUT)
+        assert caught.value.reason == "transport"

@@ -62,7 +62,7 @@ class KVFront:
             host=socket.gethostname(),
             kv_layout=ready.kv_layout,
             block_size=ready.block_size,
-            transports=expanded(settings.kv_transports),
+            transports=expanded(settings.transports),
             must_load=settings.kv_policy == "fail",
         )
         self.loads = KVLoads(reader, core, self._link, self._registry, on_recompute)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 from tokenloom.engine_core.errors import EngineDeadError
@@ -42,7 +42,7 @@ class KVLink:
         self._waiting: dict[int, asyncio.Future[KVAnswer]] = {}  # as many as there are callers that wait
         self._dead = False
 
-    async def run(self, on_verify: Callable[[KVVerify], Awaitable[None]]) -> None:
+    async def run(self, on_verify: Callable[[KVVerify], None]) -> None:
         """Hands out answers, and each ``KVVerify`` to ``on_verify``, until the core is dead."""
         try:
             while True:
@@ -51,7 +51,7 @@ class KVLink:
                         if (future := self._waiting.get(answer.call_id)) is not None and not future.done():
                             future.set_result(answer)
                     case KVVerify() as verify:
-                        await on_verify(verify)
+                        on_verify(verify)
         except EngineDeadError:
             pass  # the front learns it where outputs end
         finally:

@@ -83,13 +83,11 @@ class KVLoads:
         """Brings an open attempt to the core, with its KV if that can be had."""
         self._tasks.spawn(self._run(attempt, source), name=f"kv-load-{attempt.key}")
 
-    async def on_verify(self, verify: KVVerify) -> None:
+    def on_verify(self, verify: KVVerify) -> None:
         """The core has copied, or given up."""
-        if (load := self._loads.get(verify.request_id)) is not None:
+        if (load := self._loads.get(verify.request_id)) is not None:  # else it ended meanwhile, which the core knows
             load.verify = verify
             load.over.set()
-        else:  # ended meanwhile: whoever still waits must not wait for ever
-            await self._link.tell(KVVerdict(verify.request_id, valid=False, reason="not_found"))
 
     async def close(self) -> None:
         """Leases that are still held run out by themselves."""
@@ -147,22 +145,25 @@ class KVLoads:
     async def _read(self, attempt: Attempt, reading: Reading) -> None:
         """The life of an acquired lease."""
         load = _Load()
-        verdict: Verdict | None = None
+        lost = ""
         if (request := attempt.request) is not None:
             request.remote_kv = reading.target
             self._loads[attempt.key] = load
             attempt.on_end = load.over.set
             try:
                 await self._hand_over(attempt, request)
-                verdict = await self._hold(attempt.key, load, reading)
+                lost = await self._hold(attempt.key, load, reading)
             finally:
                 del self._loads[attempt.key]
-        if verdict is None:
+        if lost:
+            verdict = Verdict(valid=False, reason=lost)
+        else:
             verdict = await _release(reading)
-        if load.verify is not None or not verdict.valid:
-            await self._link.tell(
-                KVVerdict(attempt.key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums))
-            )
+            if load.verify is None or not load.verify.copied:
+                return  # nobody waits for it
+        await self._link.tell(
+            KVVerdict(attempt.key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums))
+        )
 
     async def _hand_over(self, attempt: Attempt, request: EngineCoreRequest) -> None:
         assert attempt.request is request
@@ -171,8 +172,8 @@ class KVLoads:
         except Unavailable as error:
             self._core.fail(attempt, error)
 
-    async def _hold(self, key: str, load: _Load, reading: Reading) -> Verdict | None:
-        """Until the load is over: renews the lease and passes its progress on. A verdict if the lease did not last."""
+    async def _hold(self, key: str, load: _Load, reading: Reading) -> str:
+        """Until the load is over: renews the lease and passes its progress on. Why the lease did not last, if so."""
         try:
             async with task_group() as group:
                 helpers = [
@@ -184,8 +185,8 @@ class KVLoads:
                     task.cancel()
         except KVTransferError as failure:
             log.warning("a lease did not last: %s", failure)
-            return Verdict(valid=False, reason=failure.reason)
-        return None
+            return failure.reason
+        return ""
 
     async def _follow(self, key: str, reading: Reading) -> None:
         async for tokens_ready in reading.progress():

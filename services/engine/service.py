@@ -59,7 +59,7 @@ class EngineService:
             raise FailedPrecondition(str(error)) from None
         engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
-        if settings.kv_transports:
+        if settings.transports:
             observe = engine_metrics.kv.observe_recompute
             self._kv = KVFront(settings, self._client, core, ready, epoch=host.epoch, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)

@@ -44,7 +44,9 @@ class EngineSettings(ServiceSettings):
 
     role: RoleName = Field("both", description="Which legs of requests it takes: prefill, decode or both.")
     kv_transports: CommaList = Field(
-        (), description="How KV moves between engines, best first: auto, shm, nixl, socket; empty: not at all."
+        (),
+        description="How KV moves between engines, best first: auto, shm, nixl, socket; "
+        "by default auto for prefill and decode, and not at all for both.",
     )
     kv_listen: str = Field("127.0.0.1:0", description="Where engines ask for KV: host:port or unix:/path; empty: off.")
     kv_advertise_address: str = Field("", description="Where engines reach that; by default where it listens.")
@@ -71,6 +73,11 @@ class EngineSettings(ServiceSettings):
                 raise ValueError(f"a KV transport is one of auto, {', '.join(registry.NAMES)}, not {name!r}")
         return value
 
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Ways in which KV moves; empty: it does not."""
+        return self.kv_transports or (() if self.role == "both" else ("auto",))
+
     def engine_config(self, checkpoint: str) -> EngineConfig:
         """The core's part of it, for the checkpoint in this directory."""
         return EngineConfig(
@@ -96,7 +103,7 @@ class EngineSettings(ServiceSettings):
             ),
             kv=KVConfig(
                 role=self.role,
-                transports=self.kv_transports,
+                transports=self.transports,
                 policy=self.kv_policy,
                 checksum=self.kv_checksum,
                 lease_seconds=self.kv_lease_seconds,

@@ -14,12 +14,14 @@ import zmq.asyncio
 
 from .client import utility_result
 from .config import EngineConfig
-from .core import EngineCore
+from .core import CoreKV, EngineCore
 from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineDeadError, EngineStartError
 from .kv_messages import KVCall, KVEvent
+from .kv_service import KVService
+from .kv_thread import KVThread
 from .messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode, to_raw
 from .worker import Executor
@@ -213,9 +215,11 @@ class AsyncMPClient:
 class AsyncInprocClient:
     """The core on a thread of this process: for tests and for engines too small to deserve a process."""
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, kv: CoreKV | None = None) -> None:
         self._config = config
         self._executor = executor
+        self._kv = kv
+        self._kv_link: _InprocKVLink | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="core")
         # As many as a core's process takes in during one step.
         self._inputs: asyncio.Queue[InputMessage] = asyncio.Queue(INPUT_QUEUE_SIZE)
@@ -228,10 +232,17 @@ class AsyncInprocClient:
     async def start(self) -> CoreReady:
         loop = asyncio.get_running_loop()
         try:
-            self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor)
+            self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor, self._kv)
         except Exception as error:
             raise EngineStartError(f"the engine core did not start: {error}") from error
         self._calls = CoreCalls(self._core)
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._wake)
+
+        self._core.on_news(wake)
+        if self._kv is not None and self._kv.service is not None:
+            self._kv_link = _InprocKVLink(self._kv.service)
         return self._core.ready
 
     async def add_request(self, request: EngineCoreRequest) -> None:
@@ -263,11 +274,28 @@ class AsyncInprocClient:
         await self._put(call)
         return await answer
 
+    async def kv_send(self, call: KVCall) -> None:
+        if self._dead is not None:
+            raise self._dead
+        assert self._kv_link is not None, "this core moves no KV"
+        await self._kv_link.send(call)
+
+    async def kv_receive(self) -> KVEvent:
+        if self._dead is not None:
+            raise self._dead
+        assert self._kv_link is not None, "this core moves no KV"
+        if (event := await self._kv_link.receive()) is None:
+            raise self._dead or EngineDeadError("the client was closed")
+        return event
+
     async def close(self) -> None:
         self._fail(EngineDeadError("the client was closed"))
         await asyncio.to_thread(self._thread.shutdown)
         if self._core is not None:
-            self._core.shutdown()
+            await asyncio.to_thread(self._core.shutdown)
+        if self._kv_link is not None:
+            await self._kv_link.close()
+            self._kv_link = None
 
     async def _put(self, message: InputMessage) -> None:
         if self._dead is not None:
@@ -283,12 +311,16 @@ class AsyncInprocClient:
             raise self._dead from error
 
     def _process(self, message: InputMessage) -> None:
+        assert self._core is not None
         assert self._calls is not None
         match message:
             case None:
                 return  # woken to see that the client is dead
             case EngineCoreRequest():
                 answer = self._calls.add(message)
+            case AcceptTokens():
+                self._core.accept_tokens(message)
+                return
             case UtilityCall():
                 answer = self._calls.call(message)
             case _:
@@ -299,5 +331,43 @@ class AsyncInprocClient:
     def _fail(self, error: EngineDeadError) -> None:
         self._dead = self._dead or error
         self._pending.fail(self._dead)
+        self._wake()
+
+    def _wake(self) -> None:
         if not self._inputs.full():  # else nobody waits for it
             self._inputs.put_nowait(None)
+
+
+class _InprocKVLink:
+    """The KV thread in this process."""
+
+    def __init__(self, service: KVService) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.bind("inproc://kv")
+        self._events: Decoder[KVEvent] = Decoder(KVEvent)
+        self._receiving: asyncio.Future[list[bytes]] | None = None
+        self._thread = KVThread(zmq.Context.shadow(self._context.underlying), "inproc://kv", service)
+        self._thread.start()
+
+    async def send(self, call: KVCall) -> None:
+        await self._socket.send_multipart(encode(call))
+
+    async def receive(self) -> KVEvent | None:
+        """None: closed."""
+        self._receiving = asyncio.ensure_future(self._socket.recv_multipart())
+        try:
+            return self._events.decode(await self._receiving)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # then it was :meth:`close`
+                return None
+            raise
+        finally:
+            self._receiving = None
+
+    async def close(self) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+        await asyncio.to_thread(self._thread.stop)
+        self._context.destroy(linger=0)

@@ -1,13 +1,27 @@
 """The engine's loop without I/O."""
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from .config import EngineConfig
+from .failpoints import Failpoints
 from .kv_cache_config import size_kv_cache
-from .messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .kv_connector import KVConnector, finish_transfers, start_transfers
+from .kv_service import KVService
+from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .worker import Executor
+
+
+class CoreKV(NamedTuple):
+    """How the KV of a core moves."""
+
+    connector: KVConnector
+    failpoints: Failpoints
+    service: KVService | None = None
+    """What the KV thread runs."""
 
 
 class EngineCore:
@@ -17,12 +31,17 @@ class EngineCore:
     model that does not work.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, kv: CoreKV | None = None) -> None:
+        """``kv``: how its KV moves; None: it stays."""
         self.executor = executor
+        self._kv = kv
+        self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
-        self.scheduler = Scheduler(config.scheduler, config.cache, kv_cache)
-        executor.initialize_kv_cache(kv_cache.num_blocks)
+        self.scheduler = Scheduler(
+            config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
+        )
+        self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self.num_steps = 0
         self.ready = CoreReady(
             num_kv_blocks=kv_cache.num_blocks,
@@ -41,19 +60,38 @@ class EngineCore:
         """Ends requests without an output; ids that are not live are ignored."""
         self.scheduler.abort_requests(request_ids)
 
+    def accept_tokens(self, message: AcceptTokens) -> None:
+        """Gives a request the first tokens that it was added ahead of."""
+        self.scheduler.accept_tokens(message)
+
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything."""
-        return self.scheduler.has_work()
+        """Whether ``step`` would do anything. Not while every request waits for KV from elsewhere: see ``on_news``."""
+        return self.scheduler.has_work() or (self._connector is not None and self._connector.has_news())
+
+    def has_requests(self) -> bool:
+        """Whether any request is live."""
+        return bool(self.scheduler.requests)
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        """``callback`` is called, from any thread, when there may be work that no call to this core brought."""
+        if self._connector is not None:
+            self._connector.on_news(callback)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
         """Schedule, execute, update. ``take_aborts`` gives the requests that were aborted while the step executed."""
         outputs: list[EngineCoreOutput] = []
         scheduled = self.scheduler.schedule()
+        if self._connector is not None:
+            start_transfers(self._connector, scheduled)
         if scheduled.total_num_scheduled_tokens:
             result = self._execute(scheduled)
+            if self._connector is not None:
+                self._connector.wait_for_save()
             self.scheduler.abort_requests(take_aborts())
             outputs = self.scheduler.update_from_output(scheduled, result)
             self.num_steps += 1
+        if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
+            self.scheduler.update_from_connector(news)
         outputs += self.scheduler.take_early_outputs()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
@@ -61,9 +99,25 @@ class EngineCore:
         """Forgets all cached blocks; False, and nothing happens, while requests run."""
         return self.scheduler.reset_prefix_cache()
 
+    def failpoints_fired(self) -> dict[str, int]:
+        """How often each injected fault has happened."""
+        return self._kv.failpoints.fired() if self._kv is not None else {}
+
     def shutdown(self) -> None:
         """Gives the executor's resources back. Idempotent."""
+        if self._connector is not None:
+            self._connector.shutdown()
         self.executor.shutdown()
+
+    def _initialize_kv_cache(self, config: EngineConfig, num_blocks: int, bytes_per_token: int) -> None:
+        if self._connector is None:
+            self.executor.initialize_kv_cache(num_blocks)
+            return
+        # Only an owner's pool is mapped by others; a decode engine's is faster in huge pages.
+        is_shared = bool(config.kv.transports) and config.kv.role != "decode"
+        memory = PoolMemory.allocate(num_blocks * config.cache.block_size * bytes_per_token, shared=is_shared)
+        self.executor.initialize_kv_cache(num_blocks, memory)
+        self._connector.register_kv_caches(self.executor.kv_pool())
 
     def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         try:

@@ -24,7 +24,10 @@ class CoreCalls:
         self._core = core
         self._num_requests_added = 0
         self._accepting = True
-        self._utilities: dict[str, Callable[..., object]] = {"reset_prefix_cache": core.reset_prefix_cache}
+        self._utilities: dict[str, Callable[..., object]] = {
+            "reset_prefix_cache": core.reset_prefix_cache,
+            "failpoints_fired": core.failpoints_fired,
+        }
 
     def refuse_new(self) -> None:
         """From now on requests are answered with an error."""

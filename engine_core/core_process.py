@@ -4,9 +4,11 @@ client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy 
                          └─────▶ aborts queue ─────┘ (also read while a step's results come in)
 """
 
+import contextlib
 import enum
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
@@ -15,10 +17,11 @@ from collections.abc import Callable
 import zmq
 
 from .config import EngineConfig
-from .core import EngineCore
+from .core import CoreKV, EngineCore
 from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
-from .messages import CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
+from .kv_thread import KVThread
+from .messages import AcceptTokens, CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode
 from .worker import Executor
 
@@ -36,7 +39,8 @@ class ProcState(enum.Enum):
 
 
 class EngineCoreProc:
-    """Runs an :class:`EngineCore` for one client. :meth:`run` is for one thread, :meth:`request_shutdown` for any."""
+    """Runs an :class:`EngineCore` for one client. :meth:`run` is for one thread; :meth:`request_shutdown` and
+    :meth:`wake` are for any."""
 
     def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
         self._core = core
@@ -56,6 +60,11 @@ class EngineCoreProc:
             self.state = ProcState.REQUESTED
             self._input.input_queue.put((RequestType.WAKEUP, None))
 
+    def wake(self) -> None:
+        """Lets :meth:`run` look for work if it waits for input."""
+        with contextlib.suppress(queue.Full):  # then it does not wait
+            self._input.input_queue.put_nowait((RequestType.WAKEUP, None))
+
     def run(self) -> None:
         """Steps until a shutdown that was asked for. When the core fails the client is told, and the failure raised."""
         try:
@@ -71,7 +80,7 @@ class EngineCoreProc:
         """Takes in all that has arrived; with nothing to do, waits for something. False: shut down."""
         inputs = self._input.input_queue
         while not self._core.has_work():
-            if self.state is not ProcState.RUNNING:
+            if self.state is not ProcState.RUNNING and not self._core.has_requests():
                 self.state = ProcState.SHUTTING_DOWN
                 return False
             self._process(inputs.get())
@@ -88,19 +97,27 @@ class EngineCoreProc:
         elif kind is RequestType.ABORT:
             assert isinstance(message, list)
             self._send(self._calls.abort(message))
+        elif kind is RequestType.ACCEPT:
+            assert isinstance(message, AcceptTokens)
+            self._core.accept_tokens(message)
         elif kind is RequestType.UTILITY:
             assert isinstance(message, UtilityCall)
             self._send(self._calls.call(message))
         else:
             assert kind is RequestType.WAKEUP, kind
-            self._calls.refuse_new()
+            if self.state is not ProcState.RUNNING:
+                self._calls.refuse_new()
 
     def _send(self, outputs: EngineCoreOutputs | None) -> None:
         if outputs is not None:
             self._output.send(outputs)
 
 
-def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfig], Executor]) -> int:
+def run_engine_core(
+    handshake_address: str,
+    make_executor: Callable[[EngineConfig], Executor],
+    make_kv: Callable[[EngineConfig], CoreKV | None] = lambda config: None,
+) -> int:
     """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
     guard = ProcessGuard()
     guard.start()
@@ -110,16 +127,22 @@ def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfi
             socket.connect(handshake_address)
             init = _shake_hands(socket)
             try:
-                core = EngineCore(init.config, make_executor(init.config))
+                kv = make_kv(init.config)
+                core = EngineCore(init.config, make_executor(init.config), kv)
             except Exception as error:
                 log.exception("the engine core cannot start")
                 socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
                 return 1
             proc = EngineCoreProc(core, context, init)
             proc.start()
+            kv_thread = _start_kv_thread(context, init, kv)
+            core.on_news(proc.wake)
             guard.on_terminate = proc.request_shutdown
             socket.send_multipart(encode(core.ready))
-        return _run(proc, core)
+        status = _run(proc, core)
+        if kv_thread is not None:
+            kv_thread.stop()
+        return status
     finally:
         context.term()  # wakes the input thread, which closes its socket; waits until the last messages are out
 
@@ -127,6 +150,14 @@ def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfi
 def _shake_hands(socket: zmq.Socket[bytes]) -> CoreInit:
     socket.send_multipart(encode(CoreHello(os.getpid())))
     return Decoder[CoreInit](CoreInit).decode(socket.recv_multipart())
+
+
+def _start_kv_thread(context: zmq.Context[zmq.Socket[bytes]], init: CoreInit, kv: CoreKV | None) -> KVThread | None:
+    if kv is None or kv.service is None or not init.kv_address:
+        return None
+    thread = KVThread(context, init.kv_address, kv.service)
+    thread.start()
+    return thread
 
 
 def _run(proc: EngineCoreProc, core: EngineCore) -> int:
@@ -149,18 +180,21 @@ class ProcessGuard:
 
     def __init__(self) -> None:
         self.on_terminate: Callable[[], None] = lambda: os._exit(0)
+        self._wake_read, self._wake_write = os.pipe()
 
     def start(self) -> None:
-        """To be called first, in the main thread: threads that are started later inherit the blocked signal."""
+        """To be called first, in the main thread."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        # A pipe, not a blocked signal: libraries have threads that take it whatever is blocked here.
+        os.set_blocking(self._wake_write, False)
+        signal.set_wakeup_fd(self._wake_write)
+        signal.signal(signal.SIGTERM, lambda *_: None)
         threading.excepthook = _exit_on_thread_failure
         threading.Thread(target=self._watch_terminate, name="core-signals", daemon=True).start()
         threading.Thread(target=_watch_parent, name="core-parent", daemon=True).start()
 
     def _watch_terminate(self) -> None:
-        while True:
-            signal.sigwait({signal.SIGTERM})
+        while os.read(self._wake_read, 1):
             self.on_terminate()
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import EngineConfig
+from .kv_transport import KVPool, KVRegion
+from .pool_memory import PoolMemory
 from .scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .worker import ModelInfo
 
@@ -42,6 +44,7 @@ class HashWorker:
         self._max_model_len = max_model_len
         self._rows: dict[str, _Row] = {}
         self._cache = np.empty((0, 2), dtype=np.int32)
+        self._memory: PoolMemory | None = None
 
     def load_model(self) -> ModelInfo:
         if self._config.model:
@@ -52,15 +55,28 @@ class HashWorker:
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             kv_bytes_per_token=_BYTES_PER_TOKEN,
-            kv_layout="hash/int32/2",
+            kv_layout=self._kv_layout,
             numerics="hash",
         )
 
     def determine_available_memory(self) -> int:
         return _AVAILABLE_BYTES
 
-    def initialize_kv_cache(self, num_blocks: int) -> None:
-        self._cache = np.full((num_blocks * self._block_size, 2), -1, dtype=np.int32)
+    @property
+    def _kv_layout(self) -> str:
+        return f"hash/int32/2/{self._block_size}"
+
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        num_slots = num_blocks * self._block_size
+        self._memory = memory or PoolMemory.allocate(num_slots * _BYTES_PER_TOKEN, shared=False)
+        self._cache = np.frombuffer(self._memory.buffer, dtype=np.int32, count=2 * num_slots).reshape(num_slots, 2)
+        self._cache[:] = -1
+
+    def kv_pool(self) -> KVPool:
+        assert self._memory is not None, "initialize_kv_cache comes first"
+        block_bytes = self._block_size * _BYTES_PER_TOKEN
+        num_blocks = len(self._cache) // self._block_size
+        return KVPool(self._memory, (KVRegion(0, block_bytes),), num_blocks, self._kv_layout)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if self._config.step_seconds:

@@ -45,7 +45,7 @@ class KVCacheManager:
 
         All, not just the next chunk: two long prompts let in together would only preempt each other.
         """
-        num_new = self._blocks_for(request.num_tokens) - len(hits)
+        num_new = self._blocks_for(request.num_tokens) - max(len(hits), len(request.block_ids))
         return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
 
     def admit(self, request: Request, hits: list[int]) -> None:
@@ -55,6 +55,17 @@ class KVCacheManager:
         request.block_ids = list(hits)
         request.num_registered_blocks = len(hits)
         request.num_computed_tokens = len(hits) * self.block_size
+
+    def reserve(self, request: Request) -> None:
+        """Makes room for all tokens of an admitted request at once, whoever is to compute or load them."""
+        num_missing = self._blocks_for(request.num_tokens) - len(request.block_ids)
+        request.block_ids += self.pool.allocate(num_missing)
+
+    def finish_load(self, request: Request, num_tokens: int) -> None:
+        """The first ``num_tokens`` tokens are in the request's blocks, for good: full blocks can be hit from now on."""
+        request.num_computed_tokens = num_tokens
+        if self.enable_prefix_caching:
+            self._register_blocks(request, num_tokens // self.block_size)
 
     def allocate(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Makes room for a request's next tokens; returns the blocks added, None if too few are free."""

@@ -1,8 +1,8 @@
-"""How KV blocks get into and out of the pool other than by computing them: vLLM V1's connector, names and order of calls.
+"""How KV blocks get into the pool, and out, other than by computing them: vLLM V1's connector, its names and call order.
 
 Scheduler side: get_num_new_matched_tokens → allocate → update_state_after_alloc → build_connector_meta → (step) →
-update_connector_output → request_finished. Worker side, each step: bind_connector_metadata → start_load_kv → (forward) →
-wait_for_save → get_finished → get_block_ids_with_load_errors → get_kv_connector_stats → clear_connector_metadata.
+update_connector_output → request_finished. Worker side, each step: bind_connector_metadata → start_load_kv →
+(forward) → wait_for_save → get_finished → get_block_ids_with_load_errors → get_kv_connector_stats → clear_connector_metadata.
 
 Every load runs beside the steps, on the connector's own threads, while its request waits in
 ``WAITING_FOR_REMOTE_KVS``. Whole steps, not layers, are the unit of saving: a per-layer call is only worth its cost where
@@ -34,6 +34,11 @@ class KVConnectorStats(msgspec.Struct):
     failures: dict[str, str] = {}
     """Loads that failed, by request: one of ``KV_FAILURES``."""
 
+    def add_received(self, transport: str, num_blocks: int, block_bytes: int) -> None:
+        """Counts a load that came by ``transport``."""
+        self.blocks_received += num_blocks
+        self.bytes_received[transport] = self.bytes_received.get(transport, 0) + num_blocks * block_bytes
+
 
 class KVConnectorOutput(msgspec.Struct):
     """What became of transfers since the last step."""
@@ -54,9 +59,9 @@ class KVConnectorScheduler(Protocol):
         """First of all: the pool whose generations, and evictions, this connector may follow."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after the first ``num_computed_tokens`` (local hits) can be loaded, and whether beside the steps.
+        """How many tokens after the first ``num_computed_tokens`` (hits here) can be loaded; whether beside the steps.
 
-        None: not known yet, ask again at the next step. The second is always True unless there is nothing to load.
+        None: not known yet, to be asked again at the next step: ``on_news`` tells when. The second is always True unless there is nothing to load.
         """
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
@@ -120,3 +125,21 @@ class KVConnectorWorker(Protocol):
 
 class KVConnector(KVConnectorScheduler, KVConnectorWorker, Protocol):
     """Both sides: scheduler and worker live in one process."""
+
+
+def start_transfers(connector: KVConnector, scheduled: SchedulerOutput) -> None:
+    """The worker side's calls before a forward pass."""
+    if (metadata := connector.build_connector_meta(scheduled)) is not None:
+        connector.bind_connector_metadata(metadata)
+        connector.start_load_kv()
+
+
+def finish_transfers(connector: KVConnector, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
+    """The worker side's calls after a step; None: no news."""
+    output = None
+    if connector.has_news():
+        sent, received = connector.get_finished(set(scheduled.finished_req_ids))
+        invalid = connector.get_block_ids_with_load_errors()
+        output = KVConnectorOutput(sent, received, invalid, connector.get_kv_connector_stats())
+    connector.clear_connector_metadata()
+    return output

@@ -2,6 +2,7 @@
 
 import enum
 
+from .kv_messages import KVTarget
 from .messages import EngineCoreRequest, FinishReason
 
 
@@ -13,10 +14,14 @@ class RequestStatus(enum.IntEnum):
     RUNNING = 1
     PREEMPTED = 2
     """Waits again: it lost its blocks, the worker still knows its parameters."""
-    FINISHED_STOPPED = 3
-    FINISHED_LENGTH_CAPPED = 4
-    FINISHED_ABORTED = 5
-    FINISHED_ERROR = 6
+    WAITING_FOR_REMOTE_KVS = 3
+    """Not to be scheduled before blocks, or tokens, have come from another engine."""
+    FINISHED_STOPPED = 4
+    FINISHED_LENGTH_CAPPED = 5
+    FINISHED_ABORTED = 6
+    FINISHED_ERROR = 7
+    FINISHED_PREFILLED = 8
+    """The first token is there, and another engine goes on."""
 
 
 _Status = RequestStatus
@@ -25,9 +30,18 @@ _FINISHED = frozenset(status for status in _Status if status >= _Status.FINISHED
 # The only changes there are. WAITING ends at once when accepted tokens meet an end condition or the request is refused;
 # a failed step sends everybody back to WAITING.
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _Status.WAITING: _FINISHED | {_Status.RUNNING},
+    _Status.WAITING: _FINISHED | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS},
     _Status.RUNNING: _FINISHED | {_Status.PREEMPTED, _Status.WAITING},
-    _Status.PREEMPTED: frozenset({_Status.RUNNING, _Status.WAITING, _Status.FINISHED_ABORTED, _Status.FINISHED_ERROR}),
+    _Status.PREEMPTED: frozenset(
+        {
+            _Status.RUNNING,
+            _Status.WAITING,
+            _Status.WAITING_FOR_REMOTE_KVS,
+            _Status.FINISHED_ABORTED,
+            _Status.FINISHED_ERROR,
+        }
+    ),
+    _Status.WAITING_FOR_REMOTE_KVS: _FINISHED | {_Status.WAITING, _Status.PREEMPTED},
 } | {status: frozenset() for status in _FINISHED}
 
 FINISH_REASONS: dict[RequestStatus, FinishReason] = {
@@ -35,7 +49,41 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
     _Status.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
     _Status.FINISHED_ABORTED: FinishReason.ABORT,
     _Status.FINISHED_ERROR: FinishReason.ERROR,
+    _Status.FINISHED_PREFILLED: FinishReason.PREFILLED,
 }
+
+
+class RemoteKVState:
+    """A request's dealings with other engines; most requests have none."""
+
+    __slots__ = (
+        "awaits_tokens",
+        "failure",
+        "hits_lost",
+        "lease_id",
+        "num_external_tokens",
+        "resume_status",
+        "target",
+        "wait_ns",
+        "waiting_since_ns",
+    )
+
+    def __init__(self, lease_id: bytes = b"", target: KVTarget | None = None, *, awaits_tokens: bool = False) -> None:
+        self.lease_id = lease_id
+        """Prefill leg: what its KV is to be offered under."""
+        self.target = target
+        """Decode leg: where its KV is, until it is loaded or not wanted any more."""
+        self.awaits_tokens = awaits_tokens
+        self.num_external_tokens = 0
+        """On their way, or loaded, after those that were found here."""
+        self.failure = ""
+        """Why it could not all be loaded: one of ``KV_FAILURES``."""
+        self.hits_lost = False
+        """What was found here counts for nothing any more."""
+        self.resume_status = RequestStatus.WAITING
+        """To go back to after waiting."""
+        self.waiting_since_ns = 0
+        self.wait_ns = 0
 
 
 class Request:
@@ -49,6 +97,7 @@ class Request:
         "cache_salt",
         "first_output_sent",
         "first_scheduled_ns",
+        "limit_status",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -56,6 +105,7 @@ class Request:
         "num_registered_blocks",
         "num_tokens",
         "prompt_token_ids",
+        "remote",
         "request_id",
         "sampling_params",
         "status",
@@ -76,7 +126,15 @@ class Request:
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        self.limit_status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.num_computed_tokens = 0
+
+        self.remote: RemoteKVState | None = None
+        if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
+            self.remote = RemoteKVState(message.lease_id, message.remote_kv, awaits_tokens=message.awaits_tokens)
+        if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
+            self.max_num_tokens = self.num_tokens + 1  # the rest is for whoever takes up the lease
+            self.limit_status = RequestStatus.FINISHED_PREFILLED
 
         # Kept by the KV cache manager.
         self.block_ids: list[int] = []
@@ -102,6 +160,19 @@ class Request:
     def is_finished(self) -> bool:
         return self.status >= RequestStatus.FINISHED_STOPPED
 
+    @property
+    def kv_wait_ns(self) -> int:
+        """Time spent waiting for remote KV."""
+        return self.remote.wait_ns if self.remote is not None else 0
+
+    @property
+    def is_known_to_worker(self) -> bool:
+        status = self.status
+        if status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            assert self.remote is not None
+            status = self.remote.resume_status
+        return status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
+
     def append_token(self, token_id: int) -> None:
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
@@ -117,5 +188,5 @@ def finish_status(request: Request) -> RequestStatus | None:
     if request.num_tokens > request.num_prompt_tokens and request.all_token_ids[-1] in request.stop_token_ids:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
-        return RequestStatus.FINISHED_LENGTH_CAPPED
+        return request.limit_status
     return None

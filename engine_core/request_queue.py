@@ -15,7 +15,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
         self.num_tokens = 0
-        """Tokens of all requests here: none of them is computed."""
+        """Of all requests here: none is computed, but for those that loaded blocks."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -30,6 +30,10 @@ class RequestQueue:
     def prepend(self, request: Request) -> None:
         self.append(request)
         self._requests.move_to_end(request.request_id, last=False)
+
+    def note_growth(self, num_tokens: int) -> None:
+        """A request here has so many tokens more."""
+        self.num_tokens += num_tokens
 
     def peek(self) -> Request:
         """The head; the queue is not empty."""

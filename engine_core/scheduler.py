@@ -7,8 +7,11 @@ from typing import NamedTuple
 from .config import CacheConfig, SchedulerConfig
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
-from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
+from .kv_connector import KVConnectorOutput, KVConnectorScheduler
+from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
+from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
+from .request_limits import check_config, refusal
 from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
@@ -35,8 +38,12 @@ class Scheduler:
         cache: CacheConfig,
         kv_cache: KVCacheConfig,
         clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        connector: KVConnectorScheduler | None = None,
+        kv_policy: str = "recompute",
     ) -> None:
-        _check_config(config, kv_cache.max_model_len)
+        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``."""
+        check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
         self.kv = KVCacheManager(
@@ -51,6 +58,8 @@ class Scheduler:
         # Blocks that admission leaves to those already running, so that their next tokens do not preempt the newcomer.
         self._watermark = kv_cache.num_blocks // 100
         self._blocked: _Blocked | None = None
+        self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
+        self._is_stalled = False
         self._clock = clock
         self._stats = SchedulerStats()
         self._finished_req_ids: list[str] = []
@@ -62,7 +71,9 @@ class Scheduler:
         """Queues a request, or ends it at once: refused, or its accepted tokens meet an end condition."""
         assert message.request_id not in self.requests, f"request {message.request_id} is live already"
         request = Request(message, self.max_model_len, self._clock())
-        if error := self._refusal(request, message.priority):
+        self._is_stalled = False
+        moves_kv = self._remote is not None
+        if error := refusal(request, message.priority, self.kv, self.max_model_len, moves_kv=moves_kv):
             self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
         elif status := finish_status(request):
             self._finish_early(request, status)
@@ -70,22 +81,45 @@ class Scheduler:
             self.requests[request.request_id] = request
             self.waiting.append(request)
 
+    def accept_tokens(self, message: AcceptTokens) -> None:
+        """Gives a request the tokens that it was added ahead of. Of an unknown id they are too late."""
+        request = self.requests.get(message.request_id)
+        if request is None or request.remote is None or not request.remote.awaits_tokens:
+            return
+        assert self._remote is not None
+        self._is_stalled = False
+        request.remote.awaits_tokens = False
+        is_queued = request.status is RequestStatus.WAITING
+        for token_id in message.token_ids:
+            request.append_token(token_id)
+            self.waiting.note_growth(is_queued)
+            if status := finish_status(request):
+                if is_queued:
+                    self.waiting.remove(request)
+                self._finish_early(request, status)
+                return
+        if not is_queued and self._remote.tokens_accepted(request):
+            self.waiting.prepend(request)
+
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output. Unknown ids are those that ended meanwhile."""
         request_ids = set(request_ids)
         if not request_ids:
             return
+        self._is_stalled = False
         for request_id in request_ids:
             if request := self.requests.get(request_id):
-                if request.status is not RequestStatus.RUNNING:
+                if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
                     self.waiting.remove(request)
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
+            elif self._remote is not None:
+                self._remote.connector.request_aborted(request_id)
         self.running = [request for request in self.running if not request.is_finished]
         self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
 
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self.requests or self._early_outputs)
+        """Whether a step would do anything. Not while every request waits for what only others can bring."""
+        return bool(self._early_outputs) or (bool(self.requests) and not self._is_stalled)
 
     def take_early_outputs(self) -> list[EngineCoreOutput]:
         """Outputs of requests that ended without a step."""
@@ -95,7 +129,7 @@ class Scheduler:
     # A step
 
     def schedule(self) -> SchedulerOutput:
-        """Plans a step. It is empty only when there is no request."""
+        """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
         plan = StepPlan(self._token_budget())
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
@@ -103,6 +137,8 @@ class Scheduler:
         if plan.num_scheduled_tokens:
             # Without a step the worker hears of it with the next one.
             plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+        else:
+            self._is_stalled = True
         return plan.output()
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -123,6 +159,20 @@ class Scheduler:
             self.running = [request for request in self.running if not request.is_finished]
         return outputs
 
+    def update_from_connector(self, output: KVConnectorOutput) -> None:
+        """Takes in what became of transfers: requests that waited go on, blocks that others read are free again."""
+        assert self._remote is not None
+        self._is_stalled = False
+        for request in reversed(self._remote.update(output)):
+            if self._remote.fails(request):
+                assert request.remote is not None
+                error = (
+                    f"the prompt's KV could not be loaded from the engine that computed it: {request.remote.failure}"
+                )
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
+            else:
+                self.waiting.prepend(request)
+
     def recover_from_failed_step(self) -> None:
         """Sends every request back to waiting, as if the worker had never known any, and forgets all cached blocks.
 
@@ -134,11 +184,13 @@ class Scheduler:
         for request in self.requests.values():
             if request.status is RequestStatus.PREEMPTED:
                 request.set_status(RequestStatus.WAITING)
+        if self._remote is not None:
+            self._remote.lose_hits()
         self.kv.pool.forget_all()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching."""
-        if self.running:
+        if self.running or self._remote:
             return False
         self.kv.pool.forget_all()
         return True
@@ -146,7 +198,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """As it is now; counters grow over the scheduler's life."""
         counters = self._stats
-        return SchedulerStats(
+        stats = SchedulerStats(
             num_waiting=len(self.waiting),
             num_running=len(self.running),
             num_waiting_tokens=self.waiting.num_tokens,
@@ -156,6 +208,9 @@ class Scheduler:
             prefix_cache_hits=counters.prefix_cache_hits,
             num_preemptions=counters.num_preemptions,
         )
+        if self._remote is not None:
+            self._remote.fill_stats(stats)
+        return stats
 
     # Parts of schedule()
 
@@ -182,8 +237,10 @@ class Scheduler:
             index += 1
 
     def _allocate_or_preempt(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Makes room from the tail of the running; None if that was the request itself."""
+        """Makes room, at the cost of leases first, then from the tail of the running; None if that was itself."""
         while (new_block_ids := self.kv.allocate(request, num_new_tokens)) is None:
+            if self._remote is not None and self._remote.revoke_oldest():
+                continue
             victim = self.running.pop()
             self._requeue(victim, RequestStatus.PREEMPTED)
             self._stats.num_preemptions += 1
@@ -203,45 +260,98 @@ class Scheduler:
         blocked = self._blocked
         return (
             blocked is not None
+            and bool(self.running)
             and blocked.request is request
             and self.kv.pool.num_free <= blocked.num_free
             and self.kv.find_cached_block(request, blocked.num_hits) is None
         )
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
-        """Lets the head of the queue run if its tokens fit."""
-        hits = self.kv.find_cached_blocks(request)
-        num_left = request.num_tokens - len(hits) * self.kv.block_size
-        if num_left > plan.budget and not self.config.enable_chunked_prefill:
+        """Lets the head of the queue run, or load, if its tokens fit. False: it stays, and all behind it."""
+        hits = [] if request.block_ids else self.kv.find_cached_blocks(request)
+        num_computed_tokens = request.num_computed_tokens or len(hits) * self.kv.block_size
+        num_external_tokens = self._num_external_tokens(request, num_computed_tokens)
+        if num_external_tokens is None:
             return False
-        if not self.kv.can_admit(request, hits, self._watermark if self.running else 0):
+        if not num_external_tokens and request.remote is not None and request.remote.awaits_tokens:
+            self._park(request)
+            return True
+        num_left = request.num_tokens - num_computed_tokens
+        if not num_external_tokens and num_left > plan.budget and not self.config.enable_chunked_prefill:
+            return False
+        if not self.kv.can_admit(request, hits, self._num_spare_blocks()):
+            if self._make_room_for_head():
+                return True
             self._blocked = _Blocked(request, self.kv.pool.num_free, len(hits))
             return False
         self._blocked = None
-        self.kv.admit(request, hits)
-        self._start(request, min(num_left, plan.budget), plan)
+        if not request.block_ids:
+            self.kv.admit(request, hits)
+        if num_external_tokens:
+            self._load(request, num_external_tokens)
+        else:
+            self._start(request, min(num_left, plan.budget), plan)
+        return True
+
+    def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens to load after those that are here; None: not known yet. Not again for one that loaded already."""
+        if self._remote is None or request.block_ids:
+            return 0
+        return self._remote.num_external_tokens(request, num_computed_tokens)
+
+    def _park(self, request: Request) -> None:
+        assert self._remote is not None
+        self.waiting.remove(request)
+        self._remote.wait(request)
+
+    def _load(self, request: Request, num_external_tokens: int) -> None:
+        assert self._remote is not None
+        self.waiting.remove(request)
+        self._remote.load(request, num_external_tokens)
+
+    def _num_spare_blocks(self) -> int:
+        """How many blocks the next request must leave to others."""
+        has_others = bool(self.running) or (self._remote is not None and self._remote.holds_blocks)
+        return self._watermark if has_others else 0
+
+    def _make_room_for_head(self) -> bool:
+        """Where nobody runs or loads, nobody will give blocks back either: takes what is held without need."""
+        if self._remote is None or self.running or self._remote.holds_blocks:
+            return False
+        if self._remote.revoke_oldest():
+            return True
+        holder = next((request for request in reversed(list(self.waiting)) if request.block_ids), None)
+        if holder is None:
+            return False
+        self.kv.free(holder)  # what it loaded can be hit until somebody needs the blocks
         return True
 
     def _start(self, request: Request, num_new_tokens: int, plan: StepPlan) -> None:
+        if self._remote is not None:
+            self._remote.starts(request)
         new_block_ids = self.kv.allocate(request, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
         self.waiting.remove(request)
         self.running.append(request)
         if request.first_scheduled_ns is None:
-            self._note_first_schedule(request)
+            self._note_first_schedule(request, num_new_tokens)
         if request.status is RequestStatus.PREEMPTED:
             plan.add_resumed(request, num_new_tokens)
         else:
             plan.add_new(request, num_new_tokens)
         request.set_status(RequestStatus.RUNNING)
 
-    def _note_first_schedule(self, request: Request) -> None:
+    def _note_first_schedule(self, request: Request, num_new_tokens: int) -> None:
         request.first_scheduled_ns = self._clock()
         # Accepted tokens of an earlier attempt are looked up too, but it is the prompt that is counted.
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if self.kv.enable_prefix_caching:
             self._stats.prefix_cache_queries += request.num_prompt_tokens
             self._stats.prefix_cache_hits += request.num_cached_tokens
+        if (remote := request.remote) is not None:
+            self._stats.prefix_cache_hits -= min(remote.num_external_tokens, request.num_cached_tokens)
+            if remote.lease_id and num_new_tokens < request.num_tokens - request.num_computed_tokens:
+                self._early_outputs.append(_grant(request))
 
     def _requeue(self, request: Request, status: RequestStatus) -> None:
         self.kv.free(request)
@@ -262,6 +372,7 @@ class Scheduler:
         if not request.first_output_sent:
             request.first_output_sent = True
             output.prefill_stats = self._prefill_stats(request)
+            output.kv_wait_ns = request.kv_wait_ns
         return output
 
     def _prefill_stats(self, request: Request) -> PrefillStats:
@@ -269,41 +380,25 @@ class Scheduler:
         return PrefillStats(
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
-            queued_ns=request.first_scheduled_ns - request.arrival_ns,
+            queued_ns=request.first_scheduled_ns - request.arrival_ns - request.kv_wait_ns,
             prefill_ns=self._clock() - request.first_scheduled_ns,
         )
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Ends a request that was queued; the caller takes it out of ``running`` or ``waiting``."""
-        # One that the worker never saw needs no farewell.
-        if request.status is not RequestStatus.WAITING:
+        """Ends a request; the caller takes it out of ``running`` or ``waiting``."""
+        if request.is_known_to_worker:
             self._finished_req_ids.append(request.request_id)
-        self.kv.free(request)
         request.set_status(status)
-        del self.requests[request.request_id]
+        if self._remote is None or not self._remote.request_finished(request):
+            self.kv.free(request)
+        self.requests.pop(request.request_id, None)
 
     def _finish_early(self, request: Request, status: RequestStatus, error: str = "") -> None:
+        """Ends a request without a step; it is in no queue."""
         output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error)
+        self._finish(request, status)
         _mark_finished(output, request, status)
-        request.set_status(status)
         self._early_outputs.append(output)
-
-    def _refusal(self, request: Request, priority: int) -> str:
-        """Why a request can never run; empty if it can."""
-        if priority:
-            return "priority is not supported yet"
-        if not request.num_prompt_tokens:
-            return "prompt is empty"
-        if request.num_prompt_tokens >= self.max_model_len:
-            return (
-                f"prompt has {request.num_prompt_tokens} tokens; "
-                f"with at least one of output the context holds {self.max_model_len}"
-            )
-        # The last token's KV is never computed.
-        if not self.kv.can_ever_hold(request.max_num_tokens - 1):
-            num_slots = self.kv.pool.num_blocks * self.kv.block_size
-            return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {num_slots}"
-        return ""
 
 
 def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
@@ -312,18 +407,6 @@ def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestSt
         output.stop_token_id = request.all_token_ids[-1]
 
 
-def _check_config(config: SchedulerConfig, max_model_len: int) -> None:
-    if config.max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ValueError(
-            f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
-            "a step could not serve every running request"
-        )
-    if config.decode_batched_tokens is not None and config.decode_batched_tokens < 1:
-        raise ValueError(f"decode_batched_tokens is {config.decode_batched_tokens}; it must be at least 1")
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ValueError(
-            f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
-            f"must reach max_model_len ({max_model_len})"
-        )
+def _grant(request: Request) -> EngineCoreOutput:
+    """Tells that a lease covers a prompt which takes more than this step."""
+    return EngineCoreOutput(request.request_id, [], request.num_output_tokens, kv_granted_tokens=request.num_tokens)

@@ -15,7 +15,7 @@ def test_ready_says_what_was_settled() -> None:
         max_model_len=40,
         vocab_size=VOCAB_SIZE,
         block_size=4,
-        kv_layout="hash/int32/2",
+        kv_layout="hash/int32/2/4",
         numerics="hash",
     )
 

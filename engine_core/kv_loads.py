@@ -1,0 +1,218 @@
+"""Loads: blocks on their way from another engine's pool into this one's.
+
+A load copies what the owner has ready, asks for the owner's verdict when all is there, and ends as one
+:class:`LoadResult`, whatever happens. Nothing that was copied counts before the verdict.
+"""
+
+import enum
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
+from .kv_transport import KVTransferError
+
+_MAX_EARLY = 4096
+"""Requests of which the front may speak before the scheduler does."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """What the scheduler wants."""
+
+    request_id: str
+    target: KVTarget
+    first_block: int
+    """Of the target's blocks: those before it were found here."""
+    block_ids: list[int]
+    """[n - first_block] of this pool."""
+    block_size: int
+    is_complete: bool
+    """Whether the prefill was done when the request came; else ``KVRemoteProgress`` tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How a load ended: nothing writes to its blocks any more."""
+
+    request_id: str
+    block_ids: list[int]
+    transport: str
+    failure: str | None
+    """None: valid. Empty: not wanted any more. Else one of ``KV_FAILURES``."""
+
+
+@dataclass(slots=True)
+class CopyTask:
+    """A batch for a copying thread."""
+
+    request_id: str
+    target: KVTarget
+    source_ids: list[int]
+    block_ids: list[int]
+    is_wanted: bool = True
+    """Turns false when the load failed meanwhile: then there is no use in trying again."""
+
+
+class _State(enum.Enum):
+    COPYING = enum.auto()
+    VERIFYING = enum.auto()
+    FAILED = enum.auto()
+    """Until the copying thread, which cannot be interrupted, is out of the pool."""
+
+
+@dataclass(slots=True)
+class _Load:
+    order: LoadOrder
+    deadline: float
+    num_ready: int = 0
+    num_copied: int = 0
+    copying: CopyTask | None = None
+    state: _State = _State.COPYING
+    failure: str = ""
+    verify_sent: bool = False
+    checksums: list[int] = field(default_factory=list)
+
+
+class Loads:
+    """All of an engine's loads. For one thread: the KV thread."""
+
+    def __init__(
+        self,
+        *,
+        copy: Callable[[CopyTask], None],
+        interrupt: Callable[[KVTarget], None],
+        send: Callable[[KVEvent], None],
+        finish: Callable[[LoadResult], None],
+        timeout_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``copy`` has a batch copied by some thread, for :meth:`copied` to be called with what came of it;
+        ``interrupt`` ends a copy that hangs."""
+        self._copy = copy
+        self._interrupt = interrupt
+        self._send = send
+        self._finish = finish
+        self._timeout = timeout_seconds
+        self._clock = clock
+        self._loads: dict[str, _Load] = {}
+        self._early: OrderedDict[str, tuple[int, str]] = OrderedDict()  # tokens ready, failure
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def start(self, order: LoadOrder) -> None:
+        """Begins to load. What the front said of this request before is not lost."""
+        load = self._loads[order.request_id] = _Load(order, self._clock() + self._timeout)
+        tokens_ready, failure = self._early.pop(order.request_id, (0, ""))
+        if failure:
+            self._fail(load, failure)
+        else:
+            self._set_ready(load, order.target.num_tokens if order.is_complete else tokens_ready)
+
+    def give_up(self, request_id: str) -> None:
+        """The request is not wanted any more, or never needed the blocks: the front is to release the lease."""
+        self._early.pop(request_id, None)
+        if (load := self._loads.get(request_id)) is not None:
+            self._fail(load, "")
+        else:
+            self._send(KVVerify(request_id, copied=False))
+
+    def progress(self, request_id: str, tokens_ready: int) -> None:
+        """The owner has so many tokens ready."""
+        if (load := self._loads.get(request_id)) is not None:
+            self._set_ready(load, tokens_ready)
+        else:
+            self._note_early(request_id, tokens_ready, "")
+
+    def verdict(self, verdict: KVVerdict) -> None:
+        """The owner's answer; also unasked, when it cannot be good any more."""
+        load = self._loads.get(verdict.request_id)
+        if load is None:
+            if not verdict.valid:
+                self._note_early(verdict.request_id, 0, verdict.reason or "transport")
+        elif not verdict.valid:
+            self._fail(load, verdict.reason or "transport")
+        elif load.state is _State.VERIFYING:
+            theirs = verdict.checksums[load.order.first_block :]
+            if theirs and load.checksums and theirs != load.checksums:
+                self._fail(load, "checksum")
+            else:
+                self._end(load, None)
+
+    def copied(self, task: CopyTask, checksums: list[int], error: KVTransferError | None) -> None:
+        """A batch is done. ``checksums``: of its blocks, if they are compared."""
+        load = self._loads[task.request_id]
+        load.copying = None
+        load.num_copied += len(task.block_ids)
+        load.checksums += checksums
+        if load.state is _State.FAILED:
+            self._end(load, load.failure)
+        elif error is not None:
+            self._fail(load, error.reason)
+        else:
+            self._advance(load)
+
+    def expire(self) -> float | None:
+        """Gives up loads that stand still; seconds until the next one's time is up, None without any."""
+        now = self._clock()
+        for load in list(self._loads.values()):
+            if load.deadline <= now and load.state is not _State.FAILED:
+                self._fail(load, "timeout")
+        deadlines = [load.deadline for load in self._loads.values() if load.state is not _State.FAILED]
+        return max(0.0, min(deadlines) - now) if deadlines else None
+
+    def _set_ready(self, load: _Load, tokens_ready: int) -> None:
+        order = load.order
+        if tokens_ready >= order.target.num_tokens:
+            num_ready = len(order.block_ids)
+        else:
+            num_ready = tokens_ready // order.block_size - order.first_block
+        load.num_ready = max(load.num_ready, num_ready)
+        if load.state is _State.COPYING:
+            self._advance(load)
+
+    def _advance(self, load: _Load) -> None:
+        """Copies what is ready; asks for the verdict when everything is there."""
+        order = load.order
+        load.deadline = self._clock() + self._timeout
+        if load.copying is not None:
+            return
+        if load.num_copied == len(order.block_ids):
+            load.state = _State.VERIFYING
+            self._verify(load, copied=True)
+        elif load.num_ready > load.num_copied:
+            begin, end = load.num_copied, load.num_ready
+            sources = order.target.block_ids[order.first_block + begin : order.first_block + end]
+            load.copying = CopyTask(order.request_id, order.target, sources, order.block_ids[begin:end])
+            self._copy(load.copying)
+
+    def _fail(self, load: _Load, failure: str) -> None:
+        if load.state is _State.FAILED:
+            return
+        load.state = _State.FAILED
+        load.failure = failure
+        self._verify(load, copied=False)
+        if load.copying is None:
+            self._end(load, failure)
+            return
+        load.copying.is_wanted = False
+        if failure == "timeout":
+            self._interrupt(load.order.target)
+
+    def _verify(self, load: _Load, *, copied: bool) -> None:
+        if not load.verify_sent:
+            load.verify_sent = True
+            self._send(KVVerify(load.order.request_id, copied))
+
+    def _end(self, load: _Load, failure: str | None) -> None:
+        order = load.order
+        del self._loads[order.request_id]
+        self._finish(LoadResult(order.request_id, order.block_ids, order.target.transport, failure))
+
+    def _note_early(self, request_id: str, tokens_ready: int, failure: str) -> None:
+        earlier, why = self._early.pop(request_id, (0, ""))
+        self._early[request_id] = (max(earlier, tokens_ready), why or failure)
+        if len(self._early) > _MAX_EARLY:
+            self._early.popitem(last=False)

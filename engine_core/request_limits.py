@@ -1,0 +1,43 @@
+"""What a scheduler refuses: settings under which it could stand still, requests that could never run."""
+
+from .config import SchedulerConfig
+from .kv_cache_manager import KVCacheManager
+from .request import Request
+
+
+def check_config(config: SchedulerConfig, max_model_len: int) -> None:
+    """Raises ``ValueError`` naming the setting."""
+    if config.max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
+            "a step could not serve every running request"
+        )
+    if config.decode_batched_tokens is not None and config.decode_batched_tokens < 1:
+        raise ValueError(f"decode_batched_tokens is {config.decode_batched_tokens}; it must be at least 1")
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
+            f"must reach max_model_len ({max_model_len})"
+        )
+
+
+def refusal(request: Request, priority: int, kv: KVCacheManager, max_model_len: int, *, moves_kv: bool) -> str:
+    """Why a request can never run; empty if it can."""
+    if priority:
+        return "priority is not supported yet"
+    if request.remote is not None and not moves_kv:
+        return "this engine does not exchange KV with others"
+    if not request.num_prompt_tokens:
+        return "prompt is empty"
+    if request.num_prompt_tokens >= max_model_len:
+        return (
+            f"prompt has {request.num_prompt_tokens} tokens; "
+            f"with at least one of output the context holds {max_model_len}"
+        )
+    # The last token's KV is never computed.
+    if not kv.can_ever_hold(request.max_num_tokens - 1):
+        num_slots = kv.pool.num_blocks * kv.block_size
+        return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {num_slots}"
+    return ""

@@ -64,9 +64,9 @@ class KVConfig(msgspec.Struct, frozen=True):
     load_timeout_seconds: float = 30.0
     """How long a load may stand still before it is given up."""
     offload_path: str = ""
-    """File that evicted prefix blocks go to; empty: none."""
+    """Directory of the file that evicted prefix blocks go to; empty: they are dropped."""
     offload_bytes: int = 0
-    """How large it may become."""
+    """How large that file may become."""
     failpoints: tuple[str, ...] = ()
     """Faults to inject, for tests: ``name=share`` each (see ``failpoints.py``)."""
 

@@ -56,7 +56,7 @@ class EngineSettings(ServiceSettings):
     kv_checksum: bool = Field(False, description="Compare a checksum of every KV block that moved.")
     kv_lease_seconds: float = Field(30.0, gt=0, description="How long KV is held for an engine that does not ask.")
     kv_load_timeout: float = Field(30.0, gt=0, description="Seconds without progress after which a load is given up.")
-    kv_offload_path: str = Field("", description="File for evicted KV blocks; empty: they are dropped.")
+    kv_offload_path: str = Field("", description="Directory of a file for evicted KV blocks; empty: they are dropped.")
     kv_offload_bytes: int = Field(0, ge=0, description="How large that file may become.")
     failpoints: CommaList = Field((), description="Faults to inject, for tests: name=share, separated by commas.")
 

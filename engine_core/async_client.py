@@ -14,14 +14,16 @@ import zmq.asyncio
 
 from .client import utility_result
 from .config import EngineConfig
-from .core import CoreKV, EngineCore
+from .core import EngineCore
 from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
+from .core_kv import make_core_kv
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineDeadError, EngineStartError
 from .kv_messages import KVCall, KVEvent
 from .kv_service import KVService
 from .kv_thread import KVThread
+from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode, to_raw
 from .worker import Executor
@@ -215,10 +217,11 @@ class AsyncMPClient:
 class AsyncInprocClient:
     """The core on a thread of this process: for tests and for engines too small to deserve a process."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, kv: CoreKV | None = None) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, transports: Sequence[KVTransport] = ()) -> None:
+        """``transports``: ways for its KV to move, where ``config.kv`` names any."""
         self._config = config
         self._executor = executor
-        self._kv = kv
+        self._kv = make_core_kv(config, transports)
         self._kv_link: _InprocKVLink | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="core")
         # As many as a core's process takes in during one step.

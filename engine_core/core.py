@@ -1,27 +1,16 @@
 """The engine's loop without I/O."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 from .config import EngineConfig
-from .failpoints import Failpoints
+from .core_kv import CoreKV
 from .kv_cache_config import size_kv_cache
-from .kv_connector import KVConnector, finish_transfers, start_transfers
-from .kv_service import KVService
+from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .worker import Executor
-
-
-class CoreKV(NamedTuple):
-    """How the KV of a core moves."""
-
-    connector: KVConnector
-    failpoints: Failpoints
-    service: KVService | None = None
-    """What the KV thread runs."""
 
 
 class EngineCore:

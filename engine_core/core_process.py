@@ -12,15 +12,17 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
 from .config import EngineConfig
-from .core import CoreKV, EngineCore
+from .core import EngineCore
 from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
+from .core_kv import CoreKV, make_core_kv
 from .kv_thread import KVThread
+from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode
 from .worker import Executor
@@ -116,7 +118,7 @@ class EngineCoreProc:
 def run_engine_core(
     handshake_address: str,
     make_executor: Callable[[EngineConfig], Executor],
-    make_kv: Callable[[EngineConfig], CoreKV | None] = lambda config: None,
+    make_transports: Callable[[EngineConfig], Sequence[KVTransport]] = lambda config: (),
 ) -> int:
     """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
     guard = ProcessGuard()
@@ -127,7 +129,7 @@ def run_engine_core(
             socket.connect(handshake_address)
             init = _shake_hands(socket)
             try:
-                kv = make_kv(init.config)
+                kv = make_core_kv(init.config, make_transports(init.config))
                 core = EngineCore(init.config, make_executor(init.config), kv)
             except Exception as error:
                 log.exception("the engine core cannot start")

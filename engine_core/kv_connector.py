@@ -1,12 +1,13 @@
-"""How KV blocks get into the pool, and out, other than by computing them: vLLM V1's connector, its names and call order.
+"""How KV blocks get into the pool, and out, other than by computing them: the connector of vLLM V1.
 
-Scheduler side: get_num_new_matched_tokens → allocate → update_state_after_alloc → build_connector_meta → (step) →
-update_connector_output → request_finished. Worker side, each step: bind_connector_metadata → start_load_kv →
-(forward) → wait_for_save → get_finished → get_block_ids_with_load_errors → get_kv_connector_stats → clear_connector_metadata.
+Its names, and its order of calls. Scheduler side: get_num_new_matched_tokens → allocate → update_state_after_alloc →
+build_connector_meta → (step) → update_connector_output → request_finished. Worker side, each step:
+bind_connector_metadata → start_load_kv → (forward) → wait_for_save → get_finished → get_block_ids_with_load_errors →
+get_kv_connector_stats → clear_connector_metadata.
 
 Every load runs beside the steps, on the connector's own threads, while its request waits in
-``WAITING_FOR_REMOTE_KVS``. Whole steps, not layers, are the unit of saving: a per-layer call is only worth its cost where
-a layer takes longer than it.
+``WAITING_FOR_REMOTE_KVS``. Whole steps, not layers, are the unit of saving: calls for each layer are only worth their
+cost where a layer takes longer than they do.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,8 @@ class KVConnectorScheduler(Protocol):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the first ``num_computed_tokens`` (hits here) can be loaded; whether beside the steps.
 
-        None: not known yet, to be asked again at the next step: ``on_news`` tells when. The second is always True unless there is nothing to load.
+        None: not known yet, to be asked again at the next step; ``on_news`` says when. The second is always True
+        unless there is nothing to load.
         """
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core_process import run_engine_core
+from tokenloom.engine_core.kv_transport import KVTransport
 from tokenloom.engine_core.worker import Executor
 
 from ..runtime import logs
@@ -23,6 +24,15 @@ def make_executor(config: EngineConfig) -> Executor:
     return _WORKERS[name](config)
 
 
+def make_transports(config: EngineConfig) -> list[KVTransport]:
+    """Those that ``config`` names. Raises ``ValueError`` for an unknown one."""
+    if not config.kv.transports:
+        return []
+    from tokenloom.gpu_worker.kv_connector import registry
+
+    return registry.make_transports(config.kv.transports)
+
+
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -32,7 +42,7 @@ def main() -> int:
     parser.add_argument("--log-format", default="human", choices=("human", "json"))
     arguments = parser.parse_args()
     logs.setup("engine_core", f"{arguments.instance_id}/core", level=arguments.log_level, style=arguments.log_format)
-    status = run_engine_core(arguments.handshake, make_executor)
+    status = run_engine_core(arguments.handshake, make_executor, make_transports)
     sys.stderr.flush()
     # Threads that wait in C (for signals, for the parent) must not hold up the end.
     os._exit(status)

@@ -1,11 +1,9 @@
 """All of the front that has to do with KV of other engines, and with KV held for them."""
 
-import asyncio
 import socket
 from collections.abc import Callable
 
 from tokenloom.engine_core.async_client import AsyncClient
-from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.messages import CoreReady
 from tokenloom.gpu_worker.kv_connector.registry import expanded
 from tokenloom.v1 import coordinator_pb2
@@ -16,12 +14,11 @@ from .kv_link import KVLink
 from .kv_loads import KVLoads, ReaderConfig
 from .kv_server import KVServer
 from .kv_servicer import KVTransferServicer
+from .load import LoadTracker
 from .settings import EngineSettings
 from .task_group import task_group
 
 CLOSE_SECONDS = 0.25
-_POLL_SECONDS = 0.05
-"""Leases end in the core, by others' calls and by the clock: it is asked this often whether any is left."""
 
 
 class KVFront:
@@ -39,14 +36,15 @@ class KVFront:
         settings: EngineSettings,
         client: AsyncClient,
         core: CoreLink,
+        load: LoadTracker,
         ready: CoreReady,
         *,
         epoch: int,
         on_recompute: Callable[[str], None],
     ) -> None:
         """Binds the KV port; raises as :class:`KVServer`."""
-        self._client = client
         self._core = core
+        self._load = load
         self._link = KVLink(client)
         self._registry = EngineRegistry(settings.coordinator)
         self._server: KVServer | None = None
@@ -78,11 +76,7 @@ class KVFront:
 
     async def leases_ended(self) -> None:
         """Returns once nothing is held, nor about to be held, for others."""
-        try:
-            while self._core.num_prefill_legs or await self._client.call_utility("num_leases"):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_SECONDS)
-        except EngineDeadError:
-            pass  # they went with it
+        await self._load.until(lambda: not self._core.num_prefill_legs and not self._load.stats.num_leases)
 
     async def close(self) -> None:
         """Ends what is read, and the port. Idempotent."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenloom.engine_core.messages import EngineCoreOutputs, SchedulerStats
@@ -25,6 +26,7 @@ class LoadTracker:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         """Set when the counts may have changed; whoever reports clears it."""
+        self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role
         self._stats = SchedulerStats()
         self._step = 0
         self._num_live = 0
@@ -65,6 +67,7 @@ class LoadTracker:
         """Accepted requests were answered or dropped."""
         self._num_live -= count
         self.changed.set()
+        self._wake()
 
     def observe(self, outputs: EngineCoreOutputs) -> None:
         """A step's outputs came from the core."""
@@ -76,6 +79,14 @@ class LoadTracker:
             old, self._stats = self._stats, stats
             if (old.num_waiting, old.num_running) != (stats.num_waiting, stats.num_running):
                 self.changed.set()
+            self._wake()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Returns once ``holds`` does; it is asked again whenever a request ended or the core said something new."""
+        while not holds():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
 
     def snapshot(self) -> Load:
         """As it is now."""
@@ -89,3 +100,9 @@ class LoadTracker:
             free_kv_blocks=stats.num_free_blocks,
             step=self._step,
         )
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

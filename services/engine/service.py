@@ -61,7 +61,7 @@ class EngineService:
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
         if settings.transports:
             observe = engine_metrics.kv.observe_recompute
-            self._kv = KVFront(settings, self._client, core, ready, epoch=host.epoch, on_recompute=observe)
+            self._kv = KVFront(settings, self._client, core, self._load, ready, epoch=host.epoch, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)
 
     async def drain(self) -> None:

@@ -1,6 +1,5 @@
 """Decode legs: what the front says to the owner of the KV, and to its own core, in every turn that it can take."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,12 +314,3 @@ class TestTokensAheadOfWhichItWasAdded:
         await self.accept(pair, 1, 7)
         finished = (await pair.peer.read_until_finished([1])).finished[1]
         assert finished.error.reason == "INVALID_ARGUMENT"
-
-
-async def test_a_drained_owner_waits_for_its_leases(socket_dir: Path) -> None:
-    owner = owning_core(len(PROMPT))
-    owner.num_leases = 1
-    async with running_coordinator(socket_dir):
-        async with running_front(socket_dir, "prefill-0", owner, drain_timeout=5.0):
-            asyncio.get_running_loop().call_later(0.1, setattr, owner, "num_leases", 0)
-        assert owner.num_leases == 0

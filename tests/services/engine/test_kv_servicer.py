@@ -109,9 +109,7 @@ async def test_a_lease_that_ends_ends_its_progress(stub: Any, core: FakeCore, se
     ],
 )
 async def test_a_refusal_reaches_the_reader_with_its_reason(stub: Any, core: FakeCore, failure: str, code: str) -> None:
-    core.answers[KVAcquire] = lambda call: KVAnswer(
-        call.call_id, failure=failure, detail="float32 here, bfloat16 there"
-    )
+    core.answers[KVAcquire] = lambda call: KVAnswer(call.call_id, failure=failure, detail="f32, not bf16")
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await stub.Acquire(acquire())
     assert refusal.value.code().name == code

@@ -88,6 +88,10 @@ class EngineCore:
         """Forgets all cached blocks; False, and nothing happens, while requests run."""
         return self.scheduler.reset_prefix_cache()
 
+    def num_leases(self) -> int:
+        """Promises to other engines that are open now."""
+        return self._connector.num_leases() if self._connector is not None else 0
+
     def failpoints_fired(self) -> dict[str, int]:
         """How often each injected fault has happened."""
         return self._kv.failpoints.fired() if self._kv is not None else {}

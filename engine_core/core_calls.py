@@ -27,6 +27,7 @@ class CoreCalls:
         self._utilities: dict[str, Callable[..., object]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
             "failpoints_fired": core.failpoints_fired,
+            "num_leases": core.num_leases,
         }
 
     def refuse_new(self) -> None:

@@ -87,7 +87,9 @@ class PullConnector:
         if self._prefills.pop(request.request_id, None) is None:
             return False
         if request.status is RequestStatus.FINISHED_PREFILLED:
-            return self._leases.keep(request.request_id) and not self._failpoints.fires("blocks_reused")
+            is_kept = self._leases.keep(request.request_id)
+            self._service.on_wake()  # its time runs from here, and the KV thread may be asleep
+            return is_kept and not self._failpoints.fires("blocks_reused")
         self._drop_lease(request.request_id)
         return False
 

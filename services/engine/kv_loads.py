@@ -151,8 +151,9 @@ class KVLoads:
             self._loads[attempt.key] = load
             attempt.on_end = load.over.set
             try:
+                is_complete = not request.awaits_tokens  # there would be a first token
                 await self._hand_over(attempt, request)
-                lost = await self._hold(attempt.key, load, reading)
+                lost = await self._hold(attempt.key, load, reading, is_complete=is_complete)
             finally:
                 del self._loads[attempt.key]
         if lost:
@@ -172,14 +173,14 @@ class KVLoads:
         except Unavailable as error:
             self._core.fail(attempt, error)
 
-    async def _hold(self, key: str, load: _Load, reading: Reading) -> str:
-        """Until the load is over: renews the lease and passes its progress on. Why the lease did not last, if so."""
+    async def _hold(self, key: str, load: _Load, reading: Reading, *, is_complete: bool) -> str:
+        """Until the load is over: renews the lease, and passes on how far an incomplete prefill is. Why the lease did
+        not last, if so."""
         try:
             async with task_group() as group:
-                helpers = [
-                    group.create_task(reading.keep(), name="kv-renew"),
-                    group.create_task(self._follow(key, reading), name="kv-progress"),
-                ]
+                helpers = [group.create_task(reading.keep(), name="kv-renew")]
+                if not is_complete:
+                    helpers.append(group.create_task(self._follow(key, reading), name="kv-progress"))
                 await load.over.wait()
                 for task in helpers:
                     task.cancel()

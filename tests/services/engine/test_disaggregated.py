@@ -1,5 +1,6 @@
 """Two whole engines, one after the other at each request: fronts, cores, leases, transports."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,9 +27,10 @@ PROMPT = [7 + i % 50 for i in range(333)]
 class Pair:
     """A prefill and a decode engine, and a peer of each."""
 
-    def __init__(self, prefill: Peer, decode: Peer, decode_host: Host) -> None:
+    def __init__(self, prefill: Peer, decode: Peer, prefill_host: Host, decode_host: Host) -> None:
         self.prefill = prefill
         self.decode = decode
+        self._prefill_host = prefill_host
         self._decode_host = decode_host
 
     async def run(self, slot: int, prompt: list[int], max_tokens: int) -> list[int]:
@@ -49,6 +51,19 @@ class Pair:
     def counted(self, name: str, **labels: str) -> float:
         labels |= {"engine": "decode-0", "model_name": "tokenloom-demo"}
         return self._decode_host.metrics.get_sample_value(f"tokenloom:{name}_total", labels) or 0.0
+
+    async def until_idle(self) -> None:
+        """Neither engine holds a block, nor a lease."""
+        async with asyncio.timeout(5):
+            for host in (self._prefill_host, self._decode_host):
+                labels = {"engine": host.settings.instance_id, "model_name": "tokenloom-demo"}
+                for gauge in ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "tokenloom:kv_leases"):
+                    while host.metrics.get_sample_value(gauge, labels):  # noqa: ASYNC110  # the core tells in its time
+                        await asyncio.sleep(0.005)
+
+    def num_leases(self) -> float | None:
+        labels = {"engine": "prefill-0", "model_name": "tokenloom-demo"}
+        return self._prefill_host.metrics.get_sample_value("tokenloom:kv_leases", labels)
 
 
 def make_engine(settings: EngineSettings, *, own_process: bool) -> EngineService:
@@ -78,7 +93,7 @@ async def running_pair(directory: Path, *, own_process: bool = False, **changes:
                 await stack.enter_async_context(running(make_engine(settings, own_process=own_process), settings))
             )
         prefill, decode = [await stack.enter_async_context(Peer(host.address)) for host in hosts]
-        yield Pair(prefill, decode, hosts[1])
+        yield Pair(prefill, decode, *hosts)
 
 
 @pytest.mark.parametrize("transport", ["shm", "socket"])
@@ -148,6 +163,44 @@ async def test_many_at_once(socket_dir: Path) -> None:
         received = await pair.decode.read_until_finished(prompts)
         for slot, prompt in prompts.items():
             assert done.token_ids[slot] + received.token_ids[slot] == expected_tokens(prompt, 7, VOCAB_SIZE)
+
+
+async def test_what_nobody_fetches_is_given_back(socket_dir: Path) -> None:
+    async with running_pair(socket_dir, kv_lease_seconds=0.3) as pair:
+        await pair.compute(1, PROMPT, 5)
+        await pair.compute(2, PROMPT[:50], 5)
+        assert pair.num_leases() == 2
+        await pair.prefill.send(abort_slots=[1])
+        async with asyncio.timeout(0.2):
+            while pair.num_leases() != 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await pair.until_idle()  # the other's time runs out
+
+
+@pytest.mark.parametrize("stage", ["prefill", "granted", "acquired", "decode"])
+async def test_aborts_leave_nothing_behind(socket_dir: Path, stage: str) -> None:
+    async with running_pair(socket_dir, max_num_batched_tokens=32, max_num_seqs=16) as pair:
+        await pair.prefill.send(make_add(1, PROMPT, 400, hold_kv=True))
+        if stage != "prefill":
+            while (frame := await pair.prefill.read()) is not None and not frame.kv_granted:
+                pass
+            assert frame is not None
+            add = make_add(1, PROMPT, 400, kv_source=frame.kv_granted[0].kv, awaits_tokens=True)
+            await pair.decode.send(add)
+        if stage == "decode":
+            first = (await pair.prefill.read_until_finished([1])).token_ids[1]
+            await pair.decode.send(accept=[AcceptTokens(slot=1, token_ids=first)])
+            await pair.decode.read_tokens()
+        if stage == "acquired":
+            async with asyncio.timeout(5):
+                while not pair.counted("kv_transfer_blocks"):  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+        await pair.prefill.send(abort_slots=[1])
+        await pair.prefill.read_until_finished([1])
+        if stage != "prefill":
+            await pair.decode.send(abort_slots=[1])
+            await pair.decode.read_until_finished([1])
+        await pair.until_idle()
 
 
 async def test_cores_in_processes_of_their_own(socket_dir: Path) -> None:

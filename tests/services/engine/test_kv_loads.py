@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from tokenloom.engine_core.kv_messages import (
     KVAcquire,
     KVAnswer,
+    KVProgress,
     KVRelease,
     KVRemoteProgress,
     KVRenew,
@@ -85,8 +86,8 @@ async def test_a_lease_is_acquired_then_released_when_the_core_has_copied(pair: 
     assert request.remote_kv is not None
     assert (request.remote_kv.endpoint, request.remote_kv.block_ids) == (b"there", [0, 1, 2])
     assert request.remote_kv.num_tokens == len(PROMPT)
-    assert await pair.reader.noted(KVRemoteProgress) == KVRemoteProgress(request.request_id, len(PROMPT))
     assert not pair.owner.has_noted(KVRelease)
+    assert not pair.owner.has_noted(KVProgress)  # there is a first token, so that the prefill was complete
     pair.reader.say(KVVerify(request.request_id, copied=True))
     assert (await pair.owner.noted(KVRelease)).generations == [9, 9, 9]
     assert await pair.reader.noted(KVVerdict) == KVVerdict(request.request_id, True, checksums=[5, 5, 5])
@@ -159,7 +160,7 @@ async def test_a_copy_that_was_given_up_still_ends_the_lease(pair: Pair) -> None
 @pytest.mark.parametrize("pair", [{"ready": 4}], indirect=True)
 async def test_a_lease_that_ends_early_is_told_unasked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_reading, "RENEW_SECONDS", 0.02)
-    await pair.peer.send(pair.add())
+    await pair.peer.send(pair.add(accepted_token_ids=[], awaits_tokens=True))
     request = await pair.reader.noted(EngineCoreRequest)
     assert await pair.reader.noted(KVRemoteProgress) == KVRemoteProgress(request.request_id, 4)
     await pair.owner.noted(KVRenew)
@@ -179,9 +180,11 @@ async def test_an_owner_that_dies_is_noticed(socket_dir: Path, copied: bool) -> 
         Peer(host.address) as peer,
     ):
         async with running_front(socket_dir, "prefill-0", owner, role="prefill") as owner_host:
-            await peer.send(make_add(1, PROMPT, 5, kv_source=source_at(owner_host, len(PROMPT))))
+            source = source_at(owner_host, len(PROMPT))
+            await peer.send(make_add(1, PROMPT, 5, kv_source=source, awaits_tokens=not copied))
             request = await reader.noted(EngineCoreRequest)
-            await reader.noted(KVRemoteProgress)
+            if not copied:
+                await reader.noted(KVRemoteProgress)
         if copied:  # then only the release would tell
             reader.say(KVVerify(request.request_id, copied=True))
         verdict = await reader.noted(KVVerdict)

@@ -141,6 +141,7 @@ class _Owner:
 
     def serve(self, connection: socket.socket) -> None:
         """Answers one reader until it hangs up or asks for something wrong."""
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         with contextlib.suppress(msgspec.DecodeError, KVTransferError):
             hello = receive_frame(connection, _Hello)
             if not hmac.compare_digest(hello.token, self.token):

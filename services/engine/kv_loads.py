@@ -178,7 +178,7 @@ class KVLoads:
         not last, if so."""
         try:
             async with task_group() as group:
-                helpers = [group.create_task(reading.keep(), name="kv-renew")]
+                helpers: list[asyncio.Task[None]] = [group.create_task(reading.keep(), name="kv-renew")]
                 if not is_complete:
                     helpers.append(group.create_task(self._follow(key, reading), name="kv-progress"))
                 await load.over.wait()

@@ -149,9 +149,10 @@ class FakeCoordinator(CoordinatorServicer):
     async def Pick(self, request: PickRequest, context: grpc.aio.ServicerContext[Any, Any]) -> PickResponse:  # type: ignore[override]
         self.requests.append(request)
         self._arrived.put_nowait(request)
+        error = self.error
         await self.hold.wait()
-        if self.error is not None:
-            await errors.abort(context, self.error)
+        if error is not None:
+            await errors.abort(context, error)
         excluded = {(each.engine_id, each.epoch) for each in request.exclude}
         engines = zip(self.engines, self.roles, strict=True)
         able = [each for each in engines if (each[0].engine_id, each[0].epoch) not in excluded]

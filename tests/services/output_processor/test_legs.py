@@ -150,14 +150,21 @@ async def test_a_prefill_that_ends_while_its_decode_leg_is_being_placed(mesh: Me
     assert picks(mesh) == [PREFILL, DECODE]
 
 
-async def test_a_decode_leg_that_cannot_be_placed_early_is_placed_when_it_is_due(mesh: Mesh) -> None:
+@pytest.mark.parametrize("is_heard_late", [False, True])
+async def test_a_decode_leg_that_cannot_be_placed_early_is_placed_when_it_is_due(
+    mesh: Mesh, is_heard_late: bool
+) -> None:
     ids = mesh.ids("Once upon")
     gateway, prefill = await prefilling(mesh)
     mesh.coordinator.error = ResourceExhausted("full")
+    if is_heard_late:
+        mesh.coordinator.hold.clear()
     prefill.stream.grant(prefill.slot)
     assert [(await mesh.coordinator.next_pick()).role for _ in range(2)] == [PREFILL, DECODE]
     mesh.coordinator.error = None
-    prefill.stream.prefilled(prefill.slot, 0, ids[:1])  # before or after the refusal was heard
+    prefill.stream.prefilled(prefill.slot, 0, ids[:1])
+    assert list((await gateway.next_frame()).token_ids) == ids[:1]
+    mesh.coordinator.hold.set()
     decode = await part(mesh, 2)
     assert list(decode.add.accepted_token_ids) == ids[:1]
     decode.finish(1)
@@ -317,19 +324,34 @@ async def test_a_prefill_engine_that_dies_is_replaced(mesh: Mesh, is_long: bool)
     assert (text, got, finished.attempts) == (mesh.tokenizer.decode(ids), ids, 2)
 
 
-async def test_a_first_token_that_was_seen_is_not_sampled_again(mesh: Mesh) -> None:
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_a_first_token_that_was_seen_is_not_sampled_again(mesh: Mesh, is_long: bool) -> None:
     ids = mesh.ids("Once upon a time")
     gateway, prefill = await prefilling(mesh)
+    if is_long:
+        prefill.stream.grant(prefill.slot)
+        ahead = await part(mesh, 2)
     prefill.stream.send((prefill.slot, 0, ids[:1]))
     assert list((await gateway.next_frame()).token_ids) == ids[:1]
     prefill.stream.die()
     second = await part(mesh, 1)
     assert list(second.add.accepted_token_ids) == ids[:1]
-    second.stream.prefilled(second.slot, 1, ids[1:2])
-    decode = await part(mesh, 2)
-    assert list(decode.add.accepted_token_ids) == ids[:2]
+    if is_long:
+        await ahead.aborted()
+        second.stream.grant(second.slot)
+        (add,) = await ahead.stream.next_adds(1)
+        assert (list(add.accepted_token_ids), add.awaits_tokens) == (ids[:1], True)
+        second.stream.prefilled(second.slot, 1, ids[1:2])
+        (accept,) = (await ahead.stream.next_input()).accept
+        assert list(accept.token_ids) == ids[1:2]
+        decode = Part(ahead.stream, add)
+    else:
+        second.stream.prefilled(second.slot, 1, ids[1:2])
+        decode = await part(mesh, 2)
+        assert list(decode.add.accepted_token_ids) == ids[:2]
     decode.finish(2)
-    assert (await gateway.until_finished(1))[1] == ids[1:2]
+    _, got, finished = await gateway.until_finished(1)
+    assert (got[-1:], finished.completion_tokens) == (ids[1:2], 2)
 
 
 async def test_a_prefill_engine_that_dies_after_the_hand_over_has_no_effect(mesh: Mesh) -> None:

@@ -75,6 +75,9 @@ class KVConnectorScheduler(Protocol):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What the worker side reported."""
 
+    def request_preempted(self, request: Request) -> None:
+        """A running request is about to lose its blocks, and will start anew."""
+
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         """A request ended, whatever it was doing. True: its blocks are held until it is in ``finished_sending``."""
 

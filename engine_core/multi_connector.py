@@ -58,6 +58,10 @@ class MultiConnector:
         for connector in self._connectors:
             connector.update_connector_output(output)
 
+    def request_preempted(self, request: Request) -> None:
+        for connector in self._connectors:
+            connector.request_preempted(request)
+
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         self._loader.pop(request.request_id, None)
         holders = sum([connector.request_finished(request, block_ids) for connector in self._connectors])

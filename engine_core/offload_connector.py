@@ -98,6 +98,9 @@ class OffloadConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         pass
 
+    def request_preempted(self, request: Request) -> None:
+        pass
+
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         self._matches.pop(request.request_id, None)
         return False  # what can be hit is saved when it is evicted

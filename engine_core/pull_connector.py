@@ -65,9 +65,6 @@ class PullConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PullMetadata | None:
         if not self._prefills and not self._orders:
             return None
-        for request_id in scheduler_output.preempted_req_ids:
-            if self._prefills.pop(request_id, None) is not None:
-                self._drop_lease(request_id)
         scheduled = scheduler_output.num_scheduled_tokens
         ready = {
             request_id: request.num_computed_tokens + scheduled[request_id]
@@ -81,6 +78,10 @@ class PullConnector:
         for request_id in output.finished_recving:
             if (request := self._loading.pop(request_id, None)) is not None and request.remote is not None:
                 request.remote.target = None
+
+    def request_preempted(self, request: Request) -> None:
+        if self._prefills.pop(request.request_id, None) is not None:
+            self._drop_lease(request.request_id)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         self._forget_target(request)

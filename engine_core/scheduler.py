@@ -63,6 +63,7 @@ class Scheduler:
         self._clock = clock
         self._stats = SchedulerStats()
         self._finished_req_ids: list[str] = []
+        self._preempted_req_ids: list[str] = []
         self._early_outputs: list[EngineCoreOutput] = []
 
     # Arrival and departure
@@ -135,10 +136,12 @@ class Scheduler:
         if not plan.preempted_req_ids:
             self._schedule_waiting(plan)
         if plan.num_scheduled_tokens:
-            # Without a step the worker hears of it with the next one.
+            # Without a step the worker hears of these with the next one.
             plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+            plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         else:
-            self._is_stalled = True
+            self._preempted_req_ids += plan.preempted_req_ids
+            self._is_stalled = not plan.preempted_req_ids
         return plan.output()
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
@@ -354,6 +357,8 @@ class Scheduler:
                 self._early_outputs.append(_grant(request))
 
     def _requeue(self, request: Request, status: RequestStatus) -> None:
+        if self._remote is not None:
+            self._remote.connector.request_preempted(request)
         self.kv.free(request)
         request.set_status(status)
         self.waiting.prepend(request)

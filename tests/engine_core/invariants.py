@@ -1,6 +1,7 @@
 """What must hold between any two steps, whatever happened before."""
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import zip_longest
 
 from tokenloom.engine_core.block_hash import block_hashes
@@ -12,24 +13,33 @@ from tokenloom.engine_core.scheduler import Scheduler
 def check_scheduler(scheduler: Scheduler) -> None:
     """Every request is in one place, and holds exactly the blocks that its computed tokens need."""
     waiting = list(scheduler.waiting)
+    remote = scheduler._remote
+    loading = list(remote._loading.values()) if remote is not None else []
+    away = list(remote._waiting.values()) if remote is not None else []
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
-    assert sorted(r.request_id for r in waiting + scheduler.running) == sorted(scheduler.requests)
+    assert sorted(r.request_id for r in waiting + scheduler.running + away) == sorted(scheduler.requests)
     assert scheduler.waiting.num_tokens == sum(request.num_tokens for request in waiting)
     assert all(request.status is RequestStatus.RUNNING for request in scheduler.running)
+    assert all(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in away)
+    assert all(request.is_finished or request in away for request in loading)
     for request in waiting:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-        assert not request.block_ids
-        assert request.num_computed_tokens == 0
+        if not (request.remote and request.remote.wait_ns):
+            assert not request.block_ids
+            assert request.num_computed_tokens == 0
     for request in scheduler.running:
         assert request.num_computed_tokens < request.num_tokens == len(request.all_token_ids)
-        assert len(request.block_ids) == -(-request.num_computed_tokens // scheduler.kv.block_size)
-    check_pool(scheduler.kv.pool, scheduler.running)
+        num_blocks = -(-request.num_computed_tokens // scheduler.kv.block_size)
+        assert len(request.block_ids) == num_blocks or (request.remote and len(request.block_ids) > num_blocks)
+    holders = waiting + scheduler.running + away + [request for request in loading if request.is_finished]
+    check_pool(scheduler.kv.pool, holders, list(remote._held.values()) if remote is not None else ())
     _check_content(scheduler)
 
 
-def check_pool(pool: BlockPool, holders: list[Request]) -> None:
+def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]] = ()) -> None:
     """free + used = total, each block is counted once per holder, and what can be hit is what has a hash."""
-    held = Counter(block_id for request in holders for block_id in request.block_ids)
+    tables = [request.block_ids for request in holders] + list(lent)
+    held = Counter(block_id for block_ids in tables for block_id in block_ids)
     assert pool.ref_counts == [held[block_id] for block_id in range(pool.num_blocks)]
     free = list(pool._free)
     assert len(free) == pool.num_free == pool.num_blocks - len(held)
@@ -44,7 +54,8 @@ def check_idle(scheduler: Scheduler) -> None:
     check_scheduler(scheduler)
     assert not scheduler.requests
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
-    assert scheduler.stats().kv_usage == 0.0
+    stats = scheduler.stats()
+    assert (stats.kv_usage, stats.num_leases) == (0.0, 0)
 
 
 def _check_content(scheduler: Scheduler) -> None:
@@ -52,6 +63,7 @@ def _check_content(scheduler: Scheduler) -> None:
     pool, size = scheduler.kv.pool, scheduler.kv.block_size
     for request in scheduler.running:
         hashes = block_hashes(request.all_token_ids[: request.num_computed_tokens], size, salt=request.cache_salt)
-        for block_id, block_hash in zip_longest(request.block_ids, hashes):
+        num_computed_blocks = -(-request.num_computed_tokens // size)
+        for block_id, block_hash in zip_longest(request.block_ids[:num_computed_blocks], hashes):
             assert pool._hashes[block_id] in (None, block_hash)
             assert pool.ref_counts[block_id] == 1 or block_hash is not None

@@ -55,6 +55,8 @@ class KVConfig(msgspec.Struct, frozen=True):
     """``prefill``, ``decode`` or ``both``: what kind of memory the pool lives in."""
     transports: tuple[str, ...] = ()
     """Ways to read another engine's blocks, best first, or ``auto``; empty: blocks do not move between engines."""
+    socket_listen: str = ""
+    """Where the transport ``socket`` serves: ``host:port``; empty: a unix socket, for readers on this host."""
     policy: str = "recompute"
     """When blocks cannot be loaded: ``recompute`` them here, or ``fail`` the request with an error worth a retry."""
     checksum: bool = False

@@ -30,7 +30,7 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
         return []
     from tokenloom.gpu_worker.kv_connector import registry
 
-    return registry.make_transports(config.kv.transports)
+    return registry.make_transports(config.kv.transports, socket_listen=config.kv.socket_listen)
 
 
 def main() -> int:

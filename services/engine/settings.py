@@ -48,6 +48,9 @@ class EngineSettings(ServiceSettings):
         description="How KV moves between engines, best first: auto, shm, nixl, socket; "
         "by default auto for prefill and decode, and not at all for both.",
     )
+    kv_socket_listen: str = Field(
+        "", description="Where the socket transport serves KV: host:port; by default for engines on this host only."
+    )
     kv_listen: str = Field("127.0.0.1:0", description="Where engines ask for KV: host:port or unix:/path; empty: off.")
     kv_advertise_address: str = Field("", description="Where engines reach that; by default where it listens.")
     kv_policy: Literal["recompute", "fail"] = Field(
@@ -104,6 +107,7 @@ class EngineSettings(ServiceSettings):
             kv=KVConfig(
                 role=self.role,
                 transports=self.transports,
+                socket_listen=self.kv_socket_listen,
                 policy=self.kv_policy,
                 checksum=self.kv_checksum,
                 lease_seconds=self.kv_lease_seconds,

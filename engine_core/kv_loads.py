@@ -204,7 +204,7 @@ class Loads:
     def _verify(self, load: _Load, *, copied: bool) -> None:
         if not load.verify_sent:
             load.verify_sent = True
-            self._send(KVVerify(load.order.request_id, copied))
+            self._send(KVVerify(load.order.request_id, copied, load.failure))
 
     def _end(self, load: _Load, failure: str | None) -> None:
         order = load.order

@@ -121,6 +121,8 @@ class KVVerify(msgspec.Struct, tag=True, array_like=True, gc=False):
 
     request_id: str
     copied: bool
+    failure: str = ""
+    """Why it was given up: one of ``KV_FAILURES``, or empty where the request is not wanted any more."""
 
 
 KVEvent = KVAnswer | KVVerify

@@ -21,13 +21,11 @@ from .core_link import CoreLink
 from .engine_registry import EngineRegistry, Owner
 from .kv_channels import KVChannels
 from .kv_link import KVLink
+from .kv_paths import KVPaths
 from .kv_reading import Reading, Stub, Verdict
 from .task_group import task_group
 
 log = logging.getLogger(__name__)
-
-_SAME_HOST = ("shm",)
-"""Transports that reach no further than the host."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class KVLoads:
         self._registry = registry
         self._on_recompute = on_recompute
         self._channels = KVChannels(registry)
+        self._paths = KVPaths(config.transports, config.host)
         self._loads: dict[str, _Load] = {}  # by the attempt's key
         self._tasks = Tasks(_log_bug)
 
@@ -104,7 +103,7 @@ class KVLoads:
                 except KVTransferError as failure:
                     await self._do_without(attempt, failure)
                 else:
-                    await self._read(attempt, reading)
+                    await self._read(attempt, owner, reading)
         except Exception as error:  # the edge: a bug in one load must not end the engine
             self._core.fail(attempt, of_exception(error))
 
@@ -114,9 +113,6 @@ class KVLoads:
             raise KVTransferError("not_found", "the attempt has ended")
         token_ids = [*request.prompt_token_ids, *request.accepted_token_ids][: source.num_tokens]
         began = time.monotonic()
-        transports = [
-            name for name in self._config.transports if owner.host == self._config.host or name not in _SAME_HOST
-        ]
         reading = await Reading.acquire(
             stub,
             kv_transfer_pb2.AcquireRequest(
@@ -124,7 +120,7 @@ class KVLoads:
                 engine_epoch=source.engine_epoch,
                 kv_layout=self._config.kv_layout,
                 prompt_digest=prompt_digest(token_ids, request.cache_salt),
-                transports=transports,
+                transports=self._paths.to(owner),
             ),
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,
@@ -142,7 +138,7 @@ class KVLoads:
         else:
             await self._hand_over(attempt, attempt.request)
 
-    async def _read(self, attempt: Attempt, reading: Reading) -> None:
+    async def _read(self, attempt: Attempt, owner: Owner, reading: Reading) -> None:
         """The life of an acquired lease."""
         load = _Load()
         lost = ""
@@ -156,6 +152,8 @@ class KVLoads:
                 lost = await self._hold(attempt.key, load, reading, is_complete=is_complete)
             finally:
                 del self._loads[attempt.key]
+        if load.verify is not None and load.verify.failure == "transport":
+            self._paths.note_failure(owner, reading.target.transport)
         if lost:
             verdict = Verdict(valid=False, reason=lost)
         else:

@@ -157,6 +157,16 @@ async def test_a_copy_that_was_given_up_still_ends_the_lease(pair: Pair) -> None
     assert not pair.reader.has_noted(KVVerdict)
 
 
+async def test_a_transport_that_failed_is_not_asked_for_again(pair: Pair) -> None:
+    await pair.peer.send(pair.add(1))
+    assert (await pair.owner.noted(KVAcquire)).transports == ["shm", "socket"]
+    request = await pair.reader.noted(EngineCoreRequest)
+    pair.reader.say(KVVerify(request.request_id, copied=False, failure="transport"))
+    await pair.owner.noted(KVRelease)
+    await pair.peer.send(pair.add(2))
+    assert (await pair.owner.noted(KVAcquire)).transports == ["socket"]
+
+
 @pytest.mark.parametrize("pair", [{"ready": 4}], indirect=True)
 async def test_a_lease_that_ends_early_is_told_unasked(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_reading, "RENEW_SECONDS", 0.02)

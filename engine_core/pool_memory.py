@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import weakref
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x10
@@ -21,6 +22,8 @@ class PoolMemory:
         """Takes over both; :meth:`allocate` makes them."""
         self._buffer = buffer
         self._fd = fd
+        # An open descriptor keeps the bytes, so it goes with this object at the latest.
+        self._close = weakref.finalize(self, os.close, fd) if fd is not None else None
 
     @classmethod
     def allocate(cls, nbytes: int, shared: bool) -> "PoolMemory":
@@ -63,10 +66,9 @@ class PoolMemory:
     @property
     def fd(self) -> int | None:
         """Of the sealed memfd, to pass to readers; None when it is not shared, or closed."""
-        return self._fd
+        return self._fd if self._close is not None and self._close.alive else None
 
     def close(self) -> None:
         """No reader can be let in any more; the owner's views go on working. Idempotent."""
-        fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+        if self._close is not None:
+            self._close()

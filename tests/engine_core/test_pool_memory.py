@@ -40,6 +40,16 @@ def test_shared_memory_can_be_read_by_who_has_the_descriptor_and_not_be_written_
         os.pwrite(memory.fd, b"x", 0)
 
 
+def test_the_descriptor_goes_with_the_last_reference() -> None:
+    memory = PoolMemory.allocate(100, shared=True)
+    fd = memory.fd
+    assert fd is not None
+    os.fstat(fd)
+    del memory
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
 def test_views_outlive_close() -> None:
     memory = PoolMemory.allocate(100, shared=True)
     view = np.frombuffer(memory.buffer, dtype=np.uint8)

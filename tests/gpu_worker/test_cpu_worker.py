@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
@@ -48,6 +49,22 @@ def test_loads_profiles_and_computes(dtype, itemsize):
     assert output.req_ids == ["a"]
     assert 0 <= output.sampled_token_ids[0][0] < info.vocab_size
     worker.shutdown()
+    worker.shutdown()
+
+
+def test_the_pool_lies_in_memory_that_is_given():
+    worker = make_worker(dtype="float32")
+    info = worker.load_model()
+    memory = PoolMemory.allocate(8 * 16 * info.kv_bytes_per_token, shared=True)
+    worker.initialize_kv_cache(8, memory)
+    pool = worker.kv_pool()
+    assert pool.memory is memory
+    assert pool.layout == info.kv_layout
+    assert (pool.num_blocks, pool.block_bytes) == (8, 16 * info.kv_bytes_per_token)
+    new = NewRequestData("a", [5, 6, 7], [], GREEDY, [2], 0)
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    written = [block_id for block_id in range(1, 8) if any(view[block_id].any() for view in pool.views)]
+    assert written == [2]
     worker.shutdown()
 
 

@@ -86,8 +86,8 @@ class Engine:
 class Pair:
     """Two engines, and what their fronts do."""
 
-    def __init__(self, make: Callable[[], list[KVTransport]]) -> None:
-        self.prefill, self.decode = Engine(make(), role="prefill"), Engine(make(), role="decode")
+    def __init__(self, make: Callable[[], list[KVTransport]], **kv: Any) -> None:
+        self.prefill, self.decode = Engine(make(), role="prefill", **kv), Engine(make(), role="decode", **kv)
 
     def ask(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[int]:
         """The whole road of a request; its tokens."""
@@ -117,15 +117,15 @@ class Pair:
         self.decode.core.shutdown()
 
 
-MakePair = Callable[[str], Pair]
+MakePair = Callable[..., Pair]
 
 
 @pytest.fixture
 def make_pair() -> Iterator[MakePair]:
     pairs = []
 
-    def make(transport: str) -> Pair:
-        pairs.append(Pair(MAKE[transport]))
+    def make(transport: str, **kv: Any) -> Pair:
+        pairs.append(Pair(MAKE[transport], **kv))
         return pairs[-1]
 
     yield make
@@ -201,6 +201,19 @@ def test_an_offload_file_gives_back_what_it_took(
     assert stats.kv_bytes_received["offload"] > 0
     assert stats.kv_recomputes == {}
     engine.core.shutdown()
+
+
+def test_pulling_and_offloading_go_together(
+    tmp_path: Path, make_pair: MakePair, expected: Callable[[int, SamplingParams], list[int]]
+) -> None:
+    pair = make_pair("shm", offload_path=str(tmp_path), offload_bytes=64 << 20)
+    lengths = (400, 1500, 701, 400, 1500)
+    for number, length in enumerate(lengths):
+        assert pair.ask(str(number), prompt_of(length), GREEDY) == expected(length, GREEDY)
+    prefill, decode = (engine.core.scheduler.stats() for engine in (pair.prefill, pair.decode))
+    assert prefill.kv_bytes_received["offload"] > 0, "a prompt that comes again is not computed again"
+    assert decode.kv_bytes_received["shm"] > 0
+    assert prefill.kv_recomputes == decode.kv_recomputes == {}
 
 
 @pytest.fixture(autouse=True)

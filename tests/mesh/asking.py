@@ -1,0 +1,61 @@
+"""A client of the gateway that asks with token ids and sees the answer's tokens as they come."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.mesh.harness import MODEL
+
+
+@dataclass
+class Answer:
+    """What came, so far or in all."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    timeline: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set with the first token."""
+
+
+async def ask(
+    http: httpx.AsyncClient, prompt: Sequence[int], max_tokens: int, answer: Answer | None = None, **fields: Any
+) -> Answer:
+    """Streams one completion into ``answer``; cancelling it is a client that goes away."""
+    answer = answer or Answer()
+    body = {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "return_timeline": True,
+        "ignore_eos": True,
+        **fields,
+    }
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            answer.error = json.loads(await response.aread())["error"]
+            return answer
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                _take(answer, json.loads(line.removeprefix("data: ")))
+    return answer
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    answer.error = event.get("error", answer.error)
+    for choice in event.get("choices", ()):
+        answer.token_ids += choice.get("token_ids") or []
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+    answer.timeline = event.get("timeline") or answer.timeline
+    answer.usage = event.get("usage") or answer.usage
+    if answer.token_ids:
+        answer.begun.set()

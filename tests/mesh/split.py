@@ -1,0 +1,192 @@
+"""Meshes of prefill and decode engines whose cores run in the test's process: tests see into them and kill them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tokenloom.engine_core.async_client import AsyncInprocClient
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.hash_worker import HashWorker
+from tokenloom.gpu_worker.kv_connector.registry import make_transports
+from tokenloom.services.coordinator.service import CoordinatorService
+from tokenloom.services.coordinator.settings import CoordinatorSettings
+from tokenloom.services.engine.service import EngineService
+from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
+
+from tests.engine_core.invariants import check_idle
+from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
+
+MAX_MODEL_LEN = 2048
+POLL_SECONDS = 0.002
+"""How often a test looks for what nobody tells it."""
+
+
+class SplitEngine(Part):
+    """An engine with its core on a thread of this process."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        config = settings.engine_config("")
+        worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+        self.client = AsyncInprocClient(config, worker, make_transports(config.kv.transports))
+        self.role = settings.role
+        self.is_alive = True
+        super().__init__(EngineService(settings, self.client), settings)
+
+    @property
+    def core(self) -> EngineCore:
+        assert self.client._core is not None, "not started"
+        return self.client._core
+
+    @property
+    def name(self) -> str:
+        return self.settings.instance_id
+
+    @property
+    def is_idle(self) -> bool:
+        """No request, no lease, no load, no block that is held."""
+        scheduler = self.core.scheduler
+        is_free = scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
+        return not scheduler.requests and not self.core.has_work() and not self.stats.num_leases and is_free
+
+    @property
+    def stats(self) -> Any:
+        return self.core.scheduler.stats()
+
+    async def until(self, holds: Callable[["SplitEngine"], object]) -> None:
+        """Waits for what the core does beside this loop, and tells nobody."""
+        async with asyncio.timeout(SOON):
+            while not holds(self):  # noqa: ASYNC110
+                await asyncio.sleep(POLL_SECONDS)
+
+    def check_idle(self) -> None:
+        """No block leaked."""
+        check_idle(self.core.scheduler)
+
+    def recomputes(self) -> dict[str, int]:
+        """Requests whose KV was computed anew, by reason."""
+        assert self.host is not None
+        return {
+            sample.labels["reason"]: int(sample.value)
+            for family in self.host.metrics.collect()
+            for sample in family.samples
+            if sample.name == "tokenloom:kv_recompute_total" and sample.value
+        }
+
+    def fired(self) -> Counter[str]:
+        """How often each failpoint that is set has fired here."""
+        return Counter(self.core.failpoints_fired())
+
+    async def kill(self) -> None:
+        """Ends it as a crash would: every stream breaks at once, nobody is told anything."""
+        assert self.host is not None
+        self.is_alive = False
+        await self.cut_kv()
+        await self.host._tasks.close()
+        await self.host._grpc.stop(None)
+        await self.stop()
+
+    async def cut_kv(self) -> None:
+        """Nobody reaches its KV port any more."""
+        service = self.service
+        assert isinstance(service, EngineService)
+        if service._kv is not None and service._kv._server is not None:
+            await service._kv._server.close(0)
+
+
+class SplitMesh(Mesh):
+    """Args:
+    roles: One engine of each.
+    engine: Settings of all engines; ``prefill``, ``decode``: of those only.
+    pd_threshold: 0, so that even one token goes from engine to engine.
+    """
+
+    engines: list[SplitEngine]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        directory: Path,
+        roles: Sequence[str] = ("prefill", "decode"),
+        *,
+        engine: Mapping[str, Any] | None = None,
+        prefill: Mapping[str, Any] | None = None,
+        decode: Mapping[str, Any] | None = None,
+        pd_threshold: int = 0,
+    ) -> None:
+        self._pd_threshold = pd_threshold
+        super().__init__(directory, engines=0)
+        of_role = {"prefill": prefill or {}, "decode": decode or {}}
+        for role in roles:
+            self.new_engine(role, **{**(engine or {}), **of_role.get(role, {})})
+
+    def new_engine(self, role: str, **values: Any) -> SplitEngine:
+        """One more, not started yet."""
+        name = f"engine-{len(self.engines)}"
+        defaults: dict[str, Any] = {
+            "worker": "hash",
+            "role": role,
+            "coordinator": self.address("coordinator-0"),
+            "max_model_len": MAX_MODEL_LEN,
+            "num_kv_blocks": 512,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 32,
+            "kv_listen": self.address(f"{name}-kv"),
+            "kv_transports": ("shm", "socket"),
+            "kv_checksum": True,
+            "kv_lease_seconds": 5.0,
+            "kv_load_timeout": 5.0,
+        }
+        engine = SplitEngine(EngineSettings(**self._common(name), **(defaults | values)))
+        self.engines.append(engine)
+        return engine
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["SplitMesh"]:
+        """As of any mesh, once every engine is known."""
+        async with super().running():
+            try:
+                await self.until_known(self.engines)
+                yield self
+            finally:  # also those that came later
+                await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+    def of_role(self, role: str) -> SplitEngine:
+        """The first one."""
+        return next(engine for engine in self.engines if engine.role == role)
+
+    async def until_known(self, engines: Iterable[SplitEngine]) -> None:
+        """The coordinator knows these, and no others, as ready for requests."""
+        names = {engine.name for engine in engines}
+        async with asyncio.timeout(SOON):
+            while self.known() != names:  # noqa: ASYNC110
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def check_nothing_is_left(self) -> None:
+        """Every engine that lives gives back all that it held: requests, leases, loads, blocks."""
+        for engine in self.engines:
+            if not engine.is_alive:
+                continue
+            try:
+                await engine.until(lambda engine: engine.is_idle)
+            except TimeoutError:
+                raise AssertionError(f"{engine.name} ({engine.role}) still holds {engine.stats}") from None
+            engine.check_idle()
+
+    def known(self) -> set[str]:
+        """Names of the engines that the coordinator would pick."""
+        service = self.coordinator.service
+        assert isinstance(service, CoordinatorService)
+        return {
+            entry.identity.engine_id
+            for entry in service.servicer._registry.snapshot().engines
+            if entry.report.state == ENGINE_STATE_SERVING
+        }
+
+    def _coordinator(self) -> Part:
+        settings = CoordinatorSettings(
+            **self._common("coordinator-0"), settle_seconds=0.2, pd_threshold=self._pd_threshold
+        )
+        return Part(CoordinatorService(settings), settings)

@@ -161,6 +161,7 @@ class AsyncMPClient:
         return await answer
 
     async def kv_send(self, call: KVCall) -> None:
+        assert self._config.kv.transports, "this core moves no KV"
         frames = encode(call)
         await self._unless_dead(lambda: self._kv.send_multipart(frames))
 
@@ -296,6 +297,8 @@ class AsyncInprocClient:
         await asyncio.to_thread(self._thread.shutdown)
         if self._core is not None:
             await asyncio.to_thread(self._core.shutdown)
+        elif self._kv is not None:
+            await asyncio.to_thread(self._kv.connector.shutdown)
         if self._kv_link is not None:
             await self._kv_link.close()
             self._kv_link = None

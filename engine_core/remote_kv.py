@@ -52,6 +52,10 @@ class RemoteKV:
         """Tokens after the first ``num_computed_tokens`` to load; None: not known yet."""
         return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)[0]
 
+    def awaits_tokens(self, request: Request) -> bool:
+        """Whether a request must not run before its first tokens have come."""
+        return request.remote is not None and request.remote.awaits_tokens
+
     def load(self, request: Request, num_external_tokens: int) -> None:
         """Sends an admitted request to wait for its blocks."""
         remote = request.remote = request.remote or RemoteKVState()
@@ -109,9 +113,11 @@ class RemoteKV:
         self._release(request_id)
         return True
 
-    def fails(self, request: Request) -> bool:
-        """Whether a request is to end because its blocks could not be loaded."""
-        return self._fail and request.remote is not None and bool(request.remote.failure)
+    def failure_of(self, request: Request) -> str:
+        """Why a request is to end: its blocks could not be loaded. Empty: it goes on."""
+        if not self._fail or request.remote is None or not request.remote.failure:
+            return ""
+        return f"the prompt's KV could not be loaded from the engine that computed it: {request.remote.failure}"
 
     def lose_hits(self) -> None:
         """A step failed: the blocks that waiting requests found here may never have been written."""
@@ -144,7 +150,7 @@ class RemoteKV:
                 self._kv.free(request)  # nobody knows how long it will wait
                 num_valid = 0
         remote.num_external_tokens = max(0, num_valid - request.num_computed_tokens)
-        if remote.awaits_tokens and not self.fails(request):
+        if remote.awaits_tokens and not self.failure_of(request):
             return False
         self._resume(request)
         return True

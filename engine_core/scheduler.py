@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
+from .admission import Admission
 from .config import CacheConfig, SchedulerConfig
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
@@ -15,14 +15,6 @@ from .request_limits import check_config, refusal
 from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
-
-
-class _Blocked(NamedTuple):
-    """The head of the waiting queue when it did not fit."""
-
-    request: Request
-    num_free: int
-    num_hits: int
 
 
 class Scheduler:
@@ -55,10 +47,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.waiting = RequestQueue()
-        # Blocks that admission leaves to those already running, so that their next tokens do not preempt the newcomer.
-        self._watermark = kv_cache.num_blocks // 100
-        self._blocked: _Blocked | None = None
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
+        self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
         self._is_stalled = False
         self._clock = clock
         self._stats = SchedulerStats()
@@ -167,11 +157,7 @@ class Scheduler:
         assert self._remote is not None
         self._is_stalled = False
         for request in reversed(self._remote.update(output)):
-            if self._remote.fails(request):
-                assert request.remote is not None
-                error = (
-                    f"the prompt's KV could not be loaded from the engine that computed it: {request.remote.failure}"
-                )
+            if error := self._remote.failure_of(request):
                 self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
             else:
                 self.waiting.prepend(request)
@@ -253,88 +239,18 @@ class Scheduler:
         return new_block_ids
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        while self.waiting and plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting.peek()
-            if self._is_still_blocked(request) or not self._admit(request, plan):
+        while plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self._admission.next(plan.budget, others_run=bool(self.running))
+            if request is None:
                 break
+            self._start(request, plan)
 
-    def _is_still_blocked(self, request: Request) -> bool:
-        """Whether nothing got better since the head of the queue did not fit, so that looking again is of no use."""
-        blocked = self._blocked
-        return (
-            blocked is not None
-            and bool(self.running)
-            and blocked.request is request
-            and self.kv.pool.num_free <= blocked.num_free
-            and self.kv.find_cached_block(request, blocked.num_hits) is None
-        )
-
-    def _admit(self, request: Request, plan: StepPlan) -> bool:
-        """Lets the head of the queue run, or load, if its tokens fit. False: it stays, and all behind it."""
-        hits = [] if request.block_ids else self.kv.find_cached_blocks(request)
-        num_computed_tokens = request.num_computed_tokens or len(hits) * self.kv.block_size
-        num_external_tokens = self._num_external_tokens(request, num_computed_tokens)
-        if num_external_tokens is None:
-            return False
-        if not num_external_tokens and request.remote is not None and request.remote.awaits_tokens:
-            self._park(request)
-            return True
-        num_left = request.num_tokens - num_computed_tokens
-        if not num_external_tokens and num_left > plan.budget and not self.config.enable_chunked_prefill:
-            return False
-        if not self.kv.can_admit(request, hits, self._num_spare_blocks()):
-            if self._make_room_for_head():
-                return True
-            self._blocked = _Blocked(request, self.kv.pool.num_free, len(hits))
-            return False
-        self._blocked = None
-        if not request.block_ids:
-            self.kv.admit(request, hits)
-        if num_external_tokens:
-            self._load(request, num_external_tokens)
-        else:
-            self._start(request, min(num_left, plan.budget), plan)
-        return True
-
-    def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens to load after those that are here; None: not known yet. Not again for one that loaded already."""
-        if self._remote is None or request.block_ids:
-            return 0
-        return self._remote.num_external_tokens(request, num_computed_tokens)
-
-    def _park(self, request: Request) -> None:
-        assert self._remote is not None
-        self.waiting.remove(request)
-        self._remote.wait(request)
-
-    def _load(self, request: Request, num_external_tokens: int) -> None:
-        assert self._remote is not None
-        self.waiting.remove(request)
-        self._remote.load(request, num_external_tokens)
-
-    def _num_spare_blocks(self) -> int:
-        """How many blocks the next request must leave to others."""
-        has_others = bool(self.running) or (self._remote is not None and self._remote.holds_blocks)
-        return self._watermark if has_others else 0
-
-    def _make_room_for_head(self) -> bool:
-        """Where nobody runs or loads, nobody will give blocks back either: takes what is held without need."""
-        if self._remote is None or self.running or self._remote.holds_blocks:
-            return False
-        if self._remote.revoke_oldest():
-            return True
-        holder = next((request for request in reversed(list(self.waiting)) if request.block_ids), None)
-        if holder is None:
-            return False
-        self.kv.free(holder)  # what it loaded can be hit until somebody needs the blocks
-        return True
-
-    def _start(self, request: Request, num_new_tokens: int, plan: StepPlan) -> None:
+    def _start(self, request: Request, plan: StepPlan) -> None:
         if self._remote is not None:
             self._remote.starts(request)
+        num_new_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
         new_block_ids = self.kv.allocate(request, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
-        self.waiting.remove(request)
         self.running.append(request)
         if request.first_scheduled_ns is None:
             self._note_first_schedule(request, num_new_tokens)

@@ -1,0 +1,102 @@
+"""Who of the waiting may begin."""
+
+from typing import NamedTuple
+
+from .kv_cache_manager import KVCacheManager
+from .remote_kv import RemoteKV
+from .request import Request
+from .request_queue import RequestQueue
+
+
+class _Blocked(NamedTuple):
+    """The head of the queue when it did not fit."""
+
+    request: Request
+    num_free: int
+    num_hits: int
+
+
+class Admission:
+    """First come, first served: the head of the queue is let in when all its tokens fit into the KV cache."""
+
+    def __init__(self, queue: RequestQueue, kv: KVCacheManager, remote: RemoteKV | None, *, chunked: bool) -> None:
+        """``chunked``: whether a prompt may take several steps."""
+        self._queue = queue
+        self._kv = kv
+        self._remote = remote
+        self._chunked = chunked
+        # Blocks that are left to those already running, so that their next tokens do not preempt the newcomer.
+        self._watermark = kv.pool.num_blocks // 100
+        self._blocked: _Blocked | None = None
+
+    def next(self, max_tokens: int, *, others_run: bool) -> Request | None:
+        """Takes the next request that may run out of the queue, with the blocks that hold its beginning.
+
+        On the way, requests whose KV is elsewhere are sent to wait for it. None: nobody may run with ``max_tokens``
+        left of the step.
+        """
+        while self._queue:
+            request = self._queue.peek()
+            if others_run and self._is_still_blocked(request):
+                return None
+            hits = [] if request.block_ids else self._kv.find_cached_blocks(request)
+            num_computed_tokens = request.num_computed_tokens or len(hits) * self._kv.block_size
+            num_external_tokens = self._num_external_tokens(request, num_computed_tokens)
+            if num_external_tokens is None:
+                return None
+            if not num_external_tokens and self._remote is not None and self._remote.awaits_tokens(request):
+                self._queue.remove(request)
+                self._remote.wait(request)
+                continue
+            num_left = request.num_tokens - num_computed_tokens - num_external_tokens
+            if num_left > max_tokens and not self._chunked:
+                return None
+            if not self._kv.can_admit(request, hits, self._num_spare_blocks(others_run=others_run)):
+                if not others_run and self._make_room():
+                    continue
+                self._blocked = _Blocked(request, self._kv.pool.num_free, len(hits))
+                return None
+            self._let_in(request, hits)
+            if not num_external_tokens:
+                return request
+            assert self._remote is not None
+            self._remote.load(request, num_external_tokens)
+        return None
+
+    def _let_in(self, request: Request, hits: list[int]) -> None:
+        self._blocked = None
+        self._queue.remove(request)
+        if not request.block_ids:
+            self._kv.admit(request, hits)
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether nothing got better since the head of the queue did not fit, so that looking again is of no use."""
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.request is request
+            and self._kv.pool.num_free <= blocked.num_free
+            and self._kv.find_cached_block(request, blocked.num_hits) is None
+        )
+
+    def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens to load after those that are here; None: not known yet. Not again for one that loaded already."""
+        if self._remote is None or request.block_ids:
+            return 0
+        return self._remote.num_external_tokens(request, num_computed_tokens)
+
+    def _num_spare_blocks(self, *, others_run: bool) -> int:
+        """How many blocks the next request must leave to others."""
+        return self._watermark if others_run or (self._remote is not None and self._remote.holds_blocks) else 0
+
+    def _make_room(self) -> bool:
+        """Nobody runs. Where nobody loads either, none will give blocks back: takes what is held without need."""
+        if self._remote is None or self._remote.holds_blocks:
+            return False
+        if self._remote.revoke_oldest():
+            return True
+        holder = next((request for request in reversed(list(self._queue)) if request.block_ids), None)
+        if holder is None:
+            return False
+        self._kv.free(holder)  # what it loaded can be hit until somebody needs the blocks
+        return True

@@ -102,9 +102,7 @@ class Clock:
 class Engine:
     """A core with a KV service, and the front's own state for it."""
 
-    def __init__(
-        self, index: int, pools: dict[bytes, KVPool], clock: Clock, *, kv: KVConfig = KVConfig(), **settings: Any
-    ) -> None:
+    def __init__(self, index: int, pools: dict[bytes, KVPool], clock: Clock, *, kv: KVConfig, **settings: Any) -> None:
         config = msgspec.structs.replace(make_config(**settings), kv=kv)
         self.name = f"engine-{index}"
         self.config = config

@@ -120,6 +120,23 @@ async def test_calls_are_answered_while_a_step_runs() -> None:
 
 
 @pytest.mark.parametrize("make_client", [AsyncMPClient, in_thread])
+async def test_a_lease_runs_out_while_the_core_is_idle(make_client: type[AsyncMPClient]) -> None:
+    config = kv_config("shm")
+    kv = msgspec.structs.replace(config.kv, lease_seconds=0.05)
+    client = make_client(msgspec.structs.replace(config, kv=kv))
+    async with started(client):
+        request = make_request("a", PROMPT)
+        request.lease_id = LEASE_ID
+        await client.add_request(request)
+        num_leases = []
+        while num_leases[-2:] != [1, 0]:
+            stats = (await client.get_output()).scheduler_stats
+            assert stats is not None
+            num_leases.append(stats.num_leases)
+        assert stats.kv_usage == 0.0
+
+
+@pytest.mark.parametrize("make_client", [AsyncMPClient, in_thread])
 async def test_who_waits_for_the_kv_thread_hears_that_the_core_is_gone(make_client: type[AsyncMPClient]) -> None:
     client = make_client(kv_config("shm"))
     async with started(client):

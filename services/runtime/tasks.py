@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+_CANCEL_SECONDS = 1.0
+"""For a cancelled task to clean up, before it is cancelled again."""
+
 
 class Tasks:
     """Owns tasks until :meth:`close`. Unlike ``asyncio.TaskGroup`` it is not bound to one ``async with`` block, and a
@@ -25,8 +28,9 @@ class Tasks:
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
-            self._tasks.difference_update(tasks)
+            # Once may not be enough: a TaskGroup raises a child's failure, not the cancellation that came with it.
+            await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+            self._tasks.difference_update(task for task in tasks if task.done())
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -1,7 +1,10 @@
 """Owned tasks."""
 
 import asyncio
+import contextlib
 
+import pytest
+from tokenloom.services.runtime import tasks as module
 from tokenloom.services.runtime.tasks import Tasks
 
 
@@ -45,3 +48,27 @@ async def test_close_waits_for_clean_up_and_for_what_it_spawns() -> None:
 async def test_a_task_may_close_its_owner() -> None:
     tasks = Tasks(lambda error: None)
     await asyncio.wait_for(tasks.spawn(tasks.close(), name="closes"), 5)
+
+
+async def test_a_task_that_retries_may_lose_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CANCEL_SECONDS", 0.01)
+    tasks = Tasks(lambda error: None)
+
+    async def fail_when_cancelled_first() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if task.cancelling() < 2:
+                raise ConnectionError("the stream broke in the same moment")
+
+    async def rejoin() -> None:
+        while True:
+            with contextlib.suppress(ExceptionGroup):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(fail_when_cancelled_first())
+
+    task = tasks.spawn(rejoin(), name="rejoins")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.wait_for(tasks.close(), 5)
+    assert task.cancelled()

@@ -112,6 +112,8 @@ class KVLoads:
         if request is None:
             raise KVTransferError("not_found", "the attempt has ended")
         token_ids = [*request.prompt_token_ids, *request.accepted_token_ids][: source.num_tokens]
+        if not (transports := self._paths.to(owner)):
+            raise KVTransferError("transport", f"no transport of this engine reaches {owner.engine_id!r}")
         began = time.monotonic()
         reading = await Reading.acquire(
             stub,
@@ -120,7 +122,7 @@ class KVLoads:
                 engine_epoch=source.engine_epoch,
                 kv_layout=self._config.kv_layout,
                 prompt_digest=prompt_digest(token_ids, request.cache_salt),
-                transports=self._paths.to(owner),
+                transports=transports,
             ),
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,

@@ -218,6 +218,26 @@ async def test_under_the_other_policy_a_request_without_its_kv_fails(socket_dir:
         assert not reader.has_noted(EngineCoreRequest)
 
 
+@pytest.mark.parametrize(("transports", "asked"), [(["shm", "socket"], ["socket"]), (["shm"], None)])
+async def test_memory_is_not_shared_across_hosts(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, transports: list[str], asked: list[str] | None
+) -> None:
+    owner, reader = owning_core(len(PROMPT)), FakeCore()
+    async with running_coordinator(socket_dir), running_front(socket_dir, "prefill-0", owner) as owner_host:
+        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+        async with (
+            running_front(socket_dir, "decode-0", reader, kv_transports=transports) as host,
+            Peer(host.address) as peer,
+        ):
+            await peer.send(make_add(1, PROMPT, 5, kv_source=source_at(owner_host, len(PROMPT))))
+            request = await reader.noted(EngineCoreRequest)
+            if asked is None:
+                assert request.remote_kv is None
+                assert counted(host.metrics, "tokenloom:kv_recompute_total", reason="transport") == 1
+            else:
+                assert (await owner.noted(KVAcquire)).transports == asked
+
+
 class TestTheStreamGoesOn:
     async def test_while_an_owner_does_not_answer(self, pair: Pair) -> None:
         del pair.owner.answers[KVAcquire]

@@ -3,9 +3,9 @@
 import pytest
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.hash_worker import expected_tokens
-from tokenloom.engine_core.messages import FinishReason
+from tokenloom.engine_core.messages import AcceptTokens, FinishReason
 
-from .helpers import VOCAB_SIZE, finish, make_request, tokens_of
+from .helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
 from .invariants import check_idle
 from .kv_pair import Pair, PairRequest
 
@@ -228,3 +228,65 @@ def test_a_lost_owner_is_a_local_recompute_before_the_load_starts() -> None:
     pair.turn()
     pair.turn()
     assert pair.decode.stats.kv_recomputes == {"lease_revoked": 1}
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_accepted_tokens_that_end_the_request_end_it_wherever_it_is(turns: int) -> None:
+    pair = Pair(budget=16)
+    request = pair.add("a", range(40), early=True)
+    pair.step(pair.prefill)
+    for _ in range(turns):
+        pair.step(pair.decode)
+        pair.pump(pair.prefill)
+        pair.pump(pair.decode)
+        pair.decode.copies.run_one()
+    pair.decode.core.accept_tokens(AcceptTokens("a/decode", [1, 2, 3, 4, 5, 6]))
+    outputs = [output for output in pair.decode.core.step().outputs if output.finish_reason is not None]
+    assert [(output.finish_reason, output.token_index) for output in outputs] == [(FinishReason.LENGTH, 5)]
+    pair.abort(request)
+    pair.decode.core.accept_tokens(AcceptTokens("a/decode", [1]))
+    pair.settle()
+    for engine in pair.engines:
+        check_idle(engine.core.scheduler)
+
+
+def test_a_failed_step_costs_waiting_requests_what_they_found_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    check_done(pair, pair.add("a", range(40)))
+    again = pair.add("b", [*range(40), 7, 7, 7])
+    while not again.decode_added:
+        pair.step(pair.prefill)
+    pair.step(pair.decode)  # it found ten blocks, and waits for the last
+    other = make_request("c/decode", [1, 2, 3])
+    pair.requests["c"] = PairRequest("c", [1, 2, 3], 5, pair.prefill, pair.decode, is_early=False)
+    pair.decode.core.add_request(other)
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.decode.core.executor, "execute_model", fail)
+        with pytest.raises(RuntimeError, match="lost"):
+            pair.step(pair.decode)
+    check_done(pair, again, pair.requests["c"])
+
+
+def fail(scheduled: object) -> None:
+    raise RuntimeError("the step is lost")
+
+
+def test_cached_blocks_are_not_forgotten_while_a_request_relies_on_them() -> None:
+    pair = Pair()
+    request = pair.add("a", range(9))
+    while not request.decode_added:
+        pair.step(pair.prefill)
+    pair.step(pair.decode)
+    assert not pair.decode.core.reset_prefix_cache()
+    check_done(pair, request)
+    assert pair.decode.core.reset_prefix_cache()
+
+
+def test_an_engine_that_moves_no_kv_refuses_requests_that_need_it() -> None:
+    core = make_core()
+    message = make_request("a", [1, 2, 3])
+    message.lease_id = b"lease"
+    core.add_request(message)
+    (output,) = core.step().outputs
+    assert output.finish_reason is FinishReason.ERROR
+    assert "does not exchange KV" in output.error

@@ -24,6 +24,9 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 test: install ## all tests: no GPU, no network
 	$(BIN)/python -m pytest -q
 
+soak: install ## a thousand random schedules of faults while KV moves between engines
+	$(BIN)/python -m tests.soak --schedules 1000
+
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,4 +53,4 @@ lint-protos: ## buf lint (through npx: Node.js)
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types tree protos check-protos lint-protos help
+.PHONY: install demo test soak lint types tree protos check-protos lint-protos help

@@ -1,0 +1,22 @@
+"""A hundred schedules of faults; ``make soak`` runs ten times as many."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.soak.plan import OWNER_FAULTS, READER_FAULTS
+from tests.soak.run import soak
+
+EVENTS = ("kill prefill", "kill decode", "cut prefill")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_no_wrong_token_no_leaked_block_no_hang(socket_dir: Path) -> None:
+    seen: Counter[str] = Counter()
+    async for _, happened in soak(socket_dir, range(100)):
+        seen += happened
+    print(dict(sorted(seen.items())))
+    assert not [name for name in (*OWNER_FAULTS, *READER_FAULTS, *EVENTS) if not seen[name]], "these never happened"
+    assert seen["answered"] > 300

@@ -18,6 +18,7 @@ from .config import EngineConfig
 from .core import EngineCore
 from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
+from .core_launch import remove_sockets
 from .messages import CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode
 from .worker import Executor
@@ -102,7 +103,7 @@ class EngineCoreProc:
 
 def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfig], Executor]) -> int:
     """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
-    guard = ProcessGuard()
+    guard = ProcessGuard(handshake_address)
     guard.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -147,8 +148,9 @@ class ProcessGuard:
     parent, comes to its end, the parent is gone and so is everyone who could want an answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handshake_address: str) -> None:
         self.on_terminate: Callable[[], None] = lambda: os._exit(0)
+        self._handshake_address = handshake_address
 
     def start(self) -> None:
         """To be called first, in the main thread: threads that are started later inherit the blocked signal."""
@@ -156,18 +158,18 @@ class ProcessGuard:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.excepthook = _exit_on_thread_failure
         threading.Thread(target=self._watch_terminate, name="core-signals", daemon=True).start()
-        threading.Thread(target=_watch_parent, name="core-parent", daemon=True).start()
+        threading.Thread(target=self._watch_parent, name="core-parent", daemon=True).start()
 
     def _watch_terminate(self) -> None:
         while True:
             signal.sigwait({signal.SIGTERM})
             self.on_terminate()
 
-
-def _watch_parent() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(1)
+    def _watch_parent(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        remove_sockets(self._handshake_address)  # nobody else will
+        os._exit(1)
 
 
 def _exit_on_thread_failure(arguments: threading.ExceptHookArgs) -> None:

@@ -21,7 +21,7 @@ import sys
 from tokenloom.engine_core.client import SyncMPClient
 from tests.engine_core.helpers import make_config
 client = SyncMPClient(make_config())
-print(client.pid, flush=True)
+print(client.pid, client._process.input_address, flush=True)
 sys.stdin.read()
 """
 
@@ -76,11 +76,14 @@ def test_the_core_dies_with_its_parent() -> None:
     )
     assert parent.stdout is not None
     assert parent.stdin is not None
-    core_pid = int(parent.stdout.readline())
+    pid, address = parent.stdout.readline().split()
+    core_pid, directory = int(pid), Path(address.removeprefix("ipc://")).parent
     assert not has_ended(core_pid)
+    assert directory.is_dir()
     parent.kill()
     parent.wait()
     assert wait_until(lambda: has_ended(core_pid), 2.0)
+    assert not directory.exists()
     parent.stdin.close()
     parent.stdout.close()
 

@@ -1,6 +1,7 @@
 """An output processor's end of a Connect stream, and engines in this event loop to talk to."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from tokenloom.v1.engine_pb2_grpc import EngineStub
 from tokenloom.v1.types_pb2 import Hello, Prompt, SamplingParams
 
 STEP_SECONDS = 0.002
+VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 
 
 def make_settings(directory: Path, **changes: Any) -> EngineSettings:

@@ -1,7 +1,6 @@
 """The contract of ``Engine.Connect``, over a unix socket, with the core in this process."""
 
 import asyncio
-import json
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,16 +12,14 @@ from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerO
 from tokenloom.services.engine import connect_stream
 from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.channels import open_channel
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 from tokenloom.services.runtime.host import Host
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.engine_pb2 import GetEngineInfoRequest, KVSource, StopAt
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 
-from tests.services.engine.peer import Peer, make_add, make_settings, running_engine, seconds
+from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine, seconds
 
-VOCAB_SIZE = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 ENDLESS = 1500
 
 

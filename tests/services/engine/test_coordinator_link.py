@@ -1,0 +1,131 @@
+"""The engine in a real coordinator's registry."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tokenloom.services.coordinator.service import CoordinatorService
+from tokenloom.services.coordinator.settings import CoordinatorSettings
+from tokenloom.services.engine import coordinator_link
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.service import running
+from tokenloom.v1.coordinator_pb2 import (
+    ENGINE_ROLE_BOTH,
+    ENGINE_STATE_DRAINING,
+    ENGINE_STATE_SERVING,
+    EngineEntry,
+    PickRequest,
+    WatchRequest,
+)
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.types_pb2 import Fingerprint
+
+from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
+
+
+@asynccontextmanager
+async def running_coordinator(directory: Path) -> AsyncIterator[tuple[CoordinatorStub, CoordinatorService]]:
+    settings = CoordinatorSettings(listen=f"unix:{directory}/coordinator", metrics_listen="")
+    service = CoordinatorService(settings)
+    async with running(service, settings) as host, open_channel(host.address) as channel:
+        yield CoordinatorStub(channel), service
+
+
+async def see(stub: CoordinatorStub, condition: Callable[[list[EngineEntry]], bool]) -> list[EngineEntry]:
+    """Watches until the registry's engines meet ``condition``."""
+    call = stub.Watch(WatchRequest())
+    try:
+        async with asyncio.timeout(5):
+            async for snapshot in call:
+                if condition(list(snapshot.engines)):
+                    return list(snapshot.engines)
+    finally:
+        call.cancel()
+    raise AssertionError("the watch ended")
+
+
+def is_serving(engines: list[EngineEntry]) -> bool:
+    return [engine.report.state for engine in engines] == [ENGINE_STATE_SERVING]
+
+
+async def test_an_engine_joins_with_what_it_is(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with running_coordinator(socket_dir) as (stub, _), running_engine(settings) as host:
+        (engine,) = await see(stub, is_serving)
+        assert engine.identity.engine_id == "engine-0"
+        assert engine.identity.epoch == host.epoch
+        assert engine.identity.address == host.address
+        assert engine.identity.limits.max_model_len == 2048
+        assert engine.identity.num_kv_blocks == engine.report.free_kv_blocks == 600
+        assert engine.report.role == ENGINE_ROLE_BOTH
+
+
+async def test_load_is_reported_and_picks_are_acknowledged(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with running_coordinator(socket_dir) as (stub, _), running_engine(settings) as host:
+        await see(stub, is_serving)
+        request = PickRequest(
+            fingerprint=Fingerprint(model="tokenloom-demo"), role=ENGINE_ROLE_BOTH, prompt_tokens=2, max_new_tokens=9
+        )
+        pick = (await stub.Pick(request)).pick
+        async with Peer(host.address) as peer:
+            await peer.send(make_add(1, [1, 2], 1500, pick=pick))
+            # Counted as running alone: not once more for a pick that arrived.
+            (engine,) = await see(stub, lambda engines: engines[0].report.running == 1 and engines[0].score == 1)
+            assert engine.report.waiting == 0
+            await peer.send(abort_slots=[1])
+            await see(stub, lambda engines: engines[0].score == 0 and engines[0].report.free_kv_blocks == 600)
+
+
+async def test_it_joins_again_when_the_coordinator_comes_back(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with running_engine(settings) as host:  # it also starts, and serves, without one
+        for _ in range(2):
+            async with running_coordinator(socket_dir) as (stub, _):
+                (engine,) = await see(stub, is_serving)
+                assert engine.identity.epoch == host.epoch
+
+
+async def test_while_it_drains_it_says_so_and_then_leaves(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with running_coordinator(socket_dir) as (stub, _):
+        async with running_engine(settings) as host:
+            await see(stub, is_serving)
+            peer = Peer(host.address)
+            await peer.__aenter__()
+            await peer.send(make_add(1, [1, 2], 400))
+            await peer.read_tokens()
+            draining = asyncio.create_task(
+                see(stub, lambda engines: [e.report.state for e in engines] == [ENGINE_STATE_DRAINING])
+            )
+        await draining
+        await peer.__aexit__(None, None, None)
+        await see(stub, lambda engines: not engines)
+
+
+async def test_the_coordinator_may_ask_it_to_leave(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with running_coordinator(socket_dir) as (stub, service), running_engine(settings) as host:
+        await see(stub, is_serving)
+        service.servicer.drain("engine-0", grace=5.0)
+        await see(stub, lambda engines: [e.report.state for e in engines] == [ENGINE_STATE_DRAINING])
+        async with Peer(host.address) as peer:
+            await peer.send(make_add(1, [1, 2]))
+            received = await peer.read_until_finished([1])
+            assert received.finished[1].error.reason == "UNAVAILABLE"
+            assert "draining" in received.finished[1].error.message
+
+
+async def test_a_newer_engine_of_the_same_name_wins_for_good(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_link, "MIN_BACKOFF_SECONDS", 0.01)
+    common = {"coordinator": f"unix:{socket_dir}/coordinator", "instance_id": "twin"}
+    async with running_coordinator(socket_dir) as (stub, _), running_engine(make_settings(socket_dir, **common)):
+        await see(stub, is_serving)
+        newer = make_settings(socket_dir, listen=f"unix:{socket_dir}/newer", **common)
+        async with running_engine(newer) as host:
+            await see(stub, lambda engines: [e.identity.epoch for e in engines] == [host.epoch])
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await see(stub, lambda engines: [e.identity.epoch for e in engines] != [host.epoch])

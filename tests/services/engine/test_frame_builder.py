@@ -1,0 +1,72 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenloom.services.engine.frame_builder import FrameBuilder
+from tokenloom.v1.engine_pb2 import Finished
+from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Error
+
+from tests.services.engine.peer import Received
+
+
+def drain(builder: FrameBuilder) -> Received:
+    received = Received()
+    while builder.has_data:
+        received.take(builder.take(1))
+        assert len(received.frames) < 1000
+    return received
+
+
+def test_one_token_each_needs_no_counts() -> None:
+    builder = FrameBuilder()
+    builder.add_tokens(1, 0, [7])
+    builder.add_tokens(4, 9, [8])
+    frame = builder.take(3)
+    assert (list(frame.slot), list(frame.token_index), list(frame.token_ids)) == ([1, 4], [0, 9], [7, 8])
+    assert not frame.num_tokens
+    assert frame.step == 3
+    assert not builder.has_data
+
+
+def test_steps_merge_until_they_are_taken() -> None:
+    builder = FrameBuilder()
+    builder.add_tokens(1, 0, [7])
+    builder.add_tokens(2, 0, [1])
+    builder.add_tokens(1, 1, [8, 9])
+    frame = builder.take(2)
+    assert (list(frame.num_tokens), list(frame.token_ids)) == ([3, 1], [7, 8, 9, 1])
+
+
+@given(
+    rows=st.dictionaries(st.integers(1, 2**32 - 1), st.integers(1, 900), max_size=40),
+    max_bytes=st.integers(1, 8192),
+    message=st.integers(0, 2000),
+)
+def test_frames_fit_and_lose_nothing(rows: dict[int, int], max_bytes: int, message: int) -> None:
+    builder = FrameBuilder(max_bytes)
+    for slot, count in rows.items():
+        builder.add_tokens(slot, 2**32 - 1000, [2**32 - 1] * count)
+        builder.finish(Finished(slot=slot, num_output_tokens=count, error=Error(message="e" * message)))
+    received = drain(builder)
+    assert {slot: len(ids) for slot, ids in received.token_ids.items()} == rows
+    assert received.finished.keys() == rows.keys()
+    for frame in received.frames:
+        # A single end may be larger than a peer takes that takes next to nothing.
+        assert frame.ByteSize() <= max(max_bytes, 1024) or (not frame.slot and len(frame.finished) == 1)
+
+
+def test_a_stop_drops_later_tokens_and_changes_the_end() -> None:
+    builder = FrameBuilder()
+    builder.add_tokens(1, 10, [1, 2, 3, 4])
+    builder.finish(Finished(slot=1, reason=FINISH_REASON_LENGTH, num_output_tokens=14, stop_token_id=4))
+    builder.cut(1, 12)
+    received = drain(builder)
+    assert received.token_ids[1] == [1, 2]
+    assert received.finished[1] == Finished(slot=1, reason=FINISH_REASON_STOP, num_output_tokens=12)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 10])
+def test_a_stop_before_what_waits_drops_all_of_it(num_tokens: int) -> None:
+    builder = FrameBuilder()
+    builder.add_tokens(1, 10, [1, 2])
+    builder.cut(1, num_tokens)
+    assert not builder.has_data

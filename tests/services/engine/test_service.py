@@ -1,0 +1,158 @@
+"""The engine as processes: what a signal, a dead core and a dead front lead to."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenloom.engine_core.hash_worker import expected_tokens
+from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.services.runtime import errors
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR
+
+from tests.engine_core.processes import has_ended
+from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
+
+
+@dataclass
+class EngineProcess:
+    """A running engine: its front's process, its core's, and where it listens."""
+
+    front: asyncio.subprocess.Process
+    core: psutil.Process
+    address: str
+
+    async def wait(self, timeout: float) -> int:
+        async with asyncio.timeout(timeout):
+            return await self.front.wait()
+
+    async def wait_for_core(self, timeout: float) -> None:
+        async with asyncio.timeout(timeout):
+            while not has_ended(self.core.pid):  # noqa: ASYNC110  # not our child
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def engine(socket_dir: Path) -> AsyncIterator[EngineProcess]:
+    state_file = socket_dir / "state.json"
+    flags = ["--worker", "hash", "--listen", f"unix:{socket_dir}/engine", "--hash-step-seconds", "0.002"]
+    front = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tokenloom.services.engine", *flags, "--state-file", str(state_file)),
+        stderr=subprocess.DEVNULL,
+    )
+    async with asyncio.timeout(20):
+        while not state_file.exists():  # noqa: ASYNC110  # another process writes it
+            await asyncio.sleep(0.01)
+        address = json.loads(state_file.read_text())["address"]
+        await wait_until_serving(address)
+    (core,) = psutil.Process(front.pid).children()
+    yield EngineProcess(front, core, address)
+    if front.returncode is None:
+        front.kill()
+        await front.wait()
+
+
+async def wait_until_serving(address: str) -> None:
+    async with open_channel(address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
+            pass
+        watch.cancel()
+
+
+async def test_sigterm_lets_live_requests_finish_refuses_new_ones_and_leaves_nothing(engine: EngineProcess) -> None:
+    async with Peer(engine.address) as peer:
+        await peer.send(make_add(1, [1, 2], 300))
+        await peer.read_tokens()
+        engine.front.send_signal(signal.SIGTERM)
+        slot = 1
+        while slot == 1 or peer.received.finished[slot].reason != FINISH_REASON_ERROR:
+            slot += 1
+            await peer.send(make_add(slot, [3, 4], 1))
+            await peer.read_until_finished([slot])
+        error = errors.from_proto(peer.received.finished[slot].error)
+        assert isinstance(error, errors.Unavailable)
+        assert error.retry_after is not None
+        received = await peer.read_until_finished([1])
+        assert received.token_ids[1] == expected_tokens([1, 2], 300, VOCAB_SIZE)
+        assert await engine.wait(5) == 0
+    await engine.wait_for_core(1)
+
+
+async def test_when_the_core_is_killed_requests_are_told_and_the_front_exits(engine: EngineProcess) -> None:
+    async with Peer(engine.address) as peer:
+        await peer.send(make_add(1, [1, 2], 1500))
+        await peer.read_tokens()
+        engine.core.kill()
+        received = await peer.read_until_finished([1])
+        assert received.finished[1].error.reason == "UNAVAILABLE"
+        assert await engine.wait(2) == 1
+
+
+async def test_the_core_does_not_outlive_a_killed_front(engine: EngineProcess) -> None:
+    async with Peer(engine.address) as peer:
+        await peer.send(make_add(1, [1, 2], 1500))
+        await peer.read_tokens()
+        engine.front.kill()
+        await engine.wait_for_core(2)
+        assert (await peer.status())[0] is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--worker", "hash", "--max-model-len", "999999"], "max_model_len is 999999"),
+        (["--model", "/nowhere/at/all"], "no such directory"),
+        (["--worker", "quantum"], "--worker: "),
+        (["--block-size", "0"], "--block-size: "),
+    ],
+)
+async def test_what_keeps_it_from_starting_is_one_clear_line(flags: list[str], reason: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tokenloom.services.engine", *flags), stderr=subprocess.PIPE
+    )
+    _, stderr = await process.communicate()
+    assert process.returncode in (1, 2)
+    assert reason in stderr.decode().splitlines()[-1]
+
+
+async def test_metrics_have_the_names_that_dashboards_read(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, metrics_listen="127.0.0.1:0", instance_id="engine-3")
+    async with running_engine(settings) as host, Peer(host.address) as peer:
+        await peer.send(make_add(1, [1, 2, 3], 4), make_add(2, [4], 1500))
+        await peer.read_until_finished([1])
+        await peer.send(abort_slots=[2])
+        await peer.read_until_finished([2])
+        text = await asyncio.to_thread(read_metrics, host.metrics_address)
+    labels = '{engine="engine-3",model_name="tokenloom-demo"}'
+    assert f"vllm:num_requests_waiting{labels} 0.0" in text
+    assert f"vllm:prompt_tokens_total{labels} 4.0" in text
+    assert f"vllm:time_to_first_token_seconds_count{labels} 2.0" in text
+    assert f"vllm:e2e_request_latency_seconds_count{labels} 2.0" in text
+    for reason in ("length", "abort"):
+        assert f'vllm:request_success_total{{engine="engine-3",finished_reason="{reason}",model_name=' in text
+    assert 'num_gpu_blocks="600"' in text
+
+
+def test_settings_become_the_cores_configuration() -> None:
+    flags = ["--dtype", "float32", "--no-enable-prefix-caching", "--kv-cache-memory", "1048576", "--num-threads", "2"]
+    config = EngineSettings.load([*flags, "--max-num-seqs", "7", "--decode-batched-tokens", "64"]).engine_config("/m")
+    assert (config.worker.model, config.worker.dtype, config.worker.num_threads) == ("/m", "float32", 2)
+    assert (config.cache.enable_prefix_caching, config.cache.memory_bytes) == (False, 1 << 20)
+    assert (config.scheduler.max_num_seqs, config.scheduler.decode_batched_tokens) == (7, 64)
+
+
+def read_metrics(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics") as response:
+        text: bytes = response.read()
+        return text.decode()

@@ -50,15 +50,17 @@ async def engine(socket_dir: Path) -> AsyncIterator[EngineProcess]:
         *(sys.executable, "-m", "tokenloom.services.engine", *flags, "--state-file", str(state_file)),
         stderr=subprocess.DEVNULL,
     )
-    async with asyncio.timeout(20):
-        while not state_file.exists():  # noqa: ASYNC110  # another process writes it
-            await asyncio.sleep(0.01)
-        address = json.loads(state_file.read_text())["address"]
-        await wait_until_serving(address)
-    (core,) = psutil.Process(front.pid).children()
-    yield EngineProcess(front, core, address)
-    if front.returncode is None:
-        front.kill()
+    try:
+        async with asyncio.timeout(20):
+            while not state_file.exists():  # noqa: ASYNC110  # another process writes it
+                await asyncio.sleep(0.01)
+            address = json.loads(state_file.read_text())["address"]
+            await wait_until_serving(address)
+        (core,) = psutil.Process(front.pid).children()
+        yield EngineProcess(front, core, address)
+    finally:
+        if front.returncode is None:
+            front.kill()
         await front.wait()
 
 

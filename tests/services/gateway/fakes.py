@@ -38,6 +38,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     def __init__(self) -> None:
         self.unavailable = False
+        self.fingerprint = types_pb2.Fingerprint()
+        self.fingerprint.CopyFrom(FINGERPRINT)
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
 
@@ -52,7 +54,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     async def GetTokenizerInfo(self, request: Any, context: Any) -> tokenizer_pb2.GetTokenizerInfoResponse:
         return tokenizer_pb2.GetTokenizerInfoResponse(
-            fingerprint=FINGERPRINT,
+            fingerprint=self.fingerprint,
             vocab_size=256,
             eos_token_ids=[EOS],
             has_chat_template=True,

@@ -25,7 +25,7 @@ def engine(name: str, directory: Path) -> EngineIdentity:
 async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
     failures: list[BaseException] = []
     tasks = Tasks(failures.append)
-    links = EngineLinks(lambda identity: make_hello("output-processor-0", 3), hang_seconds=60)
+    links = EngineLinks(lambda identity: make_hello("output-processor-0", 3), failures.append, hang_seconds=60)
     placer = Placer(f"unix:{socket_dir}/c", FINGERPRINT, links)
     tasks.spawn(placer.watch(), name="watch")
     assert placer.limits is None

@@ -38,6 +38,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     def __init__(self) -> None:
         self.unavailable = False
+        self.tells = asyncio.Event()
+        self.tells.set()
         self.fingerprint = types_pb2.Fingerprint()
         self.fingerprint.CopyFrom(FINGERPRINT)
         self.calls = 0
@@ -53,6 +55,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(request.messages_json))
 
     async def GetTokenizerInfo(self, request: Any, context: Any) -> tokenizer_pb2.GetTokenizerInfoResponse:
+        await self.tells.wait()
         return tokenizer_pb2.GetTokenizerInfoResponse(
             fingerprint=self.fingerprint,
             vocab_size=256,

@@ -60,7 +60,9 @@ async def test_nothing_bad_disturbs_anybody(socket_dir: Path) -> None:
         await mesh.until_idle()
 
 
-async def test_a_template_that_refuses_is_the_clients_fault(mesh: Mesh) -> None:
+async def test_template_arguments_replace_no_conversation(mesh: Mesh) -> None:
     async with mesh.http() as http:
-        response = await http.post(CHAT, json={**GOOD[CHAT], "chat_template_kwargs": {"messages": 5}})
-        assert response.status_code in (200, 400), response.text
+        plain = (await http.post(CHAT, json={**GOOD[CHAT], "return_token_ids": True})).json()
+        for kwargs in ({"tools": [{"name": "f"}]}, {"messages": []}, {"shiny": 5}):
+            body = {**GOOD[CHAT], "return_token_ids": True, "chat_template_kwargs": kwargs}
+            assert (await http.post(CHAT, json=body)).json()["prompt_token_ids"] == plain["prompt_token_ids"]

@@ -18,7 +18,7 @@ from .core import EngineCore
 from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE
 from .core_launch import CORE_COMMAND, CoreProcess
-from .errors import EngineDeadError, EngineStartError
+from .errors import EngineConfigError, EngineDeadError, EngineStartError
 from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode, to_raw
 from .worker import Executor
@@ -207,6 +207,8 @@ class AsyncInprocClient:
         loop = asyncio.get_running_loop()
         try:
             self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor)
+        except ValueError as error:
+            raise EngineConfigError(str(error)) from error
         except Exception as error:
             raise EngineStartError(f"the engine core did not start: {error}") from error
         self._calls = CoreCalls(self._core)

@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from .config import EngineConfig
-from .errors import EngineStartError
+from .errors import EngineConfigError, EngineStartError
 from .messages import CoreFailed, CoreHello, CoreInit, CoreReady
 from .serialization import Decoder, encode
 
@@ -49,7 +49,8 @@ class CoreProcess:
     def start(self, config: EngineConfig) -> CoreReady:
         """Spawns the process and leads it through HELLO → INIT → READY. Blocks while the model loads.
 
-        Raises ``EngineStartError`` with the core's own words, or with the exit status when it left none.
+        Raises ``EngineStartError`` with the core's own words, or with the exit status when it left none;
+        ``EngineConfigError`` when the configuration or the checkpoint is at fault.
         """
         with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
             socket.linger = 0
@@ -101,6 +102,8 @@ class CoreProcess:
                 )
         message = _decoder.decode(socket.recv_multipart())
         if isinstance(message, CoreFailed):
+            if message.permanent:
+                raise EngineConfigError(message.error)
             raise EngineStartError(f"the engine core did not start: {message.error}")
         return message
 

@@ -112,6 +112,10 @@ def run_engine_core(handshake_address: str, make_executor: Callable[[EngineConfi
             init = _shake_hands(socket)
             try:
                 core = EngineCore(init.config, make_executor(init.config))
+            except ValueError as error:  # of the configuration or the checkpoint: the client's log has the words
+                log.debug("the engine core cannot start", exc_info=True)
+                socket.send_multipart(encode(CoreFailed(str(error), permanent=True)))
+                return 1
             except Exception as error:
                 log.exception("the engine core cannot start")
                 socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tokenloom.engine_core.async_client import AsyncClient, AsyncMPClient
 from tokenloom.engine_core.core_launch import CORE_COMMAND
-from tokenloom.engine_core.errors import EngineDeadError, EngineStartError
+from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.messages import CoreReady
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc, types_pb2
 
 from ..runtime import checkpoint
-from ..runtime.errors import FailedPrecondition, Unavailable
+from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from ..runtime.hello import make_hello
 from ..runtime.host import Host
 from .admin import EngineAdminServicer
@@ -41,7 +41,11 @@ class EngineService:
         self._stopping = False
 
     async def start(self, host: Host) -> None:
-        """Brings the core up, then serves, then joins. Raises ``FailedPrecondition`` with what kept the core down."""
+        """Brings the core up, then serves, then joins.
+
+        Raises ``InvalidArgument`` for a model or settings that no start would fulfil, ``FailedPrecondition`` with what
+        else kept the core down.
+        """
         settings = self._settings
         self._host = host
         path = await asyncio.to_thread(checkpoint.resolve, settings.model)
@@ -52,6 +56,8 @@ class EngineService:
         core = CoreLink(self._client, self._load, engine_metrics)
         try:
             ready = await core.start()
+        except EngineConfigError as error:
+            raise InvalidArgument(str(error)) from None
         except EngineStartError as error:
             raise FailedPrecondition(str(error)) from None
         engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)

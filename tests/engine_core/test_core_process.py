@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenloom.engine_core.client import SyncMPClient
 from tokenloom.engine_core.core_launch import CORE_COMMAND
-from tokenloom.engine_core.errors import EngineDeadError, EngineStartError
+from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.hash_worker import expected_tokens
 from tokenloom.engine_core.messages import FinishReason
 
@@ -26,9 +26,10 @@ sys.stdin.read()
 """
 
 
-def test_a_core_that_cannot_start_says_why() -> None:
-    with pytest.raises(EngineStartError, match="did not start: ValueError: max_model_len is 9999"):
+def test_a_core_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineConfigError, match="^max_model_len is 9999"):
         SyncMPClient(make_config(max_model_len=9999))
+    assert capfd.readouterr().err == "", "its client has the words, and a traceback tells an operator nothing more"
 
 
 def test_a_core_that_dies_while_it_starts_is_noticed() -> None:

@@ -158,3 +158,15 @@ def read_metrics(address: str) -> str:
     with urllib.request.urlopen(f"http://{address}/metrics") as response:
         text: bytes = response.read()
         return text.decode()
+
+
+async def test_a_model_that_no_start_would_serve_is_refused_in_one_line() -> None:
+    engine = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tokenloom.services.engine", "--worker", "hash", "--max-model-len", "99999"),
+        stderr=subprocess.PIPE,
+    )
+    async with asyncio.timeout(20):
+        _, log = await engine.communicate()
+    assert engine.returncode == 2
+    (line,) = log.decode().splitlines()
+    assert "max_model_len is 99999" in line

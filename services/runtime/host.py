@@ -109,8 +109,11 @@ class Host:
         self._state |= fields
         if (path := self.settings.state_file) is not None:
             draft = path.with_name(f".{path.name}.{os.getpid()}")
-            draft.write_text(json.dumps(self._state))
-            draft.replace(path)
+            try:
+                draft.write_text(json.dumps(self._state))
+                draft.replace(path)
+            except OSError as error:
+                raise Unavailable(f"state_file: cannot write {path}: {error.strerror}") from None
 
     async def open(self) -> None:
         """Binds and serves health, NOT_SERVING."""

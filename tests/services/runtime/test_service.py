@@ -329,3 +329,11 @@ async def test_what_an_operator_did_wrong_is_one_line() -> None:
     assert status == 2, "as of any flag that cannot be right: the supervisor need not try again"
     assert "--insecure" in log
     assert "Traceback" not in log
+
+
+async def test_a_state_file_that_cannot_be_written_is_one_line() -> None:
+    process = await Process.start("--state-file", "/nowhere/state.json")
+    status, log = await process.end()
+    assert status == 1
+    assert "state_file" in log
+    assert "Traceback" not in log

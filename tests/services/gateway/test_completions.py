@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,3 +81,27 @@ async def test_max_tokens_is_16_or_what_is_left(mesh: FakeMesh, http: httpx.Asyn
         assert request.submit.sampling_params.max_tokens == expected
         request.answer("x")
         await task
+
+
+async def test_a_model_may_state_more_than_its_engine_takes(socket_dir: Path) -> None:
+    """An end token beyond the vocabulary, an output longer than the context: neither is the client's mistake."""
+    fake = FakeMesh(socket_dir)
+    for tokenizer in (fake.tokenizer, fake.second_tokenizer):
+        tokenizer.eos_token_ids = [EOS, 100_000]
+        tokenizer.defaults = types_pb2.SamplingParams(max_tokens=100_000)
+    async with fake.gateway() as mesh, mesh.http() as http:
+        task, (request,) = await start(mesh, http, prompt=[1] * 12)
+        request.answer("x")
+        assert (await task).status_code == 200
+    assert list(request.submit.sampling_params.stop_token_ids) == [EOS]
+    assert request.submit.sampling_params.max_tokens == 500
+
+
+async def test_too_many_prompts_are_wrong_however_busy_the_gateway_is(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(max_live_requests=1) as mesh, mesh.http() as http:
+        task, (request,) = await start(mesh, http, prompt="a")
+        response = await http.post("/v1/completions", json={"prompt": ["a"] * 1025})
+        request.answer("x")
+        await task
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"

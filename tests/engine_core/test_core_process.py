@@ -27,7 +27,7 @@ sys.stdin.read()
 
 
 def test_a_core_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(EngineConfigError, match="^max_model_len is 9999"):
+    with pytest.raises(EngineConfigError, match=r"^max_model_len is 9999"):
         SyncMPClient(make_config(max_model_len=9999))
     assert capfd.readouterr().err == "", "its client has the words, and a traceback tells an operator nothing more"
 

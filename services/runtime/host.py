@@ -22,7 +22,6 @@ from .tasks import Tasks
 log = logging.getLogger(__name__)
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
     ("grpc.keepalive_time_ms", 1000),
@@ -57,7 +56,8 @@ class Host:
         self.metrics_address = ""
         self._ready = False
         self._edge = Edge(lambda: self._ready)
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self._edge])
+        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_message_bytes)]
+        self._grpc = grpc.aio.server(options=options, interceptors=[self._edge])
         self._names = _Names(self._grpc)
         self._metrics_server: metrics.MetricsServer | None = None
         self._tasks = Tasks(self.failed)

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from . import addresses
+from .channels import MAX_MESSAGE_BYTES
 from .errors import InvalidArgument
 
 
@@ -53,6 +54,11 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["human", "json"] = Field("human", description="Lines for people or for machines.")
     drain_timeout: float = Field(30.0, ge=0, le=86400, description="Seconds that work may go on after a stop signal.")
     insecure: bool = Field(False, description="Allow listening, unencrypted, where other machines can connect.")
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest gRPC message that is received."""
+        return MAX_MESSAGE_BYTES
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:

@@ -13,7 +13,14 @@ def test_settings_from_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [["--coordinator", "nowhere"], ["--tokenizers", "nowhere"], ["--max-body-bytes", "0"]]
+    "flags",
+    [
+        ["--coordinator", "nowhere"],
+        ["--tokenizers", "nowhere"],
+        ["--max-body-bytes", "0"],
+        ["--api-key", ""],  # of a variable that is not set: the door stays shut
+        ["--api-key", " , "],
+    ],
 )
 def test_bad_settings(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--tokenizers", "unix:/a", "--output-processors", "unix:/b", "--coordinator", "unix:/c"]

@@ -110,11 +110,11 @@ class EngineService:
         """Until the core is dead: then every live request is answered first, and the service fails."""
         try:
             await core.run()
-        except EngineDeadError:
+        except EngineDeadError as error:
             if self._stopping:
                 return
             await self._end_streams("the engine failed; another may take the request")
-            raise
+            raise Unavailable(str(error)) from None
 
     async def _end_streams(self, reason: str) -> None:
         if self._admission is None or self._servicer is None:

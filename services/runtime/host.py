@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from . import addresses, metrics
 from .channels import MAX_MESSAGE_BYTES
 from .edge import Authorize, Edge
-from .errors import Unavailable
+from .errors import TokenloomError, Unavailable
 from .health import Health
 from .settings import ServiceSettings
 from .tasks import Tasks
@@ -85,7 +85,8 @@ class Host:
     def failed(self, error: BaseException) -> None:
         """Reports what the service cannot go on without: it ends, the process with status 1."""
         if self._failure is None:
-            log.error("failed: %s", error, exc_info=error)
+            # Our own errors are no bugs: their words are enough.
+            log.error("failed: %s", error, exc_info=None if isinstance(error, TokenloomError) else error)
             self._failure = error
             self._failed.set()
 

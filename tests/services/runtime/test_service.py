@@ -215,6 +215,16 @@ async def test_a_failed_task_fails_the_host(settings: ServiceSettings) -> None:
             await asyncio.wait([host.spawn(fail(), name="unseen")])
 
 
+async def test_a_traceback_is_for_bugs_only(settings: ServiceSettings, caplog: pytest.LogCaptureFixture) -> None:
+    for error, is_bug in ((errors.Unavailable("the core died"), False), (RuntimeError("a bug"), True)):
+        caplog.clear()
+        async with running(Example(), settings) as host:
+            host.failed(error)
+            await host.wait_failed()
+        (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+        assert bool(record.exc_info) is is_bug
+
+
 async def test_reflection_lists_the_services(settings: ServiceSettings) -> None:
     async with running(Example(), settings) as host, open_channel(host.address) as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()

@@ -19,7 +19,7 @@ from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
 from .core_kv import make_core_kv
 from .core_launch import CORE_COMMAND, CoreProcess
-from .errors import EngineDeadError, EngineStartError
+from .errors import EngineConfigError, EngineDeadError, EngineStartError
 from .kv_messages import KVCall, KVEvent
 from .kv_service import KVService
 from .kv_thread import KVThread
@@ -237,6 +237,8 @@ class AsyncInprocClient:
         loop = asyncio.get_running_loop()
         try:
             self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor, self._kv)
+        except ValueError as error:
+            raise EngineConfigError(str(error)) from error
         except Exception as error:
             raise EngineStartError(f"the engine core did not start: {error}") from error
         self._calls = CoreCalls(self._core)

@@ -1,7 +1,6 @@
 """Starting the core's process, whichever client wants it, and ending it."""
 
 import contextlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from .config import EngineConfig
-from .errors import EngineStartError
+from .errors import EngineConfigError, EngineStartError
 from .messages import CoreFailed, CoreHello, CoreInit, CoreReady
 from .serialization import Decoder, encode
 
@@ -20,6 +19,8 @@ CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core_main")
 
 _POLL_MS = 100
 """How often a wait for the core looks whether its process still lives."""
+
+_SOCKETS = ("handshake", "input", "output", "kv")
 
 _CoreMessage = CoreHello | CoreReady | CoreFailed
 _decoder: Decoder[_CoreMessage] = Decoder(_CoreMessage)
@@ -36,9 +37,9 @@ class CoreProcess:
         # mkdtemp makes it 0700: nobody else can connect. A short path: a unix socket's may have 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="tl-core-"))
         self._process: subprocess.Popen[bytes] | None = None
-        self.input_address = f"ipc://{self._directory}/input"
-        self.output_address = f"ipc://{self._directory}/output"
-        self.kv_address = f"ipc://{self._directory}/kv"
+        self._handshake_address, self.input_address, self.output_address, self.kv_address = (
+            f"ipc://{self._directory}/{name}" for name in _SOCKETS
+        )
 
     @property
     def pid(self) -> int | None:
@@ -48,15 +49,15 @@ class CoreProcess:
     def start(self, config: EngineConfig) -> CoreReady:
         """Spawns the process and leads it through HELLO → INIT → READY. Blocks while the model loads.
 
-        Raises ``EngineStartError`` with the core's own words, or with the exit status when it left none.
+        Raises ``EngineStartError`` with the core's own words, or with the exit status when it left none;
+        ``EngineConfigError`` when the configuration or the checkpoint is at fault.
         """
-        address = f"ipc://{self._directory}/handshake"
         with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
             socket.linger = 0
-            socket.bind(address)
+            socket.bind(self._handshake_address)
             # A session of its own: the terminal's Ctrl-C is for the parent, which decides how the core ends.
             self._process = subprocess.Popen(
-                [*self._command, "--handshake", address], stdin=subprocess.PIPE, start_new_session=True
+                [*self._command, "--handshake", self._handshake_address], stdin=subprocess.PIPE, start_new_session=True
             )
             hello = self._receive(socket)
             assert isinstance(hello, CoreHello), hello
@@ -87,7 +88,7 @@ class CoreProcess:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        remove_sockets(self._handshake_address)
 
     def kill(self) -> None:
         """Ends the process now. Idempotent."""
@@ -102,5 +103,16 @@ class CoreProcess:
                 )
         message = _decoder.decode(socket.recv_multipart())
         if isinstance(message, CoreFailed):
+            if message.permanent:
+                raise EngineConfigError(message.error)
             raise EngineStartError(f"the engine core did not start: {message.error}")
         return message
+
+
+def remove_sockets(handshake_address: str) -> None:
+    """Removes the sockets of a core and their directory, which both sides know by the handshake's address."""
+    directory = Path(handshake_address.removeprefix("ipc://")).parent
+    with contextlib.suppress(OSError):
+        for name in _SOCKETS:
+            (directory / name).unlink(missing_ok=True)
+        directory.rmdir()

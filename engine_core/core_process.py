@@ -21,6 +21,7 @@ from .core import EngineCore
 from .core_calls import CoreCalls, UtilityCall
 from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
 from .core_kv import CoreKV, make_core_kv
+from .core_launch import remove_sockets
 from .kv_thread import KVThread
 from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
@@ -121,7 +122,7 @@ def run_engine_core(
     make_transports: Callable[[EngineConfig], Sequence[KVTransport]] = lambda config: (),
 ) -> int:
     """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
-    guard = ProcessGuard()
+    guard = ProcessGuard(handshake_address)
     guard.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -131,6 +132,10 @@ def run_engine_core(
             try:
                 kv = make_core_kv(init.config, make_transports(init.config))
                 core = EngineCore(init.config, make_executor(init.config), kv)
+            except ValueError as error:  # of the configuration or the checkpoint: the client's log has the words
+                log.debug("the engine core cannot start", exc_info=True)
+                socket.send_multipart(encode(CoreFailed(str(error), permanent=True)))
+                return 1
             except Exception as error:
                 log.exception("the engine core cannot start")
                 socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
@@ -180,9 +185,10 @@ class ProcessGuard:
     parent, comes to its end, the parent is gone and so is everyone who could want an answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handshake_address: str) -> None:
         self.on_terminate: Callable[[], None] = lambda: os._exit(0)
         self._wake_read, self._wake_write = os.pipe()
+        self._handshake_address = handshake_address
 
     def start(self) -> None:
         """To be called first, in the main thread."""
@@ -193,17 +199,17 @@ class ProcessGuard:
         signal.signal(signal.SIGTERM, lambda *_: None)
         threading.excepthook = _exit_on_thread_failure
         threading.Thread(target=self._watch_terminate, name="core-signals", daemon=True).start()
-        threading.Thread(target=_watch_parent, name="core-parent", daemon=True).start()
+        threading.Thread(target=self._watch_parent, name="core-parent", daemon=True).start()
 
     def _watch_terminate(self) -> None:
         while os.read(self._wake_read, 1):
             self.on_terminate()
 
-
-def _watch_parent() -> None:
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(1)
+    def _watch_parent(self) -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        remove_sockets(self._handshake_address)  # nobody else will
+        os._exit(1)
 
 
 def _exit_on_thread_failure(arguments: threading.ExceptHookArgs) -> None:

@@ -173,6 +173,11 @@ class CoreReady(msgspec.Struct, tag="READY"):
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):
-    """Core to client: start-up failed, with what an operator needs to know."""
+    """Core to client: start-up failed, with what an operator needs to know.
+
+    Attributes:
+        permanent: The configuration or the checkpoint is at fault: another start would end the same way.
+    """
 
     error: str
+    permanent: bool = False

@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +183,26 @@ class LLM:
     def _requests(
         self, prompts: Sequence[TokenizedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[OfflineRequest]:
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if sampling_params is None:
+            each = [self._defaults_for(prompt) for prompt in prompts]
+        elif isinstance(sampling_params, SamplingParams):
+            each = [sampling_params] * len(prompts)
+        else:
+            each = list(sampling_params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
         return [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
 
+    def _defaults_for(self, prompt: TokenizedPrompt) -> SamplingParams:
+        """The model's own parameters, with no more tokens than the prompt leaves room for."""
+        params = self.get_default_sampling_params()
+        rest = max(self._limits.max_model_len - len(prompt.token_ids), 1)
+        return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
+
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
         wire, stop = params.to_wire(), params.stop_strings()
-        eos = () if params.ignore_eos else self._info.eos_token_ids
+        # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
+        eos = [id_ for id_ in self._info.eos_token_ids if id_ < self._limits.vocab_size and not params.ignore_eos]
         wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
         if not wire.HasField("seed"):
             wire.seed = self._random.getrandbits(64)

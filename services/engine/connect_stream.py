@@ -2,9 +2,10 @@
 
 import asyncio
 import heapq
+import logging
 import time
 from collections.abc import AsyncIterator
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import grpc.aio
 from tokenloom.v1 import engine_pb2, types_pb2
@@ -12,23 +13,20 @@ from tokenloom.v1 import engine_pb2, types_pb2
 from ..runtime.credit import Credit
 from ..runtime.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted, TokenloomError, Unavailable
 from ..runtime.hello import HEARTBEAT_SECONDS
+from ..runtime.logs import RequestLog
+from .admission import Admission
 from .attempts import Attempts
 from .core_link import CoreLink
 from .frame_builder import FrameBuilder
 from .kv_front import KVFront
 from .task_group import task_group
 
+log = logging.getLogger(__name__)
+
 STARVED_SECONDS = 5.0
 """A peer that grants nothing for so long while data waits is lost; its stream ends."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.EngineInput, engine_pb2.EngineFrame]"
-
-
-class Admission(Protocol):
-    """Decides whether this engine takes another request now."""
-
-    def admit(self, add: engine_pb2.AddRequest) -> None:
-        """Raises ``Unavailable`` or ``ResourceExhausted`` when it does not."""
 
 
 class ConnectStream:
@@ -138,6 +136,7 @@ class ConnectStream:
             self._admission.admit(add)
             attempt, _ = self._attempts.open(add)
         except Exception as error:  # the edge: whatever is wrong with one request, the stream goes on
+            RequestLog(log, add.request_id).debug("refused: %s", error)
             self._attempts.refuse(add, error)
             return
         if self._attempts.num_live == 1:

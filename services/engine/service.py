@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tokenloom.engine_core.async_client import AsyncClient, AsyncMPClient
 from tokenloom.engine_core.core_launch import CORE_COMMAND
-from tokenloom.engine_core.errors import EngineDeadError, EngineStartError
+from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.messages import CoreReady
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc, types_pb2
 
 from ..runtime import checkpoint
-from ..runtime.errors import FailedPrecondition, Unavailable
+from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from ..runtime.hello import make_hello
 from ..runtime.host import Host
 from .admin import EngineAdminServicer
@@ -44,7 +44,11 @@ class EngineService:
         self._stopping = False
 
     async def start(self, host: Host) -> None:
-        """Brings the core up, then serves, then joins. Raises ``FailedPrecondition`` with what kept the core down."""
+        """Brings the core up, then serves, then joins.
+
+        Raises ``InvalidArgument`` for a model or settings that no start would fulfil, ``FailedPrecondition`` with what
+        else kept the core down.
+        """
         settings = self._settings
         self._host = host
         path = await asyncio.to_thread(checkpoint.resolve, settings.model)
@@ -55,6 +59,8 @@ class EngineService:
         core = CoreLink(self._client, self._load, engine_metrics)
         try:
             ready = await core.start()
+        except EngineConfigError as error:
+            raise InvalidArgument(str(error)) from None
         except EngineStartError as error:
             raise FailedPrecondition(str(error)) from None
         engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
@@ -132,11 +138,11 @@ class EngineService:
         """Until the core is dead: then every live request is answered first, and the service fails."""
         try:
             await core.run()
-        except EngineDeadError:
+        except EngineDeadError as error:
             if self._stopping:
                 return
             await self._end_streams("the engine failed; another may take the request")
-            raise
+            raise Unavailable(str(error)) from None
 
     async def _end_streams(self, reason: str) -> None:
         if self._admission is None or self._servicer is None:

@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import grpc
@@ -14,29 +14,28 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ApiKeys:
-    """The accepted keys; with none, everybody may come in."""
+    """The accepted keys."""
 
-    def __init__(self, digests: Iterable[bytes] = ()) -> None:
+    def __init__(self, digests: Iterable[bytes] = (), *, required: bool = True) -> None:
+        """``required``: False lets everybody in."""
         self._digests = tuple(digests)
+        self._required = required
 
     @classmethod
     def load(cls, keys: Iterable[str], file: Path | None) -> "ApiKeys":
         """From keys in plain text and a file with one hex SHA-256 of a key a line (``#`` starts a comment).
 
-        Raises ``ValueError`` naming the line that is no digest.
+        Without both, everybody may come in; an empty file lets nobody in. Raises :class:`errors.InvalidArgument` for a
+        file that cannot be read, or naming the line that is no digest.
         """
         digests = [_digest(key.encode()) for key in keys]
-        for number, line in enumerate(file.read_text().splitlines() if file else (), start=1):
-            word = line.partition("#")[0].strip().lower()
-            if word and not _DIGEST.fullmatch(word):
-                raise ValueError(f"line {number} of the API key file is not the hex SHA-256 of a key")
-            if word:
-                digests.append(bytes.fromhex(word))
-        return cls(digests)
+        if file is not None:
+            digests += _read_digests(file)
+        return cls(digests, required=bool(digests) or file is not None)
 
     def authorize(self, authorization: bytes | None) -> None:
         """Checks the value of an ``authorization`` header. Raises :class:`errors.Unauthenticated`."""
-        if not self._digests:
+        if not self._required:
             return
         scheme, _, key = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key:
@@ -54,6 +53,20 @@ class ApiKeys:
                 self.authorize(value.encode() if isinstance(value, str) else value)
                 return
         self.authorize(None)
+
+
+def _read_digests(file: Path) -> Iterator[bytes]:
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise errors.InvalidArgument(f"api_key_file: cannot read {file.name!r}", "api_key_file") from None
+    for number, line in enumerate(lines, start=1):
+        word = line.partition("#")[0].strip().lower()
+        if word and not _DIGEST.fullmatch(word):
+            message = f"api_key_file: line {number} is not the hex SHA-256 of a key"
+            raise errors.InvalidArgument(message, "api_key_file")
+        if word:
+            yield bytes.fromhex(word)
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,5 +1,6 @@
 """Request bodies: how large, how encoded, how deep. Nothing is read that would be refused anyway."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -9,12 +10,22 @@ from ..runtime import errors
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
+BODY_SECONDS = 60.0
+"""From the head of a request to the end of its body."""
+
 
 class UnsupportedEncoding(errors.InvalidArgument):
     """A compressed body: its size after unpacking is not known before."""
 
     http_status = 415
     reason = "UNSUPPORTED_ENCODING"
+
+
+class BodyTimeout(errors.InvalidArgument):
+    """A body that does not come to its end: what came of it takes memory meanwhile."""
+
+    http_status = 408
+    reason = "BODY_TIMEOUT"
 
 
 class ClientDisconnected(Exception):
@@ -24,7 +35,7 @@ class ClientDisconnected(Exception):
 async def read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
     """The whole body, at most ``limit`` bytes.
 
-    Raises :class:`errors.PayloadTooLarge`, before reading when Content-Length tells.
+    Raises :class:`errors.PayloadTooLarge`, before reading when Content-Length tells, and :class:`BodyTimeout`.
     """
     encoding = headers.get(b"content-encoding", b"identity").strip().lower()
     if encoding != b"identity":
@@ -32,6 +43,14 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _receive(receive, limit)
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not come within {BODY_SECONDS:g} s") from None
+
+
+async def _receive(receive: Receive, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     more = True

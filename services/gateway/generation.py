@@ -124,8 +124,7 @@ class Generator:
         Raises any of :mod:`errors`, :class:`errors.DeadlineExceeded` for the body's time too.
         """
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
-        num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
-        with self._admitted(num_prompts):
+        with self._admitted(_num_prompts(job)):
             try:
                 async with asyncio.timeout(timeout) as deadline:
                     generation = await self._prepare(job)
@@ -163,13 +162,14 @@ class Generator:
         limits = self._mesh.limits(info.fingerprint) if info is not None else None
         if info is None or limits is None:
             raise errors.Unavailable("no engine is serving yet; try again")
-        sampling = _resolve(job, info)
+        sampling = _resolve(job, info, limits)
         validation.check_stop(job.text.stop)
         validation.check_sampling(sampling, limits)
         _check_sizes(job, info.max_token_bytes * limits.max_model_len)
         prompts = await self._encode(job, limits)
         tokenize_ns = time.monotonic_ns() - started_ns
-        submits = [_submit(job, prompt, sampling, limits) for prompt in prompts]
+        default_max_tokens = info.default_sampling_params.max_tokens
+        submits = [_submit(job, prompt, sampling, limits, default_max_tokens) for prompt in prompts]
         return Generation(submits, started_ns, tokenize_ns, self._metrics)
 
     async def _encode(self, job: Job, limits: types_pb2.ModelLimits) -> Sequence[tokenizer_pb2.TokenizedPrompt]:
@@ -187,11 +187,18 @@ def _seconds_left(deadline: asyncio.Timeout) -> float:
     return when - asyncio.get_running_loop().time()
 
 
+def _num_prompts(job: Job) -> int:
+    if isinstance(job.prompts, Chat):
+        return 1
+    if len(job.prompts) > MAX_PROMPTS:
+        field = job.prompt_field
+        raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {len(job.prompts)}", field)
+    return len(job.prompts)
+
+
 def _check_sizes(job: Job, max_bytes: int) -> None:
     """Refuses, before it is encoded, what cannot become a prompt. ``max_bytes``: of a full context; 0: unknown."""
     field = job.prompt_field
-    if not isinstance(job.prompts, Chat) and len(job.prompts) > MAX_PROMPTS:
-        raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {len(job.prompts)}", field)
     for text in job.texts:
         if not text:
             raise errors.InvalidArgument(f"{field} is empty; at least one token is needed", field)
@@ -211,6 +218,7 @@ def _submit(
     prompt: tokenizer_pb2.TokenizedPrompt,
     sampling: types_pb2.SamplingParams,
     limits: types_pb2.ModelLimits,
+    default_max_tokens: int,
 ) -> output_processor_pb2.Submit:
     """One prompt's request, checked, but for its ids and its time."""
     submit = output_processor_pb2.Submit(
@@ -220,18 +228,24 @@ def _submit(
         text=job.text,
     )
     params = submit.sampling_params
-    validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=isinstance(job.prompts, Chat))
+    is_chat = isinstance(job.prompts, Chat)
+    validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens)
     validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
     return submit
 
 
-def _resolve(job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse) -> types_pb2.SamplingParams:
+def _resolve(
+    job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits
+) -> types_pb2.SamplingParams:
     """The client's parameters, the model's where it left them open, a seed, and the tokens that end the output."""
     sampling = types_pb2.SamplingParams()
     sampling.CopyFrom(info.default_sampling_params)
+    sampling.ClearField("max_tokens")  # filled in when it is known how much room the prompt leaves
     sampling.MergeFrom(job.sampling)
     if not sampling.HasField("seed"):
         sampling.seed = secrets.randbits(64)
     if not job.ignore_eos:
-        sampling.stop_token_ids.extend(id_ for id_ in info.eos_token_ids if id_ not in sampling.stop_token_ids)
+        # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
+        eos = [id_ for id_ in info.eos_token_ids if id_ < limits.vocab_size]
+        sampling.stop_token_ids.extend(id_ for id_ in eos if id_ not in sampling.stop_token_ids)
     return sampling

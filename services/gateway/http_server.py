@@ -39,6 +39,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="warning",
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

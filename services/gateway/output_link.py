@@ -176,7 +176,8 @@ class OutputLink:
             await _first_to_end(stream.write(call), stream.watch(), _read(call, stream))
         except (grpc.aio.AioRpcError, errors.TokenloomError, asyncio.InvalidStateError, TimeoutError) as error:
             level = logging.WARNING if greeted else logging.DEBUG
-            log.log(level, "output processor %s: %s", self.address, error)
+            reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
+            log.log(level, "output processor %s: %s", self.address, reason)
         finally:
             # Leaving the call alone would keep it, and its requests, alive on the other side.
             call.cancel()

@@ -221,11 +221,18 @@ class EngineLink:
 class EngineLinks:
     """The links of this process, one for each incarnation of an engine, opened when first needed."""
 
-    def __init__(self, make_hello: Callable[[EngineIdentity], Hello], *, hang_seconds: float) -> None:
+    def __init__(
+        self,
+        make_hello: Callable[[EngineIdentity], Hello],
+        on_failure: Callable[[BaseException], None],
+        *,
+        hang_seconds: float,
+    ) -> None:
+        """``on_failure``: a link ended by a bug of ours, so that nobody may hear of its requests any more."""
         self._make_hello = make_hello
         self._hang_seconds = hang_seconds
         self._links: dict[tuple[str, int], EngineLink] = {}  # as many as engines in the registry; the dead leave
-        self._tasks = Tasks(lambda error: log.error("engine link failed", exc_info=error))
+        self._tasks = Tasks(on_failure)
 
     @property
     def num_open(self) -> int:

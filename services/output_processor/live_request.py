@@ -52,7 +52,7 @@ class LiveRequest:
             return
         try:
             text, match = self.state.accept(token_index, token_ids)
-        except errors.Internal as error:
+        except Exception as error:  # one request's fault never ends the stream of all
             self.fail(error)
             return
         if match is not None:

@@ -47,7 +47,7 @@ class OutputProcessorService:
                 initial_credit=INITIAL_CREDIT,
             )
 
-        links = self._links = EngineLinks(greet, hang_seconds=settings.engine_hang_timeout)
+        links = self._links = EngineLinks(greet, host.failed, hang_seconds=settings.engine_hang_timeout)
         placer = self._placer = Placer(settings.coordinator, fingerprint, links)
         metrics = Metrics(host.metrics, self._admission, links)
         parts = Parts(

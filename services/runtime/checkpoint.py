@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenloom.v1 import types_pb2
 
+from . import validation
 from .errors import InvalidArgument, NotFound, TokenloomError
 from .narrowing import narrow_sampling
 
@@ -80,12 +81,18 @@ class CheckpointInfo:
         tokenizer = _read_json(path / "tokenizer_config.json")
         special = _read_json(path / "special_tokens_map.json") | tokenizer
         tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))}
-        defaults = {name: generation.get(name) for name in _DEFAULTS}
-        defaults["max_tokens"] = generation.get("max_new_tokens")
         return cls(
             path=path,
-            eos_token_ids=tuple(sorted({*_eos(generation), *_eos(config), *_eos_of_tokenizer(path, tokens)})),
-            default_sampling_params=narrow_sampling(defaults),
+            eos_token_ids=tuple(
+                sorted(
+                    {
+                        *_eos(path / "generation_config.json", generation),
+                        *_eos(path / "config.json", config),
+                        *_eos_of_tokenizer(path, tokens),
+                    }
+                )
+            ),
+            default_sampling_params=_sampling_defaults(path, generation),
             chat_template=_chat_template(path, tokenizer),
             special_tokens=tokens,
         )
@@ -173,9 +180,25 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _eos(config: dict[str, Any]) -> tuple[int, ...]:
+def _sampling_defaults(path: Path, generation: dict[str, Any]) -> types_pb2.SamplingParams:
+    defaults = {name: generation.get(name) for name in _DEFAULTS}
+    defaults["max_tokens"] = generation.get("max_new_tokens")
+    try:
+        params = narrow_sampling(defaults)
+        validation.check_numbers(params)
+    except InvalidArgument as error:  # found now, or in every request
+        raise InvalidArgument(f"model {path.name!r}: generation_config.json: {error.message}", "model") from None
+    return params
+
+
+def _eos(file: Path, config: dict[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
-    return tuple(value) if isinstance(value, list) else () if value is None else (int(value),)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise InvalidArgument(
+            f"model {file.parent.name!r}: {file.name}: eos_token_id must be a token id or a list of them", "model"
+        )
+    return tuple(ids)
 
 
 def _eos_of_tokenizer(path: Path, tokens: dict[str, str]) -> tuple[int, ...]:

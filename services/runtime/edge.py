@@ -2,10 +2,12 @@
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from . import errors
 
@@ -68,13 +70,49 @@ def _guarded(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandl
         make, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
     else:
         make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-    return make(wrap(behaviour), handler.request_deserializer, handler.response_serializer)
+    return make(wrap(behaviour), _lenient(handler.request_deserializer), handler.response_serializer)
+
+
+_UNDECODABLE = object()
+"""Stands for a message that is none, until :func:`_decoded` refuses it."""
+
+
+def _lenient(deserialize: Any) -> Any:
+    """A failing deserializer would be answered by gRPC itself: with its words, and with a traceback in the log."""
+
+    def call(data: bytes) -> object:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _UNDECODABLE
+
+    return call
+
+
+def _decoded(request: Any) -> Any:
+    """A message or a stream of messages, once each is known to be one."""
+    if request is _UNDECODABLE:
+        raise errors.InvalidArgument("the message is not of the call's type, or damaged")
+    return _DecodedStream(request) if hasattr(request, "__aiter__") else request
+
+
+class _DecodedStream:
+    """Raises at a message that is none."""
+
+    def __init__(self, requests: AsyncIterator[object]) -> None:
+        self._requests = requests
+
+    def __aiter__(self) -> "_DecodedStream":
+        return self
+
+    async def __anext__(self) -> object:
+        return _decoded(await anext(self._requests))
 
 
 def _guarded_unary(behaviour: Any) -> Any:
     async def call(request: object, context: _Context) -> object:
         try:
-            return await behaviour(request, context)
+            return await behaviour(_decoded(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -88,15 +126,13 @@ def _guarded_stream(behaviour: Any) -> Any:
         return _guarded_unary(behaviour)  # writes to the context itself
 
     async def call(request: object, context: _Context) -> AsyncIterator[object]:
-        responses = behaviour(request, context)
         try:
-            async for response in responses:
-                yield response
+            async with aclosing(behaviour(_decoded(request), context)) as responses:
+                async for response in responses:
+                    yield response
         except grpc.aio.AbortError:
             raise
         except Exception as error:
             await errors.abort(context, error)
-        finally:
-            await responses.aclose()
 
     return call

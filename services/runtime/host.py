@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from . import addresses, metrics
 from .channels import MAX_MESSAGE_BYTES
 from .edge import Authorize, Edge
-from .errors import Unavailable
+from .errors import TokenloomError, Unavailable
 from .health import Health
 from .settings import ServiceSettings
 from .tasks import Tasks
@@ -22,7 +22,6 @@ from .tasks import Tasks
 log = logging.getLogger(__name__)
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
     ("grpc.keepalive_time_ms", 1000),
@@ -57,7 +56,8 @@ class Host:
         self.metrics_address = ""
         self._ready = False
         self._edge = Edge(lambda: self._ready)
-        self._grpc = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[self._edge])
+        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_message_bytes)]
+        self._grpc = grpc.aio.server(options=options, interceptors=[self._edge])
         self._names = _Names(self._grpc)
         self._metrics_server: metrics.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
@@ -85,7 +85,8 @@ class Host:
     def failed(self, error: BaseException) -> None:
         """Reports what the service cannot go on without: it ends, the process with status 1."""
         if self._failure is None:
-            log.error("failed: %s", error, exc_info=error)
+            # Our own errors are no bugs: their words are enough.
+            log.error("failed: %s", error, exc_info=None if isinstance(error, TokenloomError) else error)
             self._failure = error
             self._failed.set()
 
@@ -109,8 +110,11 @@ class Host:
         self._state |= fields
         if (path := self.settings.state_file) is not None:
             draft = path.with_name(f".{path.name}.{os.getpid()}")
-            draft.write_text(json.dumps(self._state))
-            draft.replace(path)
+            try:
+                draft.write_text(json.dumps(self._state))
+                draft.replace(path)
+            except OSError as error:
+                raise Unavailable(f"state_file: cannot write {path}: {error.strerror}") from None
 
     async def open(self) -> None:
         """Binds and serves health, NOT_SERVING."""

@@ -4,6 +4,7 @@ None is "unset". A wrong type, a bool where a number is meant, a number that the
 naming the field. What the numbers may be is :mod:`.validation`'s business.
 """
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
 
-MIN_TEMPERATURE = 1e-5
-"""Below it, dividing logits by the temperature overflows float32; 0 is greedy."""
+(MIN_TEMPERATURE,) = struct.unpack("<f", struct.pack("<f", 1e-5))
+"""Below it, dividing logits by the temperature overflows float32; 0 is greedy. As the wire's float32 holds it."""
 _U32 = 2**32 - 1
 
 
@@ -90,7 +91,7 @@ def _set_stop_token_ids(params: types_pb2.SamplingParams, name: str, value: obje
 
 def _refuse(params: types_pb2.SamplingParams, name: str, value: object) -> None:
     """Parameters of a later version: only what asks for nothing is understood."""
-    if value is False or (not value and name not in ("logprobs", "prompt_logprobs")):  # 0 log probabilities are one
+    if any(value == nothing and type(value) is type(nothing) for nothing in _ASKS_NOTHING[name]):
         return
     raise InvalidArgument(f"{name} is not supported yet", name)
 
@@ -100,6 +101,15 @@ def _kind(value: object) -> str:
         type(value), type(value).__name__
     )
 
+
+_ASKS_NOTHING: dict[str, tuple[object, ...]] = {
+    "min_tokens": (0,),
+    "logprobs": (False,),  # 0 is one: of the sampled token
+    "prompt_logprobs": (False,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([], ()),
+    "bad_words": ([], ()),
+}
 
 _NARROW: dict[str, Callable[[types_pb2.SamplingParams, str, Any], None]] = {
     "max_tokens": _set_max_tokens,

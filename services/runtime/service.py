@@ -14,13 +14,16 @@ from typing import Any, Protocol, TypeVar
 import uvloop
 
 from . import logs
-from .errors import TokenloomError
+from .errors import InvalidArgument, NotFound, TokenloomError
 from .host import Host
 from .settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
 _Settings = TypeVar("_Settings", bound=ServiceSettings)
+
+USAGE_ERROR = 2
+"""Exit status for settings or a model that another start would refuse again, as of a flag that does not exist."""
 
 _STOP_GRACE = 0.25
 """Seconds left for calls after the drain: what is open then are the streams of peers, which never end by themselves."""
@@ -101,6 +104,9 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
         if not stopping.is_set():
             raise
         return 0
+    except (InvalidArgument, NotFound) as error:
+        log.error("%s", error.message)
+        return USAGE_ERROR
     except TokenloomError as error:
         log.error("%s", error.message)
     except Exception:

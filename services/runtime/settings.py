@@ -3,7 +3,7 @@
 import json
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 
 from . import addresses
+from .channels import MAX_MESSAGE_BYTES
 from .errors import InvalidArgument
 
 
@@ -53,6 +54,11 @@ class ServiceSettings(BaseSettings):
     log_format: Literal["human", "json"] = Field("human", description="Lines for people or for machines.")
     drain_timeout: float = Field(30.0, ge=0, le=86400, description="Seconds that work may go on after a stop signal.")
     insecure: bool = Field(False, description="Allow listening, unencrypted, where other machines can connect.")
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest gRPC message that is received."""
+        return MAX_MESSAGE_BYTES
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:
@@ -113,15 +119,15 @@ class _FileSource(PydanticBaseSettingsSource):
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    text = path.read_text()
-    if path.suffix == ".toml":
-        values: object = tomllib.loads(text)
-    elif path.suffix == ".json":
-        values = json.loads(text)
-    elif path.suffix in (".yaml", ".yml"):
-        values = _read_yaml(text)
-    else:
+    parse = _PARSERS.get(path.suffix)
+    if parse is None:
         raise ValueError(f"--config: expected a .toml, .json or .yaml file, not {path.name!r}")
+    try:
+        values = parse(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--config: {path.name} cannot be parsed: {error}") from None
     if not isinstance(values, dict):
         raise ValueError(f"--config: {path.name} holds no table of settings")
     return {str(key).replace("-", "_"): value for key, value in values.items()}
@@ -131,8 +137,19 @@ def _read_yaml(text: str) -> object:
     try:
         import yaml
     except ImportError:
-        raise ValueError("--config: reading .yaml needs PyYAML; use .toml or .json") from None
-    return yaml.safe_load(text)
+        raise ValueError("it needs PyYAML; use .toml or .json") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+_PARSERS: dict[str, Callable[[str], object]] = {
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+    ".yaml": _read_yaml,
+    ".yml": _read_yaml,
+}
 
 
 def _first_line(error: ValidationError) -> str:

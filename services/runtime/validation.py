@@ -85,10 +85,7 @@ def check_prompt(
 
 def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> None:
     """Checks every sampling parameter; those of a later version are refused unless they are at their default."""
-    for name, default, low, high, low_allowed in _FLOATS:
-        _check_float(name, _get(params, name, default), low, high, low_allowed)
-    if 0 < _get(params, "temperature", 1.0) < MIN_TEMPERATURE:
-        raise InvalidArgument(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
+    check_numbers(params)
     if params.HasField("max_tokens") and not 1 <= params.max_tokens <= limits.max_model_len:
         raise InvalidArgument(
             f"max_tokens must be from 1 to the model's context of {limits.max_model_len}, not {params.max_tokens}",
@@ -99,6 +96,14 @@ def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimi
     if params.stop_token_ids:
         _check_token_ids(params.stop_token_ids, limits, "stop_token_ids")
     check_supported(params)
+
+
+def check_numbers(params: types_pb2.SamplingParams) -> None:
+    """The part of :func:`check_sampling` that needs no model: what a checkpoint gives as defaults is checked by it."""
+    for name, default, low, high, low_allowed in _FLOATS:
+        _check_float(name, _get(params, name, default), low, high, low_allowed)
+    if 0 < _get(params, "temperature", 1.0) < MIN_TEMPERATURE:
+        raise InvalidArgument(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
 
 
 def check_supported(params: types_pb2.SamplingParams) -> None:
@@ -120,12 +125,13 @@ def check_stop(strings: Sequence[str]) -> None:
 
 
 def fill_max_tokens(
-    params: types_pb2.SamplingParams, prompt_len: int, limits: types_pb2.ModelLimits, *, chat: bool
+    params: types_pb2.SamplingParams, prompt_len: int, limits: types_pb2.ModelLimits, *, chat: bool, default: int = 0
 ) -> None:
-    """Sets ``max_tokens`` where the client did not: the rest of the context for chat, else 16 or what is left."""
+    """Sets ``max_tokens`` where the client did not, to no more than is left of the context: to ``default`` (the
+    model's own; 0: it has none), else all of it for chat, else 16."""
     if not params.HasField("max_tokens"):
         rest = max(limits.max_model_len - prompt_len, 1)
-        params.max_tokens = rest if chat else min(DEFAULT_MAX_TOKENS, rest)
+        params.max_tokens = min(default or (rest if chat else DEFAULT_MAX_TOKENS), rest)
 
 
 def _get(params: types_pb2.SamplingParams, name: str, default: float) -> float:

@@ -1,7 +1,8 @@
 """Chat templates as Hugging Face checkpoints carry them: Jinja in a sandbox, with the names that templates expect.
 
-The sandbox keeps a template from reaching Python; it does not keep it from looping or from building gigabytes. Who
-renders for others does it in ``render_worker``, a process that can be killed.
+The sandbox keeps a template from reaching Python; it does not keep it from looping or from building gigabytes, even
+while it is compiled (Jinja folds constants). Who serves others does both in ``render_worker``, a process that can be
+killed.
 """
 
 import json

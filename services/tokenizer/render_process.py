@@ -25,7 +25,7 @@ class RenderProcess:
 
     @classmethod
     async def start(cls, setup: Setup) -> Self:
-        """Raises ``Unavailable`` when the process does not come up."""
+        """Raises ``Unavailable`` when it does not come up, ``InvalidArgument`` when the template is not one."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -36,13 +36,16 @@ class RenderProcess:
         worker = cls(process, *await asyncio.open_unix_connection(sock=ours))
         try:
             async with asyncio.timeout(_START_SECONDS):
-                await worker.exchange(pack(setup))
+                reply = await worker.exchange(pack(setup))
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
             await worker.kill()
             raise errors.Unavailable("the process that renders chat templates does not start") from error
         except asyncio.CancelledError:
             await worker.kill()
             raise
+        if "refused" in reply:
+            await worker.kill()
+            raise errors.InvalidArgument(reply["refused"], "model")
         return worker
 
     async def exchange(self, request: bytes) -> Reply:

@@ -1,8 +1,8 @@
-"""``python -m tokenloom.services.tokenizer.render_worker``: renders chat templates in a process that can be killed.
+"""``python -m tokenloom.services.tokenizer.render_worker``: chat templates in a process that can be killed.
 
-Speaks JSON behind 4-byte big-endian lengths on stdin and stdout: first ``Setup``, answered by an empty ``Reply``, then
-one ``Reply`` for each ``Job``. Ends when stdin does. Its memory is limited, and a job that outlives its time ends the
-process even when nobody is left to kill it.
+Speaks JSON behind 4-byte big-endian lengths on stdin and stdout: first ``Setup``, answered by a ``Reply`` without
+text, then one ``Reply`` for each ``Job``. Ends when stdin does. Its memory is limited, and a job that outlives its time
+ends the process even when nobody is left to kill it.
 """
 
 import json
@@ -54,13 +54,19 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
     setup: Setup = _read(sys.stdin.buffer) or sys.exit()
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
-    template = ChatTemplate(setup["source"], setup["special_tokens"])
+    signal.setitimer(signal.ITIMER_REAL, setup["seconds"])  # SIGALRM's default action ends the process
+    try:
+        template = ChatTemplate(setup["source"], setup["special_tokens"])
+    except (ValueError, MemoryError, RecursionError) as error:
+        _write(pack(Reply(refused=_printable(str(error) or "the chat template takes too much memory to compile"))))
+        return
     _write(pack(Reply()))
-    while (job := _read(sys.stdin.buffer)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])  # SIGALRM's default action ends the process
-        answer = _answer(template, job)
+    while True:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(answer)
+        if (job := _read(sys.stdin.buffer)) is None:
+            return
+        signal.setitimer(signal.ITIMER_REAL, setup["seconds"])
+        _write(_answer(template, job))
 
 
 def _answer(template: ChatTemplate, job: Job) -> bytes:

@@ -3,7 +3,6 @@
 import asyncio
 
 from ..runtime import errors
-from .chat_template import ChatTemplate
 from .render_process import RenderProcess
 from .render_worker import Job, Reply, Setup, pack
 
@@ -15,11 +14,11 @@ _MEMORY_BYTES = 1 << 30
 class Renderer:
     """A few worker processes; one that runs out of time or memory is killed and replaced when next needed."""
 
-    def __init__(self, template: ChatTemplate, *, num_workers: int, seconds: float) -> None:
-        """``seconds``: of each rendering."""
+    def __init__(self, source: str, special_tokens: dict[str, str], *, num_workers: int, seconds: float) -> None:
+        """``source``: the template, ``special_tokens``: by name, as it uses them, ``seconds``: of each rendering."""
         self._setup = Setup(
-            source=template.source,
-            special_tokens=template.special_tokens,
+            source=source,
+            special_tokens=special_tokens,
             memory_bytes=_MEMORY_BYTES,
             seconds=2 * seconds,  # only for when this process is no longer there to kill it
         )
@@ -30,7 +29,7 @@ class Renderer:
             self._idle.put_nowait(None)
 
     async def start(self) -> None:
-        """Starts the workers, so that the first requests need not wait for them."""
+        """Starts the workers; raises ``InvalidArgument`` when the template is not valid."""
         for _ in range(self._idle.qsize()):
             worker = self._idle.get_nowait()
             self._idle.put_nowait(worker or await RenderProcess.start(self._setup))

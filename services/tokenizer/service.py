@@ -7,10 +7,8 @@ from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
 from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint
 
-from ..runtime import errors
 from ..runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
 from ..runtime.host import Host
-from .chat_template import ChatTemplate
 from .encoder import Encoder
 from .renderer import Renderer
 from .servicer import TokenizerServicer
@@ -34,8 +32,13 @@ class TokenizerService:
             max_text_bytes=settings.max_text_bytes,
             num_threads=settings.threads,
         )
-        if (template := _template(info)) is not None:
-            self._renderer = Renderer(template, num_workers=settings.render_workers, seconds=settings.render_timeout)
+        if info.chat_template:
+            self._renderer = Renderer(
+                info.chat_template,
+                info.special_tokens,
+                num_workers=settings.render_workers,
+                seconds=settings.render_timeout,
+            )
             await self._renderer.start()
         add_TokenizerServicer_to_server(TokenizerServicer(self._encoder, self._renderer, answer), host.server)
 
@@ -63,10 +66,3 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
         max_token_bytes=max((len(token.encode()) for token in vocabulary), default=0),
     )
     return info, tokenizer, answer
-
-
-def _template(info: CheckpointInfo) -> ChatTemplate | None:
-    try:
-        return ChatTemplate.from_checkpoint(info)
-    except ValueError as error:
-        raise errors.InvalidArgument(f"model {info.path.name!r}: {error}", "model") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenloom.engine_core.client import SyncMPClient
 from tokenloom.engine_core.core_launch import CORE_COMMAND
-from tokenloom.engine_core.errors import EngineDeadError, EngineStartError
+from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.hash_worker import expected_tokens
 from tokenloom.engine_core.messages import FinishReason
 
@@ -21,14 +21,15 @@ import sys
 from tokenloom.engine_core.client import SyncMPClient
 from tests.engine_core.helpers import make_config
 client = SyncMPClient(make_config())
-print(client.pid, flush=True)
+print(client.pid, client._process.input_address, flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_core_that_cannot_start_says_why() -> None:
-    with pytest.raises(EngineStartError, match="did not start: ValueError: max_model_len is 9999"):
+def test_a_core_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineConfigError, match=r"^max_model_len is 9999"):
         SyncMPClient(make_config(max_model_len=9999))
+    assert capfd.readouterr().err == "", "its client has the words, and a traceback tells an operator nothing more"
 
 
 def test_a_core_that_dies_while_it_starts_is_noticed() -> None:
@@ -76,11 +77,14 @@ def test_the_core_dies_with_its_parent() -> None:
     )
     assert parent.stdout is not None
     assert parent.stdin is not None
-    core_pid = int(parent.stdout.readline())
+    pid, address = parent.stdout.readline().split()
+    core_pid, directory = int(pid), Path(address.removeprefix("ipc://")).parent
     assert not has_ended(core_pid)
+    assert directory.is_dir()
     parent.kill()
     parent.wait()
     assert wait_until(lambda: has_ended(core_pid), 2.0)
+    assert not directory.exists()
     parent.stdin.close()
     parent.stdout.close()
 

@@ -1,9 +1,9 @@
-"""The whole mesh in one event loop: five services over unix sockets, the engine's core with the hash worker in its process."""
+"""The whole mesh in one event loop: five services over unix sockets; the engines' cores run the hash worker."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tokenloom.services.gateway.settings import GatewaySettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.output_processor.settings import OutputProcessorSettings
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer
-from tokenloom.services.runtime.host import Host
 from tokenloom.services.runtime.service import Service, running
 from tokenloom.services.runtime.settings import ServiceSettings
 from tokenloom.services.tokenizer.service import TokenizerService
@@ -34,19 +33,43 @@ SOON = 20.0
 
 
 class Part:
-    """A running service that a test may end on its own."""
+    """A service that a test may end and start again."""
 
-    def __init__(self, service: Service, settings: ServiceSettings) -> None:
-        self.service = service
+    def __init__(self, make: Callable[[Any], Service], settings: ServiceSettings) -> None:
         self.settings = settings
-        self.host: Host | None = None
-        self._stack = AsyncExitStack()
+        self.service: Service | None = None
+        self._make = make
+        self._stop = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self.host = await self._stack.enter_async_context(running(self.service, self.settings))
+        """Returns when it serves."""
+        self._stop.clear()
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._run(started), name=self.settings.instance_id)
+        await asyncio.wait((self._task, started), return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            await self._task  # raises why
 
     async def stop(self) -> None:
-        await self._stack.aclose()
+        """Drains and stops it."""
+        self._stop.set()
+        if self._task is not None:
+            await self._task
+            self._task = None
+
+    async def kill(self) -> None:
+        """Ends it without draining; connections just break."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._task = None
+
+    async def _run(self, started: "asyncio.Future[None]") -> None:
+        self.service = self._make(self.settings)
+        async with running(self.service, self.settings):
+            started.set_result(None)
+            await self._stop.wait()
 
 
 class Mesh:
@@ -54,7 +77,7 @@ class Mesh:
 
     Args:
         directory: For the sockets.
-        engines, output_processors: How many.
+        engines, tokenizers, output_processors: How many.
         engine: Settings of every engine, beside the worker.
         gateway: Settings of the gateway.
     """
@@ -64,6 +87,7 @@ class Mesh:
         directory: Path,
         *,
         engines: int = 1,
+        tokenizers: int = 1,
         output_processors: int = 1,
         engine: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
@@ -71,7 +95,7 @@ class Mesh:
         self.directory = directory
         self.tokenizer: Tokenizer = load_tokenizer(DEMO_MODEL)
         self.coordinator = self._coordinator()
-        self.tokenizers = [self._tokenizer()]
+        self.tokenizers = [self._tokenizer(index) for index in range(tokenizers)]
         self.output_processors = [self._output_processor(index) for index in range(output_processors)]
         self.engines = [self._engine(index, engine or {}) for index in range(engines)]
         self.gateway = self._gateway(gateway or {})
@@ -119,27 +143,45 @@ class Mesh:
                     return sample.value
         raise AssertionError(f"no gauge {name} of {engine}")
 
+    async def until_running(self, number: int = 1) -> None:
+        """The engines run this many requests."""
+        async with asyncio.timeout(SOON):
+            while sum([await self.gauge("num_requests_running", name) for name in self._engine_ids()]) < number:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until_missing(self, *parts: str) -> None:
+        """``/health`` tells that exactly these parts are missing."""
+        async with asyncio.timeout(SOON), self.http() as http:
+            while (await http.get("/health")).json().get("missing", []) != list(parts):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert (await http.get("/health")).status_code == (503 if parts else 200)
+
     async def until_idle(self, within: float = 1.0) -> None:
         """Every engine gave back all it held, in this many seconds."""
         async with asyncio.timeout(within):
-            for part in self.engines:
-                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-                    while await self.gauge(name, part.settings.instance_id):
-                        await asyncio.sleep(0.01)
+            while any([await self._holds(name) for name in self._engine_ids()]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    def _engine_ids(self) -> list[str]:
+        return [part.settings.instance_id for part in self.engines]
+
+    async def _holds(self, engine: str) -> bool:
+        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        return any([await self.gauge(name, engine) for name in names])
 
     def _coordinator(self) -> Part:
-        settings = CoordinatorSettings(**self._common("coordinator-0"), settle_seconds=0.2)
-        return Part(CoordinatorService(settings), settings)
+        settings = CoordinatorSettings(**self._common("coordinator-0"))
+        return Part(CoordinatorService, settings)
 
-    def _tokenizer(self) -> Part:
-        settings = TokenizerSettings(**self._common("tokenizer-0"), render_workers=1)
-        return Part(TokenizerService(settings), settings)
+    def _tokenizer(self, index: int) -> Part:
+        settings = TokenizerSettings(**self._common(f"tokenizer-{index}"), render_workers=1)
+        return Part(TokenizerService, settings)
 
     def _output_processor(self, index: int) -> Part:
         settings = OutputProcessorSettings(
             **self._common(f"output_processor-{index}"), coordinator=self.address("coordinator-0")
         )
-        return Part(OutputProcessorService(settings), settings)
+        return Part(OutputProcessorService, settings)
 
     def _engine(self, index: int, extra: dict[str, Any]) -> Part:
         values: dict[str, Any] = {
@@ -149,7 +191,7 @@ class Mesh:
             "num_kv_blocks": 512,
         }
         settings = EngineSettings(**self._common(f"engine-{index}"), **(values | extra))
-        return Part(EngineService(settings), settings)
+        return Part(EngineService, settings)
 
     def _gateway(self, extra: dict[str, Any]) -> Part:
         settings = GatewaySettings(
@@ -160,7 +202,7 @@ class Mesh:
             coordinator=self.address("coordinator-0"),
             **extra,
         )
-        return Part(GatewayService(settings), settings)
+        return Part(GatewayService, settings)
 
     def _common(self, name: str) -> dict[str, Any]:
         return {"instance_id": name, "listen": self.address(name), "metrics_listen": "", "drain_timeout": 0.5}

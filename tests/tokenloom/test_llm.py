@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from tokenloom.v1.types_pb2 import SamplingParams as wire
 
 from tokenloom import LLM, SamplingParams
 
@@ -260,3 +262,12 @@ def test_a_script_without_a_main_guard(tmp_path):
     assert first == second
     assert len(first) == 4
     assert "Traceback" not in done.stderr
+
+
+def test_a_model_may_state_more_than_fits(llm, monkeypatch):
+    """An output longer than the context, an end token beyond the vocabulary."""
+    stated = replace(llm._info, default_sampling_params=wire(max_tokens=9999, temperature=0), eos_token_ids=(99_999,))
+    monkeypatch.setattr(llm, "_info", stated)
+    (output,) = llm.generate([[5] * 250], use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 6
+    assert output.outputs[0].finish_reason == "length"

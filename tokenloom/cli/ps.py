@@ -44,7 +44,7 @@ def ps(
         else:
             where = "" if port is None else f" on port {port}"
             typer.echo(f"No mesh is running{where}; `tokenloom serve` starts one.", err=True)
-        raise typer.Exit(1)
+        raise typer.Exit(0 if port is None else 1)
     rows = asyncio.run(rows_of(meshes[0]))
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))

@@ -128,7 +128,7 @@ def serve(
             "gateway": flags(api_key_file=api_key_file, strict=strict, insecure=insecure),
         },
         # Not a flag: everyone on the machine can read those.
-        environment={"gateway": {"TOKENLOOM_API_KEY": api_key}} if api_key else {},
+        environment={} if api_key is None else {"gateway": {"TOKENLOOM_API_KEY": api_key}},
     )
     write_line = bare(sys.stderr) if log_format is LogFormat.JSON else prefixed(sys.stderr)
     with reported():

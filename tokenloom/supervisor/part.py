@@ -73,16 +73,17 @@ class Part:
             path.unlink(missing_ok=True)
         process = await Process.start(self.spec, self._output)
         self._process = process
-        follower = asyncio.create_task(self._follow(process.pid), name=f"health-{self.spec.name}")
+        if self._stopping.is_set():  # asked while it started: there is nothing to drain
+            process.kill_group()
         try:
-            if self._stopping.is_set():  # asked while it started: there is nothing to drain
-                process.kill_group()
-            return await process.wait()
+            async with asyncio.TaskGroup() as group:
+                follower = group.create_task(self._follow(process.pid))
+                status = await process.wait()
+                follower.cancel()
+            return status
         finally:
             self._process = None
             process.kill_group()  # also what the part left behind
-            follower.cancel()
-            await asyncio.wait([follower])
             self._report(False)
             self.state = None
             self.spec.state_file.unlink(missing_ok=True)

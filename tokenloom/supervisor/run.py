@@ -31,16 +31,20 @@ async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outc
 
     What `work` raises is raised again once nothing runs any more.
     """
-    interrupted = asyncio.Event()
     ports = choose_ports(options.host, options.gateways, options.port, options.grpc_port)
     with mesh_directory() as directory, contextlib.closing(output):
         parts, timeout = parts_of(options, directory, ports), options.drain_timeout
         mesh = Mesh(parts, directory, output, port=ports[0].http, drain_timeout=timeout)
-        with _signals(interrupted, mesh.kill):
-            async with mesh:
-                await _until(interrupted, asyncio.create_task(work(mesh)))
-                clean = await mesh.drain()
-    return Outcome(interrupted.is_set(), clean)
+        return await supervise(mesh, work)
+
+
+async def supervise(mesh: Mesh, work: Work) -> Outcome:
+    """The same for a mesh that was put together elsewhere."""
+    interrupted = asyncio.Event()
+    with _signals(interrupted, mesh.kill):
+        async with mesh:
+            await _until(interrupted, asyncio.create_task(work(mesh)))
+            return Outcome(clean=await mesh.drain(), interrupted=interrupted.is_set())
 
 
 async def _until(interrupted: asyncio.Event, working: "asyncio.Task[None]") -> None:

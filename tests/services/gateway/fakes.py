@@ -38,6 +38,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
     def __init__(self) -> None:
         self.unavailable = False
+        self.tells = asyncio.Event()
+        self.tells.set()
+        self.fingerprint = types_pb2.Fingerprint()
+        self.fingerprint.CopyFrom(FINGERPRINT)
+        self.eos_token_ids = [EOS]
+        self.defaults = types_pb2.SamplingParams(top_k=7)
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
 
@@ -51,12 +57,13 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(request.messages_json, request))
 
     async def GetTokenizerInfo(self, request: Any, context: Any) -> tokenizer_pb2.GetTokenizerInfoResponse:
+        await self.tells.wait()
         return tokenizer_pb2.GetTokenizerInfoResponse(
-            fingerprint=FINGERPRINT,
+            fingerprint=self.fingerprint,
             vocab_size=256,
-            eos_token_ids=[EOS],
+            eos_token_ids=self.eos_token_ids,
             has_chat_template=True,
-            default_sampling_params=types_pb2.SamplingParams(top_k=7),
+            default_sampling_params=self.defaults,
             max_token_bytes=1,
         )
 

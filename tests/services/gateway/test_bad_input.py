@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from tokenloom.services.gateway import body
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
@@ -95,6 +96,16 @@ async def test_chunked_body_is_cut_at_the_limit(socket_dir: Any) -> None:
         assert (await http.post(COMPLETIONS, json=GOOD[COMPLETIONS])).status_code == 200
 
 
+async def test_a_body_without_an_end_is_given_up(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
+    host, _, port = mesh.http_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f'POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{"prompt": '.encode())
+    status = await asyncio.wait_for(reader.readline(), 5)
+    assert status.split()[1] == b"408"
+    writer.close()
+
+
 async def test_compressed_bodies_are_refused(http: httpx.AsyncClient) -> None:
     body = gzip.compress(json.dumps(GOOD[COMPLETIONS]).encode())
     response, _ = await refused(http, COMPLETIONS, body, **{"content-encoding": "gzip"})
@@ -177,8 +188,12 @@ async def test_negative_token_ids_cannot_even_be_written() -> None:
 async def test_raw_garbage_over_grpc(mesh: FakeMesh) -> None:
     async with open_channel(mesh.grpc_address) as channel:
         generate = channel.unary_stream("/tokenloom.v1.Inference/Generate", lambda data: data)
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as garbage:
             await anext(aiter(generate(b"\xff" * 100)))
+        assert garbage.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as huge:  # as large as no HTTP body may be
+            await anext(aiter(generate(inference_pb2.GenerateRequest(text="x" * (9 << 20)).SerializeToString())))
+        assert huge.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         models = await inference_pb2_grpc.InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest())
     assert [model.name for model in models.models] == [MODEL]
 

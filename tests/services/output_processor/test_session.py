@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tokenloom.services.output_processor import engine_link
+from tokenloom.services.output_processor.request_state import RequestState
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
 from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
 from tokenloom.v1.engine_pb2 import EngineFrame, Finished
@@ -238,6 +239,24 @@ async def test_a_gap_in_the_tokens_ends_that_request_only(mesh: Mesh) -> None:
     stream.send((slots[0], 1, [5]), (slots[1], 0, [5]))
     frame = await gateway.next_frame()
     assert [(end.slot, end.error.reason) for end in frame.finished] == [(1, "INTERNAL")]
+    assert list(frame.slot) == [2]
+    assert list((await stream.next_input()).abort_slots) == [slots[0]]
+
+
+async def test_a_bug_of_ours_in_one_request_ends_that_request_only(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(state: RequestState, token_index: int, token_ids: list[int]) -> tuple[str, None]:
+        if token_ids == [7]:
+            raise RuntimeError("a bug")
+        return "x", None
+
+    monkeypatch.setattr(RequestState, "accept", accept)
+    gateway = await mesh.gateway()
+    stream, slots = await mesh.started(gateway, submit(1), submit(2))
+    stream.send((slots[0], 0, [7]), (slots[1], 0, [5]))
+    frame = await gateway.next_frame()
+    assert [(end.slot, end.error.reason, end.error.message) for end in frame.finished] == [
+        (1, "INTERNAL", "internal error")
+    ]
     assert list(frame.slot) == [2]
     assert list((await stream.next_input()).abort_slots) == [slots[0]]
 

@@ -98,6 +98,20 @@ def test_broken_files_are_named(model: Path) -> None:
         checkpoint.load_tokenizer(model)
 
 
+@pytest.mark.parametrize("values", [{"temperature": "hot"}, {"top_p": 5}, {"temperature": float("nan")}])
+def test_wrong_sampling_defaults_are_named(model: Path, values: dict[str, object]) -> None:
+    change(model / "generation_config.json", **values)
+    with pytest.raises(InvalidArgument, match=rf"generation_config\.json: {next(iter(values))}"):
+        CheckpointInfo.load(model)
+
+
+@pytest.mark.parametrize("value", ["x", -1, [1, "x"], True])
+def test_wrong_end_tokens_are_named(model: Path, value: object) -> None:
+    change(model / "config.json", eos_token_id=value)
+    with pytest.raises(InvalidArgument, match=r"config\.json: eos_token_id"):
+        CheckpointInfo.load(model)
+
+
 def test_tokenizer_fingerprint(model: Path) -> None:
     before = checkpoint.tokenizer_fingerprint(model)
     change(model / "config.json", hidden_size=1)

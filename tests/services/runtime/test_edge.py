@@ -106,3 +106,24 @@ async def test_a_failed_call_passes_on(raising: Any) -> None:
     error = errors.from_rpc(outer.value)
     assert type(error) is errors.ModelNotFound
     assert error.message == "no model 'x'"
+
+
+async def test_messages_that_are_none(socket_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Reading(Raising):
+        async def Join(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+            async for _ in requests:
+                pass
+
+    garbage = b"\xff" * 9
+    settings = ServiceSettings(listen=f"unix:{socket_dir}/s", metrics_listen="")
+    async with running(Reading(), settings) as host, open_channel(host.address) as channel:
+        calls: list[Any] = [
+            channel.unary_unary("/tokenloom.v1.Coordinator/Pick")(garbage),
+            channel.unary_stream("/tokenloom.v1.Coordinator/Watch")(garbage).read(),
+            channel.stream_stream("/tokenloom.v1.Coordinator/Join")(iter([b"", garbage])).read(),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert type(errors.from_rpc(caught.value)) is errors.InvalidArgument
+    assert not caplog.records, "it is the caller's mistake"

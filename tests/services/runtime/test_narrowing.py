@@ -5,7 +5,8 @@ import math
 import pytest
 from tokenloom.services.runtime.errors import InvalidArgument
 from tokenloom.services.runtime.narrowing import narrow_sampling, narrow_token_ids
-from tokenloom.v1.types_pb2 import SamplingParams
+from tokenloom.services.runtime.validation import check_sampling
+from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams
 
 
 def test_what_is_unset_stays_unset() -> None:
@@ -97,6 +98,9 @@ def test_later_parameters_are_refused_by_name(name: str) -> None:
 def test_later_parameters_that_ask_for_nothing() -> None:
     values = {"min_tokens": 0, "logit_bias": {}, "allowed_token_ids": [], "bad_words": [], "logprobs": False}
     assert narrow_sampling(values) == SamplingParams()
+    for name in ("min_tokens", "bad_words"):  # falsy, but of no type that asks for nothing
+        with pytest.raises(InvalidArgument):
+            narrow_sampling({name: ""})
     for name in ("logprobs", "prompt_logprobs"):  # zero alternatives are one log probability still
         with pytest.raises(InvalidArgument):
             narrow_sampling({name: 0})
@@ -118,3 +122,8 @@ def test_token_ids_refused(value: object) -> None:
 def test_token_ids() -> None:
     assert narrow_token_ids("prompt", (0, 2**32 - 1)) == [0, 2**32 - 1]
     assert narrow_token_ids("prompt", []) == []
+
+
+def test_the_lowest_temperature_survives_the_wire() -> None:
+    limits = ModelLimits(max_model_len=100, vocab_size=50)
+    check_sampling(narrow_sampling({"temperature": 1e-5}), limits)

@@ -215,6 +215,16 @@ async def test_a_failed_task_fails_the_host(settings: ServiceSettings) -> None:
             await asyncio.wait([host.spawn(fail(), name="unseen")])
 
 
+async def test_a_traceback_is_for_bugs_only(settings: ServiceSettings, caplog: pytest.LogCaptureFixture) -> None:
+    for error, is_bug in ((errors.Unavailable("the core died"), False), (RuntimeError("a bug"), True)):
+        caplog.clear()
+        async with running(Example(), settings) as host:
+            host.failed(error)
+            await host.wait_failed()
+        (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+        assert bool(record.exc_info) is is_bug
+
+
 async def test_reflection_lists_the_services(settings: ServiceSettings) -> None:
     async with running(Example(), settings) as host, open_channel(host.address) as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
@@ -326,6 +336,14 @@ async def test_a_bug_while_starting_is_logged() -> None:
 async def test_what_an_operator_did_wrong_is_one_line() -> None:
     process = await Process.start("--listen", "0.0.0.0:0")
     status, log = await process.end()
-    assert status == 1
+    assert status == 2, "as of any flag that cannot be right: the supervisor need not try again"
     assert "--insecure" in log
+    assert "Traceback" not in log
+
+
+async def test_a_state_file_that_cannot_be_written_is_one_line() -> None:
+    process = await Process.start("--state-file", "/nowhere/state.json")
+    status, log = await process.end()
+    assert status == 1
+    assert "state_file" in log
     assert "Traceback" not in log

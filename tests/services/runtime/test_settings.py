@@ -64,6 +64,21 @@ def test_file_formats(tmp_path: Path, name: str, text: str) -> None:
     assert load("--config", str(tmp_path / name)).max_things == 8
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("c.toml", b"x = ["), ("c.json", b"{"), ("c.yaml", b"a: [\n"), ("c.toml", b"\xff\xfe"), ("c.json", b"[1]")],
+)
+def test_a_broken_file_is_named_in_one_line(
+    tmp_path: Path, name: str, data: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit) as caught:
+        load("--config", str(tmp_path / name))
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--config: {name}" in line
+
+
 def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         Settings.load(["--help"])

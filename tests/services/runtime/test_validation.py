@@ -120,6 +120,14 @@ def test_fill_max_tokens(prompt_len: int, chat: bool, filled: int) -> None:
     assert params.max_tokens == filled
 
 
+@pytest.mark.parametrize(("prompt_len", "default", "filled"), [(10, 20, 20), (10, 100_000, 90), (99, 20, 1)])
+def test_a_models_own_max_tokens_never_exceeds_the_context(prompt_len: int, default: int, filled: int) -> None:
+    for chat in (False, True):
+        params = SamplingParams()
+        validation.fill_max_tokens(params, prompt_len, LIMITS, chat=chat, default=default)
+        assert params.max_tokens == filled
+
+
 def test_fill_max_tokens_leaves_what_is_set() -> None:
     params = SamplingParams(max_tokens=3)
     validation.fill_max_tokens(params, 10, LIMITS, chat=True)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 from tokenloom.services.runtime import errors
-from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.services.tokenizer.render_worker import Job
 from tokenloom.services.tokenizer.renderer import Renderer
 
@@ -25,7 +24,7 @@ OBEDIENT = """
 
 @asynccontextmanager
 async def rendering(num_workers: int = 1, seconds: float = 5.0) -> AsyncIterator[Renderer]:
-    renderer = Renderer(ChatTemplate(OBEDIENT), num_workers=num_workers, seconds=seconds)
+    renderer = Renderer(OBEDIENT, {}, num_workers=num_workers, seconds=seconds)
     await renderer.start()
     try:
         yield renderer
@@ -94,3 +93,16 @@ async def test_a_worker_that_died_is_replaced() -> None:
         with pytest.raises(errors.ResourceExhausted):
             await renderer.render(job("lost"))
         assert await renderer.render(job("fine")) == "fine"
+
+
+async def test_a_template_that_does_not_compile_ends_the_start() -> None:
+    with pytest.raises(errors.InvalidArgument, match="the chat template is not valid Jinja"):
+        await Renderer("{% for %}", {}, num_workers=1, seconds=5).start()
+
+
+async def test_constants_are_folded_in_the_worker_too() -> None:
+    renderer = Renderer("{{ 'x' * 2000000000 }}", {}, num_workers=1, seconds=5)
+    await renderer.start()
+    with pytest.raises(errors.ResourceExhausted, match="memory"):
+        await renderer.render(job("any"))
+    await renderer.close()

@@ -1,0 +1,98 @@
+"""A mesh as a user starts it: the command, its processes, its URL."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+COMMAND = (sys.executable, "-m", "tokenloom.cli.main")
+
+
+class Served:
+    """A running ``tokenloom serve`` with a state directory of its own."""
+
+    def __init__(self, directory: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+        self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), **environment}
+        self.log = directory / "log"
+        self._directory = directory
+        with open(self.log, "wb") as log:
+            command = (*COMMAND, "serve", "--port", "0", *arguments)
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, env=self.environment, text=True
+            )
+        assert self.process.stdout is not None
+        self.ready_line = self.process.stdout.readline()  # pytest's timeout bounds the wait
+        self.url = "".join(re.findall(r"http://[\w.:]+", self.ready_line))
+
+    def ps(self) -> list[dict[str, Any]]:
+        """``tokenloom ps --json``."""
+        command = (*COMMAND, "ps", "--json")
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=self.environment, check=False)
+        parts: list[dict[str, Any]] = json.loads(done.stdout)
+        return parts
+
+    def part(self, service: str) -> psutil.Process:
+        """The part's process now, from the supervisor's children."""
+        wanted = f"tokenloom.services.{service}"
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if wanted in child.cmdline())
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the mesh: the supervisor's descendants, and whatever names its directory."""
+        found = {self.process.pid: psutil.Process(self.process.pid)}
+        found |= {child.pid: child for child in found[self.process.pid].children(recursive=True)}
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(self._directory) in argument for argument in process.info["cmdline"] or ()):
+                found[process.pid] = process
+        return list(found.values())
+
+    def stop(self, number: signal.Signals) -> int:
+        """Sends a signal to the supervisor and waits for its end; the exit status."""
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return status
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Serve]:
+    """Starts meshes; what a test leaves running is killed when the module ends."""
+    started: list[tuple[Served, Path]] = []
+
+    def start(*arguments: str, **environment: str) -> Served:
+        directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
+        served = Served(directory, arguments, environment)
+        started.append((served, directory))
+        assert served.url, f"it did not come up:\n{served.log.read_text()}"
+        return served
+
+    yield start
+    for served, directory in started:
+        if served.process.poll() is None:
+            served.stop(signal.SIGKILL)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def still_alive(processes: list[psutil.Process], timeout: float = 5.0) -> list[psutil.Process]:
+    """Those that have not ended after `timeout` seconds; zombies have."""
+    _, alive = psutil.wait_procs(processes, timeout)
+    return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def remaining() -> Callable[[list[psutil.Process]], list[psutil.Process]]:
+    return still_alive

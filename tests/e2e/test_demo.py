@@ -1,0 +1,35 @@
+"""``tokenloom demo``: one command, an answer, a table, nothing left."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+COMMAND = (sys.executable, "-m", "tokenloom.cli.main", "demo")
+
+
+def run(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), "COLUMNS": "120"}
+    return subprocess.run((*COMMAND, *arguments), capture_output=True, text=True, env=environment, check=False)
+
+
+def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None:
+    done = run(socket_dir, "What is a token?")
+    assert done.returncode == 0, done.stderr
+    assert "A token is a small piece of text" in done.stdout
+    steps = re.findall(r"│ [\w ]+ │ ([\w ]+?) +│ +\d+\.\d │", done.stdout)
+    assert steps == ["tokenize", "placement", "queue", "prefill", "decode", "detokenize", "the rest", "total"]
+    assert list((socket_dir / "tokenloom").iterdir()) == []
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if any(str(socket_dir) in argument for argument in command)]
+
+
+def test_a_failure_shows_the_logs_and_ends_with_status_1(socket_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    done = run(socket_dir, "--model", str(tmp_path))
+    assert done.returncode == 1
+    assert "does not start" in done.stderr
+    assert "ERROR" in done.stderr, "the parts' own words"

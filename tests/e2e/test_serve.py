@@ -1,0 +1,99 @@
+"""``tokenloom serve`` with the demo model, as a user meets it."""
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import openai
+import psutil
+import pytest
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+QUESTION = [{"role": "user", "content": "What is prefill?"}]
+ANSWER = "Prefill is the first step of a request: the model reads the whole prompt at once and fills the KV cache."
+
+
+@pytest.fixture(scope="module")
+def mesh(serve: Any) -> Any:
+    return serve()
+
+
+@pytest.fixture
+def client(mesh: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_the_demo_model_answers(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tokenloom-demo"]
+    answer = client.chat.completions.create(model="tokenloom-demo", messages=QUESTION, temperature=0)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_says_the_same_in_pieces(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tokenloom-demo",
+        messages=QUESTION,  # type: ignore[arg-type]
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+    assert "".join(pieces) == ANSWER
+    assert len([piece for piece in pieces if piece]) > 1
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 10
+
+
+def test_the_stubs_say_the_same_over_grpc(mesh: Any) -> None:
+    gateway = next(part for part in mesh.ps() if part["service"] == "gateway")
+    message = inference_pb2.ChatMessage(role="user", content=QUESTION[0]["content"])
+    request = inference_pb2.GenerateRequest(
+        model="tokenloom-demo",
+        chat=inference_pb2.ChatPrompt(messages=[message]),
+        sampling_params=types_pb2.SamplingParams(temperature=0),
+    )
+    with grpc.insecure_channel(gateway["address"]) as channel:
+        responses = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=30))
+    assert "".join(response.text for response in responses) == ANSWER
+
+
+def test_ps_lists_every_part(mesh: Any) -> None:
+    parts = mesh.ps()
+    assert [list(part) for part in parts] == [
+        ["service", "index", "role", "pid", "address", "metrics", "health"] for _ in range(5)
+    ]
+    services = ["gateway", "output_processor", "engine", "tokenizer", "coordinator"]
+    assert [(part["service"], part["index"], part["role"]) for part in parts] == [
+        (service, 0, "both" if service == "engine" else None) for service in services
+    ]
+    assert {part["health"] for part in parts} == {"SERVING"}
+    assert [part["pid"] for part in parts] == [mesh.part(service).pid for service in services]
+
+
+def test_one_signal_lets_the_live_request_finish_and_leaves_nothing(
+    mesh: Any, client: openai.OpenAI, remaining: Callable[[list[psutil.Process]], list[psutil.Process]]
+) -> None:
+    family = mesh.family()
+    assert len(family) >= 7, "supervisor, five services, engine core"
+    stream = client.completions.create(
+        model="tokenloom-demo",
+        prompt="Once upon a time",
+        max_tokens=100,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        stream_options={"include_usage": True},
+    )
+    chunks = [next(stream)]
+    mesh.process.send_signal(signal.SIGTERM)
+    chunks += stream
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 100
+    assert mesh.process.wait(30) == 0
+    mesh.process.stdout.close()
+    assert remaining(family) == []
+    assert mesh.ps() == []

@@ -1,0 +1,77 @@
+"""Merging what waits, and never losing or doubling a token."""
+
+import asyncio
+
+import pytest
+from tokenloom.services.gateway.collector import Collector, Delta
+from tokenloom.services.runtime import errors
+from tokenloom.v1 import types_pb2
+from tokenloom.v1.output_processor_pb2 import RequestFinished
+
+
+def finished(num_tokens: int) -> RequestFinished:
+    return RequestFinished(reason=types_pb2.FINISH_REASON_STOP, completion_tokens=num_tokens)
+
+
+async def test_what_waits_is_merged_by_index() -> None:
+    collector = Collector(2)
+    collector.put(0, "a", 0, [1])
+    collector.put(1, "x", 0, [7])
+    collector.put(0, "b", 1, [2, 3])
+    assert await collector.take() == [Delta(0, 0, "ab", [1, 2, 3]), Delta(1, 0, "x", [7])]
+    collector.put(0, "c", 3, [4])
+    collector.finish(0, finished(4))
+    assert await collector.take() == [Delta(0, 3, "c", [4], finished(4))]
+    assert not collector.done
+    collector.finish(1, finished(1))
+    assert not collector.done, "the end of index 1 is not taken yet"
+    assert await collector.take() == [Delta(1, 1, "", [], finished(1))]
+    assert collector.done
+
+
+async def test_take_waits() -> None:
+    collector = Collector(1)
+    taken = asyncio.create_task(collector.take())
+    await asyncio.sleep(0)
+    assert not taken.done()
+    collector.put(0, "a", 0, [1])
+    assert await taken == [Delta(0, 0, "a", [1])]
+
+
+async def test_a_cancelled_take_loses_nothing() -> None:
+    collector = Collector(1)
+    taken = asyncio.create_task(collector.take())
+    await asyncio.sleep(0)
+    taken.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taken
+    collector.put(0, "a", 0, [1])
+    assert await collector.take() == [Delta(0, 0, "a", [1])]
+
+
+@pytest.mark.parametrize("index", [0, 2], ids=["doubled", "missing"])
+async def test_a_wrong_token_index_is_an_error(index: int) -> None:
+    collector = Collector(1)
+    collector.put(0, "a", 0, [1])
+    collector.put(0, "b", index, [2])
+    with pytest.raises(errors.Internal):
+        await collector.take()
+
+
+async def test_a_lost_tail_is_an_error() -> None:
+    collector = Collector(1)
+    collector.put(0, "a", 0, [1])
+    collector.finish(0, finished(2))
+    with pytest.raises(errors.Internal):
+        await collector.take()
+
+
+async def test_one_error_ends_all_and_the_first_stays() -> None:
+    collector = Collector(2)
+    taken = asyncio.create_task(collector.take())
+    await asyncio.sleep(0)
+    error = errors.to_proto(errors.Unavailable("gone"))
+    collector.finish(1, RequestFinished(reason=types_pb2.FINISH_REASON_ERROR, error=error))
+    collector.fail(errors.Internal())
+    with pytest.raises(errors.Unavailable, match="gone"):
+        await taken

@@ -1,0 +1,65 @@
+"""Where HTTP is served, and how it ends."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from tokenloom.services.gateway.http_server import HttpServer
+from tokenloom.services.runtime import errors
+
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
+
+
+async def nothing(*_: object) -> None:
+    raise AssertionError
+
+
+def test_a_taken_port_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(errors.Unavailable, match="http_listen"):
+            HttpServer(nothing, address, insecure=False)  # type: ignore[arg-type]
+
+
+def test_open_addresses_need_insecure() -> None:
+    with pytest.raises(errors.InvalidArgument, match="http_listen"):
+        HttpServer(nothing, "0.0.0.0:0", insecure=False)  # type: ignore[arg-type]
+
+
+async def test_a_unix_socket(socket_dir: Path) -> None:
+    path = socket_dir / "http"
+    async with FakeMesh(socket_dir).gateway(http_listen=f"unix:{path}"):
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            assert (await http.get("/health")).status_code == 200
+    assert not path.exists()
+
+
+async def test_small_writes_do_not_wait(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    """Nagle's algorithm would hold back the second write of each answer for 40 ms."""
+    await http.get("/ping")
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    for _ in range(20):
+        await http.get("/ping")
+    assert loop.time() - started < 20 * 0.04
+
+
+async def test_draining_waits_for_the_live_and_takes_no_more(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with mesh.gateway(drain_timeout=SOON), mesh.http() as http:
+        assert mesh.service is not None
+        live = asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+        request = await mesh.outputs.next_request()
+        draining = asyncio.create_task(mesh.service.drain())
+        await asyncio.sleep(0)
+        assert (await http.get("/health")).json()["missing"] == ["gateway"]
+        refused = await http.post("/v1/completions", json={"model": MODEL, "prompt": "b"})
+        assert refused.status_code == 503
+        request.answer("done")
+        assert (await live).json()["choices"][0]["text"] == "done"
+        await asyncio.wait_for(draining, SOON)
+        with pytest.raises(httpx.ConnectError):
+            await http.get("/health")

@@ -1,0 +1,84 @@
+"""The public gRPC API."""
+
+import asyncio
+import json
+
+import grpc
+import pytest
+from tokenloom.services.runtime import errors
+from tokenloom.v1 import inference_pb2, types_pb2
+
+from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
+
+
+async def test_a_stream_of_text_and_tokens(mesh: FakeMesh) -> None:
+    request = inference_pb2.GenerateRequest(
+        model=MODEL, text="abc", stop=["END"], user_request_id="mine", return_timeline=True
+    )
+    async with mesh.inference() as stub:
+        call = stub.Generate(request)
+        submitted = await mesh.outputs.next_request()
+        assert bytes(submitted.submit.prompt.token_ids) == b"abc"
+        assert submitted.submit.sampling_params.max_tokens == 16
+        assert list(submitted.submit.sampling_params.stop_token_ids) == [EOS]
+        assert submitted.submit.text.stop == ["END"]
+        assert "mine" not in submitted.submit.request_id
+        submitted.answer("Hi", " you", stop_reason="END")
+        responses = [response async for response in call]
+        metadata = dict(await call.initial_metadata() or ())
+    assert metadata["x-request-id"] == "mine"
+    assert "".join(response.text for response in responses) == "Hi you"
+    assert [i for response in responses for i in response.token_ids] == list(b"Hi you")
+    starts = [response.token_index for response in responses]
+    assert starts[0] == 0
+    last = responses[-1]
+    assert last.finish_reason == types_pb2.FINISH_REASON_STOP
+    assert last.stop_reason == "END"
+    assert last.usage == inference_pb2.Usage(prompt_tokens=3, completion_tokens=6, cached_tokens=1)
+    assert last.timeline.queued_ns == 2_000_000
+    assert last.timeline.tokenize_ns > 0
+
+
+async def test_chat_and_token_ids(mesh: FakeMesh) -> None:
+    mesh.outputs.auto = ["x"]
+    message = inference_pb2.ChatMessage(role="user", content="hi")
+    chat = inference_pb2.GenerateRequest(model=MODEL, chat=inference_pb2.ChatPrompt(messages=[message]))
+    ids = inference_pb2.GenerateRequest(model=MODEL, token_ids=types_pb2.TokenIds(ids=[1, 2]))
+    async with mesh.inference() as stub:
+        for request in (chat, ids):
+            assert "".join([response.text async for response in stub.Generate(request)]) == "x"
+    (seen,) = mesh.tokenizer.chats + mesh.second_tokenizer.chats
+    assert json.loads(seen.messages_json) == [{"role": "user", "content": "hi"}]
+    assert seen.add_generation_prompt
+
+
+async def test_cancelling_the_call_cancels_the_request(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"))
+        submitted = await mesh.outputs.next_request()
+        call.cancel()
+        async with asyncio.timeout(1.0):
+            await submitted.cancelled.wait()
+
+
+async def test_the_calls_deadline_travels(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"), timeout=0.5)
+        submitted = await mesh.outputs.next_request()
+        assert 0 < submitted.submit.timeout.ToNanoseconds() <= 0.5e9
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(1.0):
+            await submitted.cancelled.wait()
+
+
+async def test_an_error_keeps_its_code(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"))
+        (await mesh.outputs.next_request()).fail(errors.ResourceExhausted("full"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+    error = errors.from_rpc(caught.value)
+    assert isinstance(error, errors.ResourceExhausted)
+    assert error.retry_after == 1.0

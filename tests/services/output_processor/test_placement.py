@@ -1,0 +1,48 @@
+"""Snapshots outlive the coordinator that sent them, and are followed again when it returns."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tokenloom.services.output_processor.engine_link import EngineLinks
+from tokenloom.services.output_processor.placement import Placer
+from tokenloom.services.runtime.errors import Unavailable
+from tokenloom.services.runtime.hello import make_hello
+from tokenloom.services.runtime.tasks import Tasks
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.types_pb2 import Fingerprint
+
+from tests.services.output_processor.fakes import LIMITS, SOON, FakeCoordinator, serve_coordinator, submit
+
+FINGERPRINT = Fingerprint(model="m")
+
+
+def engine(name: str, directory: Path) -> EngineIdentity:
+    address = f"unix:{directory}/{name}"  # nothing listens there
+    return EngineIdentity(engine_id=name, epoch=1, address=address, fingerprint=FINGERPRINT, limits=LIMITS)
+
+
+async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
+    failures: list[BaseException] = []
+    tasks = Tasks(failures.append)
+    links = EngineLinks(lambda identity: make_hello("output-processor-0", 3), failures.append, hang_seconds=60)
+    placer = Placer(f"unix:{socket_dir}/c", FINGERPRINT, links)
+    tasks.spawn(placer.watch(), name="watch")
+    assert placer.limits is None
+    with pytest.raises(Unavailable, match="no engine is serving"):
+        await placer.place(submit(1))
+
+    async with serve_coordinator(socket_dir / "c", FakeCoordinator([engine("a", socket_dir)])):
+        await placer.wait_limits(SOON)
+        assert placer.limits == LIMITS
+    with pytest.raises(Unavailable, match="no engine"):  # placed by the last snapshot, but nobody answers
+        await placer.place(submit(1))
+    assert placer.limits == LIMITS
+
+    returned = FakeCoordinator([engine("b", socket_dir)])
+    async with serve_coordinator(socket_dir / "c", returned):
+        await asyncio.wait_for(returned.watched.wait(), SOON)
+    await tasks.close()
+    await links.close()
+    await placer.close()
+    assert not failures

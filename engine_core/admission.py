@@ -90,13 +90,16 @@ class Admission:
         return self._watermark if others_run or (self._remote is not None and self._remote.holds_blocks) else 0
 
     def _make_room(self) -> bool:
-        """Nobody runs. Where nobody loads either, none will give blocks back: takes what is held without need."""
+        """Nobody runs. Where nobody loads either, none will give blocks back: takes what is held without need.
+
+        Blocks that are leased come when their readers have them, or after a while: two engines whose requests all wait
+        for each other's leases would else wait for ever.
+        """
         if self._remote is None or self._remote.holds_blocks:
             return False
-        if self._remote.revoke_oldest():
-            return True
         holder = next((request for request in reversed(list(self._queue)) if request.block_ids), None)
         if holder is None:
+            self._remote.connector.want_room()
             return False
         self._kv.free(holder)  # what it loaded can be hit until somebody needs the blocks
         return True

@@ -87,6 +87,9 @@ class KVConnectorScheduler(Protocol):
     def revoke_oldest(self) -> str | None:
         """Makes room: ends the oldest hold of a finished request and names that request; None: there is none."""
 
+    def want_room(self) -> None:
+        """A request could use the blocks of the oldest hold, and can wait: they are to come as ``finished_sending``."""
+
     def num_leases(self) -> int:
         """Promises to others that are open now."""
 

@@ -1,16 +1,19 @@
 """Leases: promises of the owner of KV blocks that they stay as they are until a reader has copied them."""
 
 import hashlib
+import math
 import os
 import struct
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .kv_transport import KVTransferError
 
+PATIENCE_SHARE = 1 / 6
+"""Of a lease's time: how long it is safe from requests that could wait for its blocks (5 of 30 seconds)."""
 ANSWER_SECONDS = 60.0
 """How long it is remembered how a lease ended."""
 _MAX_ENDED = 65_536
@@ -40,8 +43,9 @@ class Lease:
     tokens_ready: int = 0
     acquisition_id: bytes = b""
     """Of the newest reader; empty: none yet."""
-    expires_at: float | None = field(default=None)
-    """None while the prefill runs: its blocks are its own."""
+    kept_at: float | None = None
+    """When the prefill was done; None: its blocks are its own until then."""
+    expires_at: float = math.inf
 
 
 class LeaseTable:
@@ -70,6 +74,7 @@ class LeaseTable:
         self._kept: OrderedDict[str, Lease] = OrderedDict()  # oldest first
         self._ended: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # lease and acquisition ids; "": released
         self._freed: list[str] = []
+        self._is_room_wanted = False
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -96,7 +101,8 @@ class LeaseTable:
         with self._lock:
             if (lease := self._by_request.get(request_id)) is None:
                 return False
-            lease.expires_at = self._clock() + self._seconds
+            lease.kept_at = self._clock()
+            lease.expires_at = lease.kept_at + self._seconds
             self._kept[request_id] = lease
             return True
 
@@ -121,6 +127,10 @@ class LeaseTable:
             request_id, lease = next(iter(self._kept.items()))
             self._end(lease, "lease_revoked")
             return request_id
+
+    def want_room(self) -> None:
+        """A request could use the blocks of the oldest lease, and can wait: nothing else runs. Until any lease ends."""
+        self._is_room_wanted = True
 
     def take_freed(self) -> set[str]:
         """Finished requests whose leases ended otherwise since the last call: their blocks may be freed."""
@@ -179,15 +189,17 @@ class LeaseTable:
                 raise KVTransferError("generation_changed", "blocks were given to somebody else during the copy")
 
     def expire(self) -> float | None:
-        """Ends leases whose time is up; seconds until the next one's is, None without any."""
-        now = self._clock()
+        """Ends leases whose time is up, or whose blocks are wanted; seconds until there may be more, None without any."""
         with self._lock:
-            times = [lease.expires_at for lease in self._kept.values() if lease.expires_at is not None]
-            if times and min(times) <= now:
-                for lease in [x for x in self._kept.values() if x.expires_at is not None and x.expires_at <= now]:
-                    self._end(lease, "lease_expired", freed=True)
-                times = [lease.expires_at for lease in self._kept.values() if lease.expires_at is not None]
-            return max(0.0, min(times) - now) if times else None
+            now = self._clock()
+            for lease in [lease for lease in self._kept.values() if lease.expires_at <= now]:
+                self._end(lease, "lease_expired", freed=True)
+            if self._kept and self._is_room_wanted and self._safe_until() <= now:
+                self._end(next(iter(self._kept.values())), "lease_revoked", freed=True)
+            if not self._kept:
+                return None
+            soonest = min(lease.expires_at for lease in self._kept.values())
+            return max(0.0, min(soonest, self._safe_until()) - now)
 
     def end_early(self, acquisition_id: bytes) -> None:
         """As if its time had run out."""
@@ -202,8 +214,14 @@ class LeaseTable:
         reason = self._ended[key][0] if key in self._ended else ""
         raise KVTransferError(reason or "not_found", "the lease has ended" if key in self._ended else "no such lease")
 
+    def _safe_until(self) -> float:
+        """When the oldest lease may go, if its blocks are wanted."""
+        kept_at = next(iter(self._kept.values())).kept_at
+        assert kept_at is not None
+        return kept_at + self._seconds * PATIENCE_SHARE if self._is_room_wanted else math.inf
+
     def _extend(self, lease: Lease) -> float:
-        if lease.expires_at is not None:
+        if lease.kept_at is not None:
             lease.expires_at = self._clock() + self._seconds
         return self._seconds
 
@@ -218,6 +236,7 @@ class LeaseTable:
         del self._by_request[lease.request_id]
         if self._kept.pop(lease.request_id, None) is not None and freed:
             self._freed.append(lease.request_id)
+            self._is_room_wanted = False
         self._remember(lease.lease_id, reason)
         if lease.acquisition_id:
             del self._by_acquisition[lease.acquisition_id]

@@ -81,6 +81,10 @@ class MultiConnector:
                 return request_id if self._release(request_id) else self.revoke_oldest()
         return None
 
+    def want_room(self) -> None:
+        for connector in self._connectors:
+            connector.want_room()
+
     def num_leases(self) -> int:
         return sum(connector.num_leases() for connector in self._connectors)
 

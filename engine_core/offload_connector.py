@@ -111,6 +111,9 @@ class OffloadConnector:
     def revoke_oldest(self) -> str | None:
         return None
 
+    def want_room(self) -> None:
+        pass
+
     def num_leases(self) -> int:
         return 0
 

@@ -100,6 +100,10 @@ class PullConnector:
     def revoke_oldest(self) -> str | None:
         return self._leases.revoke_oldest()
 
+    def want_room(self) -> None:
+        self._leases.want_room()
+        self._service.on_wake()
+
     def num_leases(self) -> int:
         return len(self._leases)
 

@@ -138,6 +138,23 @@ def test_the_oldest_is_revoked_first_and_not_what_still_runs(table: Table) -> No
     assert len(table) == 1
 
 
+def test_who_can_wait_gets_the_oldest_lease_after_a_while_if_none_ended(table: Table) -> None:
+    table.grant_one("old")
+    table.clock.now += 2
+    table.grant_one("new")
+    table.want_room()
+    assert table.expire() == pytest.approx(3)
+    table.clock.now += 3
+    table.expire()
+    assert table.take_freed() == {"old"}
+    table.clock.now += 10
+    table.expire()
+    assert not table.take_freed()
+    table.want_room()
+    table.expire()
+    assert table.take_freed() == {"new"}
+
+
 def test_a_prefill_that_starts_anew_is_granted_anew(table: Table) -> None:
     table.grant_one(kept=False)
     lease, _ = table.acquire(b"a", DIGEST)

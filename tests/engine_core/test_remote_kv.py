@@ -189,8 +189,10 @@ def test_a_finished_prefill_that_is_aborted_drops_its_lease() -> None:
     check_idle(pair.prefill.core.scheduler)
 
 
-@pytest.mark.parametrize(("length", "max_tokens"), [(20, 12), (30, 1)])
-def test_the_oldest_lease_is_revoked_for_who_runs_or_is_alone(length: int, max_tokens: int) -> None:
+@pytest.mark.parametrize(("length", "max_tokens", "seconds"), [(20, 12, 0.0), (30, 1, 5.0)])
+def test_the_oldest_lease_is_revoked_for_who_runs_and_in_time_for_who_waits(
+    length: int, max_tokens: int, seconds: float
+) -> None:
     pair = Pair(num_blocks=16)
     for index, name in enumerate("ab"):
         pair.add(name, range(32 * index, 32 * index + 20)).is_aborted = True
@@ -198,7 +200,12 @@ def test_the_oldest_lease_is_revoked_for_who_runs_or_is_alone(length: int, max_t
             pass
     core, prompt = pair.prefill.core, [90] * length
     core.add_request(make_request("c", prompt, max_tokens))
-    assert tokens_of(finish(core)["c"]) == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
+    outputs = finish(core).get("c", [])
+    pair.pump(pair.prefill)
+    assert bool(outputs) == (seconds == 0.0)
+    pair.clock.now += seconds
+    pair.pump(pair.prefill)
+    assert tokens_of(outputs or finish(core)["c"]) == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
     assert pair.prefill.stats.num_leases == 1
     pair.clock.now += 31.0
     pair.settle()

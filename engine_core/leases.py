@@ -189,7 +189,7 @@ class LeaseTable:
                 raise KVTransferError("generation_changed", "blocks were given to somebody else during the copy")
 
     def expire(self) -> float | None:
-        """Ends leases whose time is up, or whose blocks are wanted; seconds until there may be more, None without any."""
+        """Ends leases whose time is up, or whose blocks are wanted; seconds until more may, None without any."""
         with self._lock:
             now = self._clock()
             for lease in [lease for lease in self._kept.values() if lease.expires_at <= now]:

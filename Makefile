@@ -26,6 +26,7 @@ test: install ## all tests: no GPU, no network
 
 soak: install ## a thousand random schedules of faults while KV moves between engines
 	$(BIN)/python -m tests.soak --schedules 1000
+	$(BIN)/python -m tests.soak --schedules 50 --worker cpu
 
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ async def ask(
         "return_token_ids": True,
         "return_timeline": True,
         "ignore_eos": True,
+        "temperature": 0,
         **fields,
     }
     async with http.stream("POST", "/v1/completions", json=body) as response:

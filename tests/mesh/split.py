@@ -15,6 +15,8 @@ from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL
+from tokenloom.services.runtime.host import Host
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
 
 from tests.engine_core.invariants import check_idle
@@ -29,12 +31,10 @@ class SplitEngine(Part):
     """An engine with its core on a thread of this process."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        config = settings.engine_config("")
-        worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
-        self.client = AsyncInprocClient(config, worker, make_transports(config.kv.transports))
+        self.client = _client(settings)
         self.role = settings.role
         self.is_alive = True
-        super().__init__(EngineService(settings, self.client), settings)
+        super().__init__(lambda settings: EngineService(settings, self.client), settings)
 
     @property
     def core(self) -> EngineCore:
@@ -68,10 +68,9 @@ class SplitEngine(Part):
 
     def recomputes(self) -> dict[str, int]:
         """Requests whose KV was computed anew, by reason."""
-        assert self.host is not None
         return {
             sample.labels["reason"]: int(sample.value)
-            for family in self.host.metrics.collect()
+            for family in self._host.metrics.collect()
             for sample in family.samples
             if sample.name == "tokenloom:kv_recompute_total" and sample.value
         }
@@ -82,19 +81,40 @@ class SplitEngine(Part):
 
     async def kill(self) -> None:
         """Ends it as a crash would: every stream breaks at once, nobody is told anything."""
-        assert self.host is not None
         self.is_alive = False
         await self.cut_kv()
-        await self.host._tasks.close()
-        await self.host._grpc.stop(None)
-        await self.stop()
+        await self._host._tasks.close()
+        await self._host._grpc.stop(None)
+        await super().kill()
 
     async def cut_kv(self) -> None:
         """Nobody reaches its KV port any more."""
-        service = self.service
-        assert isinstance(service, EngineService)
-        if service._kv is not None and service._kv._server is not None:
-            await service._kv._server.close(0)
+        kv = self._engine_service._kv
+        if kv is not None and kv._server is not None:
+            await kv._server.close(0)
+
+    @property
+    def _engine_service(self) -> EngineService:
+        assert isinstance(self.service, EngineService), "not started"
+        return self.service
+
+    @property
+    def _host(self) -> Host:
+        assert self._engine_service._host is not None
+        return self._engine_service._host
+
+
+def _client(settings: EngineSettings) -> AsyncInprocClient:
+    is_hash = settings.worker == "hash"
+    # Without a checkpoint the hash worker's tokens are any of the vocabulary.
+    config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
+    transports = make_transports(config.kv.transports)
+    if is_hash:
+        worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+        return AsyncInprocClient(config, worker, transports)
+    from tokenloom.gpu_worker.cpu_worker import CPUWorker  # the other tests need no torch
+
+    return AsyncInprocClient(config, CPUWorker(config), transports)
 
 
 class SplitMesh(Mesh):
@@ -128,6 +148,8 @@ class SplitMesh(Mesh):
         defaults: dict[str, Any] = {
             "worker": "hash",
             "role": role,
+            "dtype": "float32",
+            "num_threads": 1,
             "coordinator": self.address("coordinator-0"),
             "max_model_len": MAX_MODEL_LEN,
             "num_kv_blocks": 512,
@@ -189,4 +211,4 @@ class SplitMesh(Mesh):
         settings = CoordinatorSettings(
             **self._common("coordinator-0"), settle_seconds=0.2, pd_threshold=self._pd_threshold
         )
-        return Part(CoordinatorService(settings), settings)
+        return Part(CoordinatorService, settings)

@@ -200,7 +200,8 @@ async def test_a_prefill_engine_that_dies_while_its_blocks_are_read(socket_dir: 
             await mesh.of_role("prefill").kill()
             await decode.until(lambda _: answer.finish_reason or answer.error)
             assert answer.token_ids == mesh.expected(prompt_of(200), 8)
-            assert decode.recomputes() == {"owner_lost": 1}
+            # Whichever notices first: who copies or who renews.
+            assert decode.recomputes() in ({"owner_lost": 1}, {"transport": 1})
         await mesh.check_nothing_is_left()
 
 

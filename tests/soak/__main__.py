@@ -15,16 +15,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first one; the others follow")
+    parser.add_argument("--worker", choices=("hash", "cpu"), default="hash", help="cpu: the demo model")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # of which there are many: every fault is told
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as directory:
-        asyncio.run(_run(Path(directory), range(arguments.seed, arguments.seed + arguments.schedules)))
+        seeds = range(arguments.seed, arguments.seed + arguments.schedules)
+        asyncio.run(_run(Path(directory), seeds, arguments.worker))
 
 
-async def _run(directory: Path, seeds: range) -> None:
+async def _run(directory: Path, seeds: range, worker: str) -> None:
     seen: Counter[str] = Counter()
     started = time.monotonic()
-    async for plan, happened in soak(directory, seeds):
+    async for plan, happened in soak(directory, seeds, worker):
         seen += happened
         if (plan.seed + 1) % 100 == 0:
             print(f"{plan.seed + 1 - seeds.start} schedules, {time.monotonic() - started:.0f} s", flush=True)

@@ -1,0 +1,63 @@
+"""What the answers must be: those of one engine that nothing happens to."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tokenloom.engine_core.hash_worker import expected_tokens
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL
+
+from tests.mesh.harness import VOCAB_SIZE
+
+
+class Expectation(Protocol):
+    """By worker."""
+
+    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
+        """The tokens of each."""
+
+    def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
+        """Whether ``token`` may follow the prompt and ``expected[:-1]``, although ``expected[-1]`` does."""
+
+
+class HashExpectation:
+    """Of the hash worker: exact."""
+
+    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
+        return [expected_tokens(*pair, VOCAB_SIZE) for pair in zip(prompts, max_tokens, strict=True)]
+
+    def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
+        return False
+
+
+class ModelExpectation:
+    """Of a real model in float32: identical in the sense of ``tests/parity/identical.py``."""
+
+    def __init__(self, model: Path) -> None:
+        # Imported here: the hash worker's schedules need no torch.
+        from tests.parity.engine import Engine
+
+        self._path = model
+        self._engine = Engine(model)
+
+    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
+        return self._engine.generate(prompts, max_tokens)
+
+    def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
+        """A near tie: the reference's logits of the two are less than 1e-4 apart."""
+        import torch
+        import transformers
+
+        from tests.parity.identical import MAX_GAP
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32)
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + expected[:-1]])).logits[0, -1]
+        gap = float(logits[expected[-1]] - logits[token])
+        print(f"near tie: prompt of {len(prompt)} tokens, output position {len(expected) - 1}: {gap:.1e}")
+        return abs(gap) < MAX_GAP
+
+
+def expectation(worker: str) -> Expectation:
+    """For engines with this worker and the demo model."""
+    return HashExpectation() if worker == "hash" else ModelExpectation(DEMO_MODEL)

@@ -19,7 +19,7 @@ class CoordinatorService:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
-        self.servicer: CoordinatorServicer
+        self.servicer: CoordinatorServicer | None = None
 
     async def start(self, host: Host) -> None:
         changes = Changes()
@@ -41,7 +41,8 @@ class CoordinatorService:
         pass
 
     async def stop(self) -> None:
-        pass
+        if self.servicer is not None:
+            self.servicer.close()
 
 
 async def _refresh(registry: Registry) -> None:

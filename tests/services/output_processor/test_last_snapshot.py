@@ -74,6 +74,16 @@ def test_an_incomplete_snapshot_replaces_no_complete_one() -> None:
     assert picks(last, 1) == ["b"]
 
 
+def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
+    last = view(complete=False)
+    last.update(Snapshot(coordinator_epoch=1, complete=False, engines=[engine("a")]))
+    last.update(Snapshot(coordinator_epoch=2, complete=False))
+    assert last.pick().engine_id == "a"
+    last.update(Snapshot(coordinator_epoch=2, complete=True))
+    with pytest.raises(Unavailable):
+        last.pick()
+
+
 def test_before_a_complete_one_an_incomplete_snapshot_is_better_than_none() -> None:
     last = view(engine("a"), complete=False)
     assert picks(last, 1) == ["a"]

@@ -20,7 +20,7 @@ class CoordinatorService:
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
-        self.servicer: CoordinatorServicer
+        self.servicer: CoordinatorServicer | None = None
 
     async def start(self, host: Host) -> None:
         changes = Changes()
@@ -44,7 +44,8 @@ class CoordinatorService:
         pass
 
     async def stop(self) -> None:
-        pass
+        if self.servicer is not None:
+            self.servicer.close()
 
 
 async def _refresh(registry: Registry) -> None:

@@ -90,6 +90,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._epoch = epoch
         self._picks = picks
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
+        self._closing = False
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
         try:
@@ -136,6 +137,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         duration.FromNanoseconds(round(grace * 1e9))
         stream.command(EngineCommand(drain=Drain(grace=duration)))
 
+    def close(self) -> None:
+        """To be called before the streams are cut. Then it is the coordinator that leaves, not the engines: watchers,
+        who place by the last snapshot from now on, must not be told of an empty one."""
+        self._closing = True
+
     def _open(self, first: EngineReport) -> EngineStream:
         identity = first.identity
         if (older := self._streams.get(identity.engine_id)) is not None:
@@ -146,6 +152,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         return stream
 
     def _close(self, stream: EngineStream) -> None:
+        if self._closing:
+            return
         self._registry.leave(stream.record)
         engine_id = stream.record.identity.engine_id
         if self._streams.get(engine_id) is stream:

@@ -31,14 +31,17 @@ class LastSnapshot:
         self._fingerprint = fingerprint
         self._entries: list[EngineEntry] = []
         self._pd_threshold = 0
+        self._epoch = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._turn = 0
 
     def update(self, snapshot: Snapshot) -> None:
-        """A snapshot came. While engines re-join a new coordinator, the older and complete one stays."""
-        if self._complete and not snapshot.complete:
+        """A snapshot came. While engines re-join a new coordinator, what the former one knew stays."""
+        is_new_coordinator = snapshot.coordinator_epoch != self._epoch
+        if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
             return
+        self._epoch = snapshot.coordinator_epoch
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold

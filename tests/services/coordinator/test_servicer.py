@@ -134,6 +134,18 @@ async def test_a_lost_stream_removes_the_engine(coordinator: Coordinator) -> Non
     await until(watch, names="")
 
 
+async def test_a_coordinator_that_stops_does_not_tell_that_the_engines_left(coordinator: Coordinator) -> None:
+    joined, watch = await coordinator.join("a"), coordinator.watch()
+    assert coordinator.service.servicer is not None
+    coordinator.service.servicer.close()
+    joined.cancel()  # as the server does to every stream
+    await coordinator.join("b")
+    names: set[str] = set()
+    while "b" not in names:
+        names = {entry.identity.engine_id for entry in (await watch.read()).engines}
+    assert names == {"a", "b"}
+
+
 async def test_the_newest_join_wins(coordinator: Coordinator) -> None:
     older = await coordinator.join("a", epoch=1)
     newer = await coordinator.join("a", epoch=2)
@@ -145,6 +157,7 @@ async def test_the_newest_join_wins(coordinator: Coordinator) -> None:
 
 async def test_drain_reaches_the_engine(coordinator: Coordinator) -> None:
     call = await coordinator.join("a")
+    assert coordinator.service.servicer is not None
     coordinator.service.servicer.drain("a", grace=1.5)
     command: EngineCommand = await call.read()
     assert command.drain.grace.ToMilliseconds() == 1500

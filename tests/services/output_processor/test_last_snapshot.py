@@ -66,3 +66,27 @@ def test_a_complete_view_is_kept_while_engines_rejoin() -> None:
     assert snapshot.limits == ModelLimits(max_model_len=7)
     snapshot.update(Snapshot(complete=True))
     assert snapshot.limits is None
+
+
+def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
+    snapshot = fleet(complete=False)
+    snapshot.update(Snapshot(coordinator_epoch=1, complete=False, engines=[entry(identity("a"))]))
+    snapshot.update(Snapshot(coordinator_epoch=2, complete=False))
+    assert pick(snapshot, PREFILL) == "a*"
+    snapshot.update(Snapshot(coordinator_epoch=2, complete=True))
+    with pytest.raises(Unavailable):
+        pick(snapshot, PREFILL)
+
+
+def test_before_a_complete_one_an_incomplete_snapshot_is_better_than_none() -> None:
+    assert pick(fleet(entry(identity("a")), complete=False), PREFILL) == "a*"
+
+
+def test_limits_are_the_widest_engines() -> None:
+    limits = fleet(
+        entry(identity("a", max_model_len=50)),
+        entry(identity("b", max_model_len=80)),
+        entry(identity("c", model="n", max_model_len=99)),
+    ).limits
+    assert limits is not None
+    assert limits.max_model_len == 80

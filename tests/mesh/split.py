@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ class SplitMesh(Mesh):
         """As of any mesh, once every engine is known."""
         async with super().running():
             try:
-                await self.until_known(self.engines)
+                await self.until_known(*(engine.name for engine in self.engines))
                 yield self
             finally:  # also those that came later
                 await asyncio.gather(*(engine.stop() for engine in self.engines))
@@ -179,11 +179,10 @@ class SplitMesh(Mesh):
         """The first one."""
         return next(engine for engine in self.engines if engine.role == role)
 
-    async def until_known(self, engines: Iterable[SplitEngine]) -> None:
-        """The coordinator knows these, and no others, as ready for requests."""
-        names = {engine.name for engine in engines}
+    async def until_known(self, *names: str) -> None:
+        """The coordinator knows these engines as ready for requests."""
         async with asyncio.timeout(SOON):
-            while self.known() != names:  # noqa: ASYNC110
+            while not self.known().issuperset(names):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_SECONDS)
 
     async def check_nothing_is_left(self) -> None:

@@ -260,7 +260,7 @@ async def test_losing_the_last_engine_of_a_role_is_no_outage(socket_dir: Path, l
         assert {answer.timeline["prefill_engine"], answer.timeline["decode_engine"]} == {left.name}
         again = mesh.new_engine(lost)
         await again.start()
-        await mesh.until_known([left, again])
+        await mesh.until_known(left.name, again.name)
         answer = await ask(http, prompt_of(301), 8)
         assert answer.token_ids == mesh.expected(prompt_of(301), 8)
         assert {answer.timeline["prefill_engine"], answer.timeline["decode_engine"]} == {left.name, again.name}
@@ -281,7 +281,8 @@ async def test_a_fault_costs_a_recompute_and_no_token(
     socket_dir: Path, where: str, failpoint: str, reason: str
 ) -> None:
     faulty = {where: {"failpoints": (failpoint,)}}
-    async with SplitMesh(socket_dir, engine={"kv_load_timeout": 0.3}, **faulty).running() as mesh, mesh.http() as http:
+    engine = {"kv_load_timeout": 0.3, "kv_lease_seconds": 1.0}
+    async with SplitMesh(socket_dir, engine=engine, **faulty).running() as mesh, mesh.http() as http:
         prompts = [prompt_of(100, seed) for seed in range(3)]
         answers = await asyncio.gather(*(ask(http, prompt, 8) for prompt in prompts))
         assert [answer.token_ids for answer in answers] == [mesh.expected(prompt, 8) for prompt in prompts]

@@ -20,7 +20,9 @@ _STEPS = (
 
 def timeline_table(answer: Answer) -> Table:
     """A row for each step; what is left of the total is the gateway's and the way between the services."""
-    timeline = answer.timeline
+    timeline = dict(answer.timeline)
+    if _is_pair(timeline):  # decode counts from the first token, which comes before the blocks
+        timeline["decode_ms"] = max(timeline["decode_ms"] - timeline["kv_transfer_ms"], 0.0)
     decode_seconds = timeline["decode_ms"] / 1e3
     details = {
         **answer.usage,

@@ -14,8 +14,8 @@ def rows(**engines: str) -> list[list[str]]:
         "placement": 0.5,
         "queued": 0.5,
         "prefill": 10.0,
-        "kv_transfer": 2.0,
-        "decode": 200.0,
+        "kv_transfer": 2.0 * (engines["prefill_engine"] != engines["decode_engine"]),
+        "decode": 202.0,
         "detokenize": 3.0,
     }
     timeline = {f"{step}_ms": ms for step, ms in times.items()} | {"total_ms": 222.0} | engines
@@ -43,4 +43,5 @@ def test_every_step_has_its_row_and_the_rest_is_the_gateways() -> None:
 def test_one_engine_transfers_nothing() -> None:
     table = rows(prefill_engine="engine-0", decode_engine="engine-0")
     assert ["coordinator", "placement", "0.5", "chose engine-0"] in table
-    assert ["engine", "KV transfer", "2.0", "none: one engine did both"] in table
+    assert ["engine", "KV transfer", "0.0", "none: one engine did both"] in table
+    assert ["engine", "decode", "202.0", "101 answer tokens, 495 a second"] in table

@@ -1,6 +1,7 @@
 """The engine's ``Join`` stream: reports when a count changes, re-joins whenever the coordinator comes back."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -92,7 +93,7 @@ class CoordinatorLink:
             first = self._report()
             first.hello.CopyFrom(self._hello)
             first.identity.CopyFrom(self._identity)
-            await call.write(first)
+            await _write(call, first)
             async with asyncio.timeout(HELLO_SECONDS):
                 answer = await _read(call)
             check_hello(answer.hello)
@@ -111,7 +112,7 @@ class CoordinatorLink:
                     await self._load.changed.wait()
             except TimeoutError:
                 pass
-            await call.write(self._report())
+            await _write(call, self._report())
             await asyncio.sleep(MIN_REPORT_SECONDS)  # what changes meanwhile goes as one
 
     async def _read_commands(self, call: _Call) -> NoReturn:
@@ -136,6 +137,12 @@ class CoordinatorLink:
             picks_arrived=picks,
             step=load.step,
         )
+
+
+async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:
+    """To a call that is over nothing is written; reading from it says why."""
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(report)
 
 
 async def _read(call: _Call) -> coordinator_pb2.EngineCommand:

@@ -21,7 +21,9 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "A token is a small piece of text" in done.stdout
     steps = re.findall(r"│ [\w ]+ │ ([\w ]+?) +│ +\d+\.\d │", done.stdout)
-    assert steps == ["tokenize", "placement", "queue", "prefill", "decode", "detokenize", "the rest", "total"]
+    assert steps == [
+        "tokenize", "placement", "queue", "prefill", "KV transfer", "decode", "detokenize", "the rest", "total",
+    ]  # fmt: skip
     assert list((socket_dir / "tokenloom").iterdir()) == []
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if any(str(socket_dir) in argument for argument in command)]

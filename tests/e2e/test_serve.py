@@ -11,6 +11,7 @@ import pytest
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 QUESTION = [{"role": "user", "content": "What is prefill?"}]
+STORY = [{"role": "user", "content": "Tell me a story about a dragon."}]
 ANSWER = "Prefill is the first step of a request: the model reads the whole prompt at once and fills the KV cache."
 
 
@@ -33,17 +34,13 @@ def test_the_demo_model_answers(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_says_the_same_in_pieces(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model="tokenloom-demo",
-        messages=QUESTION,  # type: ignore[arg-type]
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+    request = {"model": "tokenloom-demo", "messages": STORY, "temperature": 0}
+    answer = client.chat.completions.create(**request).choices[0].message.content  # type: ignore[call-overload]
+    stream = client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
     chunks = list(stream)
     pieces = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
-    assert "".join(pieces) == ANSWER
-    assert len([piece for piece in pieces if piece]) > 1
+    assert "".join(pieces) == answer
+    assert len([piece for piece in pieces if piece]) > 1, "a busy machine merges pieces, but not all of a long answer"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 10
 

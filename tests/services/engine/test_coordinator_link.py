@@ -9,12 +9,18 @@ import pytest
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.engine import coordinator_link
+from tokenloom.services.engine.load import LoadTracker
 from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.errors import Aborted
+from tokenloom.services.runtime.hello import make_hello
 from tokenloom.services.runtime.service import running
 from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_DRAINING,
     ENGINE_STATE_SERVING,
+    EngineCommand,
     EngineEntry,
+    EngineIdentity,
+    EngineReport,
     PickRequest,
     WatchRequest,
 )
@@ -128,3 +134,36 @@ async def test_a_newer_engine_of_the_same_name_wins_for_good(socket_dir: Path, m
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
                     await see(stub, lambda engines: [e.identity.epoch for e in engines] != [host.epoch])
+
+
+class EndedCall:
+    """A Join that the coordinator ended after its hello: writes fail at once, reading says why."""
+
+    def __init__(self) -> None:
+        self.answers = [EngineCommand(hello=make_hello("coordinator-0", 1))]
+        self.num_writes = 0
+
+    async def write(self, report: EngineReport) -> None:
+        self.num_writes += 1
+        if self.num_writes > 1:
+            raise asyncio.InvalidStateError("RPC already finished.")
+
+    async def read(self) -> EngineCommand:
+        if self.answers:
+            return self.answers.pop()
+        await asyncio.sleep(0.05)  # until after a write
+        raise Aborted("a newer engine has this name")
+
+    def cancel(self) -> None:
+        pass
+
+
+async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = EndedCall()
+    monkeypatch.setattr(coordinator_link, "MAX_REPORT_SECONDS", 0.01)
+    link = coordinator_link.CoordinatorLink(
+        "unix:/nowhere", make_hello("engine-0", 1), EngineIdentity(), LoadTracker(), lambda grace: None
+    )
+    with pytest.raises(Aborted):
+        await link._join(call)  # type: ignore[arg-type]
+    assert call.num_writes > 1

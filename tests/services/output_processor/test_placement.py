@@ -10,7 +10,7 @@ from tokenloom.services.runtime.errors import Unavailable
 from tokenloom.services.runtime.hello import make_hello
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.types_pb2 import Fingerprint
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 from tests.services.output_processor.fakes import LIMITS, SOON, FakeCoordinator, serve_coordinator, submit
 
@@ -30,16 +30,18 @@ async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
     tasks.spawn(placer.watch(), name="watch")
     assert placer.limits is None
     with pytest.raises(Unavailable, match="no engine is serving"):
-        await placer.place(submit(1))
+        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
 
-    async with serve_coordinator(socket_dir / "c", FakeCoordinator([engine("a", socket_dir)])):
+    async with serve_coordinator(
+        socket_dir / "c", FakeCoordinator([engine("a", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
+    ):
         await placer.wait_limits(SOON)
         assert placer.limits == LIMITS
     with pytest.raises(Unavailable, match="no engine"):  # placed by the last snapshot, but nobody answers
-        await placer.place(submit(1))
+        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
     assert placer.limits == LIMITS
 
-    returned = FakeCoordinator([engine("b", socket_dir)])
+    returned = FakeCoordinator([engine("b", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
     async with serve_coordinator(socket_dir / "c", returned):
         await asyncio.wait_for(returned.watched.wait(), SOON)
     await tasks.close()

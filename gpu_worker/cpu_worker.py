@@ -45,7 +45,7 @@ class CPUWorker:
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=kv_layout(model_config),
-            numerics=f"cpu/{model_config.dtype_name}/{config.attention_backend}/torch-{torch.__version__}",
+            numerics=f"cpu/{model_config.dtype_name}/{self._backend.name}/torch-{torch.__version__}",
         )
 
     def determine_available_memory(self) -> int:

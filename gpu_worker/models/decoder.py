@@ -7,7 +7,7 @@ from torch import Tensor
 from ..activation import ACTIVATIONS
 from ..attention.interface import AttentionPlan, KVCache
 from ..embedding import load_embeddings
-from ..linear import load_linear
+from ..linear import load_linear, make_linear
 from ..model_config import ModelConfig
 from ..norm import RMSNorm, load_rms_norm
 from ..rotary import RotaryEmbedding, rotate
@@ -85,7 +85,8 @@ class DecoderModel:
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> None:
         assert config.rope is not None
         self.config = config
-        self._embedding, self._lm_head = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
+        self._embedding, output = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
+        self._lm_head = make_linear(output)
         self._rotary = RotaryEmbedding(config.rope, config.dtype, device)
         self._layers = [
             DecoderLayer(checkpoint, f"model.layers.{layer}", config, layer) for layer in range(config.num_layers)
@@ -102,4 +103,4 @@ class DecoderModel:
         return self._norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._lm_head).float()
+        return self._lm_head(hidden).float()

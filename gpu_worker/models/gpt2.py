@@ -1,6 +1,5 @@
 """GPT-2: learned absolute positions, LayerNorm, a plain MLP."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -50,7 +49,7 @@ class Block:
 class GPT2Model:
     """The whole model (see :class:`~.interface.Model`)."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self.config = config
         # The first GPT-2 checkpoints hold the tensors without the name of the language model around them.
         prefix = "transformer." if "transformer.wpe.weight" in checkpoint else ""

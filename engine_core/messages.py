@@ -46,6 +46,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     cache_salt: bytes = b""
     """Part of every block hash of this request; requests of different salts never share blocks."""
     client_index: int = 0
+    arrival_ns: int = 0
+    """Set by the core's own input thread, never by a client: when it came, on the core's clock. 0: when it is added."""
 
 
 class PrefillStats(msgspec.Struct, array_like=True, gc=False):

@@ -147,7 +147,7 @@ def _fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettin
     """Reads all weight files, unless their hash is cached."""
     return types_pb2.Fingerprint(
         model=name,
-        weights=checkpoint.weights_fingerprint(path) if settings.worker != "hash" else b"",
+        weights=checkpoint.weights_fingerprint(path) if settings.worker == "cpu" else b"",
         tokenizer=checkpoint.tokenizer_fingerprint(path),
         block_size=ready.block_size,
         kv_layout=ready.kv_layout,

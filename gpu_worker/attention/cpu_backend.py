@@ -12,6 +12,7 @@ from ..kernels.library import AttentionArgs, load_attention
 from ..model_config import ModelConfig
 from .cache import allocate_kv_caches
 from .interface import IntArray, KVCache
+from .shared_prefix import find_shared_prefixes
 
 _LANES = 16
 """Positions that the kernel takes at a time: they lie in one block, and heads are whole vectors."""
@@ -65,11 +66,16 @@ class CPUPlan:
         self.slots = torch.from_numpy(slot_mapping.astype(np.int64))
         self._is_bf16 = config.dtype == torch.bfloat16
         tables = _int32(block_tables)
-        self._arrays = (_int32(cu_query_lens), _int32(seq_lens), tables)
+        prefixes = find_shared_prefixes(np.diff(cu_query_lens), seq_lens, tables, backend._block_size)
+        self._num_groups = len(prefixes.lengths)
+        self._arrays = (_int32(cu_query_lens), _int32(seq_lens), tables, prefixes)
         self._args = AttentionArgs(
             block_tables=tables.ctypes.data,
             query_starts=self._arrays[0].ctypes.data,
             seq_lens=self._arrays[1].ctypes.data,
+            members=prefixes.members.ctypes.data,
+            group_starts=prefixes.starts.ctypes.data,
+            shared_lens=prefixes.lengths.ctypes.data,
             num_requests=len(seq_lens),
             num_kv_heads=config.num_kv_heads,
             block_size=backend._block_size,
@@ -99,6 +105,7 @@ class CPUPlan:
         args.query, args.key, args.value, args.out = (x.data_ptr() for x in (query, keys, values, out))
         args.num_heads, args.query_stride = query.shape[1], query.stride(0)
         args.window = min(sliding_window or 0, _WIDEST_WINDOW)
+        args.num_groups = 0 if sliding_window else self._num_groups
         args.scale = scale
         self._kernels.attend(byref(args))
         return out

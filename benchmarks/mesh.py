@@ -1,5 +1,6 @@
 """``bench mesh``: the mesh with an engine whose steps only wait, so that every other microsecond is the mesh's own."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,7 @@ def summarize(case: MeshCase, result: LoadResult, cpu_seconds: dict[str, float])
         "failed": len(result.outcomes) - len(good),
         "output_tokens": tokens,
         "output_throughput": round(tokens / result.seconds, 1),
+        "steady_throughput": round(steady_rate(good), 1),
         "tokens_per_event": round(tokens / max(1, sum(1 + len(outcome.itl) for outcome in good)), 3),
         "cpu_us_per_token": {name: round(used / max(tokens, 1) * 1e6, 2) for name, used in cpu_seconds.items()},
     }
@@ -117,6 +119,19 @@ def summarize(case: MeshCase, result: LoadResult, cpu_seconds: dict[str, float])
     if errors := sorted({outcome.error for outcome in result.outcomes if outcome.error}):
         report["errors"] = errors[:5]
     return report
+
+
+def steady_rate(outcomes: Sequence[Outcome]) -> float:
+    """Tokens a second while the batch was full: from the first end of a request to the last start of one."""
+    begin = min((outcome.start + outcome.latency for outcome in outcomes), default=0.0)
+    end = max((outcome.start for outcome in outcomes), default=0.0)
+    if end <= begin:
+        return 0.0
+    tokens = 0.0
+    for outcome in outcomes:
+        times = itertools.accumulate(outcome.itl, initial=outcome.start + outcome.ttft)
+        tokens += sum(begin < now <= end for now in times) * outcome.output_tokens / (1 + len(outcome.itl))
+    return tokens / (end - begin)
 
 
 def added_ms(case: MeshCase, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
@@ -137,13 +152,14 @@ def _engine_ms(outcome: Outcome, *names: str) -> float:
 def tables(reports: Sequence[dict[str, Any]]) -> list[Table]:
     """Latency and throughput; then CPU by service."""
     latency = Table(title="What the mesh adds, ms (median / p99)", title_justify="left", title_style="bold")
-    for column in ("step", "batch", "tokens/s", "ideal", "to the first token", "between tokens", "at the end"):
+    for column in ("step", "batch", "tokens/s", "ideal", "tokens/event", "first token", "between", "at the end"):
         latency.add_column(column, justify="right")
     for report in reports:
         cells = [_pair(report, name) for name in ("added_ttft_ms", "added_itl_ms", "lag_ms")]
         ideal = f"{report['ideal_throughput']:,.0f}" if report["step_ms"] else "-"
         step = f"{report['step_ms']:g} ms" if report["step_ms"] else "none"
-        latency.add_row(step, str(report["batch"]), f"{report['output_throughput']:,.0f}", ideal, *cells)
+        rate, per_event = f"{report['steady_throughput']:,.0f}", f"{report['tokens_per_event']:.2f}"
+        latency.add_row(step, str(report["batch"]), rate, ideal, per_event, *cells)
     services = [name for name in reports[0]["cpu_us_per_token"] if name != "all"]
     cpu = Table(title="CPU per token, µs", title_justify="left", title_style="bold")
     for column in ("step", "batch", *services, "all"):

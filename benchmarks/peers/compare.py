@@ -65,6 +65,7 @@ class Peer:
         }
         self._process = subprocess.Popen(
             [
+                *("env", *_environment(name, threads, options.options.get(name, {}))),
                 *(options.pythons[name], "-P", "-c", _LAUNCH),
                 *(str(Path(__file__).parent.parent), ADAPTERS[name], json.dumps(setup)),
             ],
@@ -72,15 +73,22 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)},
         )
         self.version = ""
 
     def __enter__(self) -> "Peer":
-        self.version = str(self._read()["version"])
+        try:
+            self.version = str(self._read()["version"])
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, kindly first. Idempotent."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -124,6 +132,24 @@ class Peer:
         self._log.seek(0)
         text = self._log.read()[-2000:].decode(errors="replace")
         return PeerFailed(f"{self.name} ended with status {self._process.returncode}\n{text}")
+
+
+def _environment(name: str, threads: int, options: Mapping[str, str]) -> list[str]:
+    """What an engine reads before it is imported, as arguments of ``env``."""
+    settings = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if name != "vllm":
+        settings["OMP_NUM_THREADS"] = str(threads)
+    else:
+        settings |= {
+            # Its own default leaves a core to the engine's process and computes on the others.
+            "VLLM_CPU_OMP_THREADS_BIND": options.get("bind", f"0-{threads - 1}"),
+            "VLLM_CPU_KVCACHE_SPACE": options.get("kv_gib", "2"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        if "preload" in options:
+            settings["LD_PRELOAD"] = options["preload"]
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def vocab_size(model: Path) -> int:

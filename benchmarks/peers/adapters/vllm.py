@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,10 @@ from ..workloads import Timing, Workload
 
 
 class VLLM:
-    """Options: `bind` (cores of its OpenMP threads; all by default, as its own default leaves one idle), `kv_gib`,
-    `eager=1` (no compilation)."""
+    """Options: `eager=1` (no compilation); read before the start: `bind` (cores of its OpenMP threads), `kv_gib`,
+    `preload` (libraries that its guide recommends, parted by colons)."""
 
     def __init__(self, model: str, threads: int, workloads: list[Workload], options: dict[str, str]) -> None:
-        os.environ.pop("OMP_NUM_THREADS", None)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = options.get("bind", f"0-{threads - 1}")
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = options.get("kv_gib", "2")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         self._vllm: Any = importlib.import_module("vllm")
         self._llm = self._vllm.LLM(
             model=model,

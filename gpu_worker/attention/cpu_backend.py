@@ -18,6 +18,8 @@ _LANES = 16
 """Positions that the kernel takes at a time: they lie in one block, and heads are whole vectors."""
 _MOST_GROUPED_HEADS = 32
 """Query heads of a KV head."""
+_FEWEST_ROWS = 24
+"""Query heads of a KV head, over all members, from which reading a shared prefix apart from the rest pays."""
 _WIDEST_WINDOW = 1 << 30
 
 
@@ -40,6 +42,8 @@ class CPUBackend:
         self._block_size = block_size
         self._device = device
         self._kernels = load_attention(config.head_size, march)
+        self.fewest_sharing = max(2, _FEWEST_ROWS * config.num_kv_heads // config.num_heads)
+        """Requests that a shared prefix is read once for."""
 
     def allocate(self, num_blocks: int) -> list[KVCache]:
         return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device)
@@ -66,7 +70,9 @@ class CPUPlan:
         self.slots = torch.from_numpy(slot_mapping.astype(np.int64))
         self._is_bf16 = config.dtype == torch.bfloat16
         tables = _int32(block_tables)
-        prefixes = find_shared_prefixes(np.diff(cu_query_lens), seq_lens, tables, backend._block_size)
+        prefixes = find_shared_prefixes(
+            np.diff(cu_query_lens), seq_lens, tables, backend._block_size, backend.fewest_sharing
+        )
         self._num_groups = len(prefixes.lengths)
         self._arrays = (_int32(cu_query_lens), _int32(seq_lens), tables, prefixes)
         self._args = AttentionArgs(

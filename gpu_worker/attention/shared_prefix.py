@@ -9,9 +9,8 @@ import numpy.typing as npt
 
 from .interface import IntArray
 
-_FEWEST_MEMBERS = 4
 _FEWEST_TOKENS = 128
-"""Below either, merging costs about what sharing saves."""
+"""Below, merging costs about what sharing saves."""
 
 Int32s = npt.NDArray[np.int32]
 
@@ -45,12 +44,15 @@ class _Group:
 
 
 def find_shared_prefixes(
-    query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, block_size: int
+    query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, block_size: int, fewest_members: int
 ) -> SharedPrefixes:
-    """The groups among requests with one query each; the arguments are those of a plan."""
+    """The groups of at least ``fewest_members``, two or more, among requests with one query each.
+
+    The other arguments are those of a plan.
+    """
     decodes = np.flatnonzero(query_lens == 1)
     full_blocks = (seq_lens - 1) // block_size  # the query's own block is still being filled
-    groups = _split(decodes.tolist(), 0, full_blocks, block_tables)
+    groups = _split(decodes.tolist(), 0, full_blocks, block_tables, fewest_members)
     return SharedPrefixes.of(
         [
             _Group(group.members, group.length * block_size)
@@ -60,9 +62,9 @@ def find_shared_prefixes(
     )
 
 
-def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntArray) -> list[_Group]:
+def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntArray, fewest: int) -> list[_Group]:
     """Requests that agree before column ``depth``, in groups that agree longer; lengths in blocks."""
-    if len(requests) < _FEWEST_MEMBERS:
+    if len(requests) < fewest:
         return []
     by_block: dict[int, list[int]] = defaultdict(list)
     longer = [request for request in requests if full_blocks[request] > depth]
@@ -70,9 +72,9 @@ def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntAr
         by_block[block].append(request)
     found = []
     for members in by_block.values():
-        if len(members) >= _FEWEST_MEMBERS:
+        if len(members) >= fewest:
             whole = _Group(members, _common_blocks(members, full_blocks, tables))
-            parts = _split(members, whole.length, full_blocks, tables)
+            parts = _split(members, whole.length, full_blocks, tables, fewest)
             found += parts if sum(part.saved for part in parts) > whole.saved else [whole]
     return found
 

@@ -13,24 +13,29 @@ from tokenloom.gpu_worker.attention.shared_prefix import find_shared_prefixes
 from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, run, shape
 
 
-def find(tables, seq_lens, query_lens=None):
+def find(tables, seq_lens, query_lens=None, fewest=2):
     """[(members, shared blocks)] of tables of unequal length."""
     width = max(map(len, tables))
     padded = np.array([table + [0] * (width - len(table)) for table in tables], dtype=np.int32)
     queries = np.array(query_lens or [1] * len(tables))
-    found = find_shared_prefixes(queries, np.array(seq_lens), padded, BLOCK_SIZE)
+    found = find_shared_prefixes(queries, np.array(seq_lens), padded, BLOCK_SIZE, fewest)
     bounds = zip(found.starts[:-1], found.starts[1:], found.lengths, strict=True)
     return [(found.members[a:b].tolist(), int(length) // BLOCK_SIZE) for a, b, length in bounds]
 
 
 @pytest.fixture(autouse=True)
-def small_groups(monkeypatch):
-    monkeypatch.setattr(shared_prefix, "_FEWEST_MEMBERS", 2)
+def short_prefixes(monkeypatch):
     monkeypatch.setattr(shared_prefix, "_FEWEST_TOKENS", BLOCK_SIZE)
 
 
 def test_nothing_shared():
     assert find([[1, 2], [3, 4]], [20, 30]) == []
+
+
+def test_few_members():
+    tables = [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
+    assert find(tables, [40] * 3, fewest=4) == []
+    assert find(tables, [40] * 3, fewest=3) == [([0, 1, 2], 2)]
 
 
 def test_groups():
@@ -74,7 +79,9 @@ def test_equals_the_reference(num_heads, window, threads):
     tables = step.arrays["block_tables"]
     tables[:20, :4] = tables[0, :4]
     tables[20:24, :8] = tables[20, :8]
-    found, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, window)
+    backend = CPUBackend(config, BLOCK_SIZE, CPU)
+    backend.fewest_sharing = 2
+    found, _ = run(backend, step, window)
     expected, _ = run(ReferenceBackend(config, BLOCK_SIZE, CPU), step, window)
     torch.set_num_threads(before)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)

@@ -30,6 +30,11 @@ soak: install ## a thousand random schedules of faults while KV moves between en
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 50 --worker cpu
 
+bench: install ## the short benchmarks: the mesh alone, a step's parts, the offline engine, each in seconds
+	$(BIN)/tokenloom bench mesh --step-ms 20 --step-ms 0 --batch 64 --seconds 5
+	$(BIN)/tokenloom bench step --batch 1 --batch 8 --steps 32
+	$(BIN)/tokenloom bench throughput --num-prompts 64
+
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,6 +45,7 @@ types: tree ## mypy --strict
 tree: install ## link the packages as a wheel lays them out, for type checkers
 	@rm -rf build/tree && mkdir -p build/tree/tokenloom
 	@for f in tokenloom/*; do ln -sfn $(CURDIR)/$$f build/tree/$$f; done
+	@ln -sfn $(CURDIR)/benchmarks build/tree/tokenloom/bench
 	@for d in engine_core gpu_worker services protos/tokenloom/v1; do ln -sfn $(CURDIR)/$$d build/tree/tokenloom/$$(basename $$d); done
 
 protos: install ## regenerate the client stubs beside the .proto files
@@ -56,4 +62,4 @@ lint-protos: ## buf lint (through npx: Node.js)
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak lint types tree protos check-protos lint-protos help
+.PHONY: install demo test soak bench lint types tree protos check-protos lint-protos help

@@ -9,15 +9,16 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     model: str
     """A local checkpoint directory. The hash worker needs none; of one it reads vocabulary size and context length."""
     worker: str = "cpu"
-    """``cpu`` (gpu_worker on the CPU) or ``hash`` (no model: the next token is a hash of the prefix)."""
+    """``cpu`` (gpu_worker on the CPU), ``hash`` (no model: the next token is a hash of the prefix) or ``timed`` (a step
+    only waits)."""
     dtype: str = "auto"
     """``auto`` keeps the checkpoint's dtype; else ``float32`` or ``bfloat16``."""
-    attention_backend: str = "torch"
-    """``torch`` or ``reference``."""
+    attention_backend: str = "auto"
+    """``auto`` (the fastest that works here), ``cpu`` (C++ kernels), ``torch`` or ``reference``."""
     num_threads: int = 0
     """Compute threads; 0 leaves the library's choice."""
     step_seconds: float = 0.0
-    """Hash worker only: how long a step takes."""
+    """Hash and timed worker only: how long a step takes."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True):

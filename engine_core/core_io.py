@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import threading
+import time
 from typing import Final
 
 import zmq
@@ -64,7 +65,9 @@ class InputThread:
     def _receive(self, kind: RequestType, body: list[bytes]) -> None:
         match kind:
             case RequestType.ADD:
-                self.input_queue.put((kind, self._requests.decode(body)))
+                request = self._requests.decode(body)
+                request.arrival_ns = time.monotonic_ns()  # it may wait here for the rest of a step
+                self.input_queue.put((kind, request))
             case RequestType.ABORT:
                 request_ids = self._aborts.decode(body)
                 with contextlib.suppress(queue.Full):

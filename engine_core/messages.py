@@ -57,6 +57,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Decode leg: where the KV of the first ``num_tokens`` tokens is."""
     awaits_tokens: bool = False
     """Decode leg, added while the prefill still runs: not to be scheduled before an AcceptTokens."""
+    arrival_ns: int = 0
+    """Set by the core's own input thread, never by a client: when it came, on the core's clock. 0: when it is added."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):

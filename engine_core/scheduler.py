@@ -61,7 +61,7 @@ class Scheduler:
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queues a request, or ends it at once: refused, or its accepted tokens meet an end condition."""
         assert message.request_id not in self.requests, f"request {message.request_id} is live already"
-        request = Request(message, self.max_model_len, self._clock())
+        request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
         self._is_stalled = False
         moves_kv = self._remote is not None
         if error := refusal(request, message.priority, self.kv, self.max_model_len, moves_kv=moves_kv):

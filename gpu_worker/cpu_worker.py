@@ -18,6 +18,7 @@ from .memory import available_memory, peak_of
 from .model_runner import ModelRunner
 from .models.interface import Model
 from .models.registry import load_model
+from .ops.registry import make_ops
 
 _CPU = torch.device("cpu")
 _SHARE = 0.5
@@ -39,7 +40,7 @@ class CPUWorker:
         config = self._config.worker
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self._model = load_model(Path(config.model), config.dtype, _CPU)
+        self._model = load_model(Path(config.model), config.dtype, _CPU, make_ops(config.attention_backend, _CPU))
         model_config = self._model.config
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, _CPU)
@@ -48,7 +49,7 @@ class CPUWorker:
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=kv_layout(model_config, block_size),
-            numerics=f"cpu/{model_config.dtype_name}/{config.attention_backend}/torch-{torch.__version__}",
+            numerics=f"cpu/{model_config.dtype_name}/{self._backend.name}/torch-{torch.__version__}",
         )
 
     def determine_available_memory(self) -> int:

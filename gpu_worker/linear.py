@@ -1,24 +1,34 @@
 """Linear layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .packed_linear import PackedLinear, can_pack
 from .weights import Checkpoint
 
+Linear = Callable[[Tensor], Tensor]
+"""x · weightᵀ + bias: [n, in] to [n, out]."""
 
-class Linear:
-    """x · weightᵀ + bias. ``weight`` [out, in], ``bias`` [out] or None."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
+class PlainLinear:
+    """PyTorch's own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[…, in] to […, out]."""
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, self._weight, self._bias)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """``weight`` [out, in], ``bias`` [out] or None: packed where that can be done, which copies the weight."""
+    if can_pack(weight.device, weight.dtype):
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
 
 
 def load_linear(
@@ -28,13 +38,13 @@ def load_linear(
     pairs = list(zip(names, outputs, strict=True))
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
     biases = [checkpoint.take(f"{name}.bias", rows) for name, rows in pairs] if bias else []
-    return Linear(_merge(weights), _merge(biases) if biases else None)
+    return make_linear(_merge(weights), _merge(biases) if biases else None)
 
 
 def load_conv1d(checkpoint: Checkpoint, name: str, inputs: int, outputs: int) -> Linear:
     """GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
     weight = checkpoint.take(f"{name}.weight", inputs, outputs)
-    return Linear(weight.t().contiguous(), checkpoint.take(f"{name}.bias", outputs))
+    return make_linear(weight.t().contiguous(), checkpoint.take(f"{name}.bias", outputs))
 
 
 def _merge(tensors: list[Tensor]) -> Tensor:

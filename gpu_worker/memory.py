@@ -1,7 +1,9 @@
 """How much memory this process may still take, and how much a call takes at its peak. Linux; bytes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _KIB = 1024
@@ -22,6 +24,20 @@ def peak_of(call: Callable[[], None]) -> int:
         Path("/proc/self/clear_refs").write_text("5")
     call()
     return max(0, _status("VmHWM") - before)
+
+
+def forget_mapped(paths: Iterable[Path]) -> None:
+    """Drops this process's resident pages of its mappings of these files: touched again, they are read again.
+
+    What was written to a private mapping would be lost: only for files that are mapped to be read.
+    """
+    wanted = {str(path.resolve()) for path in paths}
+    libc = ctypes.CDLL(None, use_errno=True)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[5] in wanted:
+            begin, end = (int(address, 16) for address in fields[0].split("-"))
+            libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 
 def _status(field: str) -> int:

@@ -7,17 +7,11 @@ from torch import Tensor
 from .weights import Checkpoint
 
 
-class RMSNorm:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) · weight over the last dimension; the statistics are float32 whatever the dtype."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(x.dtype)
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * scale).to(x.dtype)
 
 
 class LayerNorm:
@@ -30,10 +24,6 @@ class LayerNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-def load_rms_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:
-    return RMSNorm(checkpoint.take(f"{name}.weight", size), eps)
 
 
 def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> LayerNorm:

@@ -161,19 +161,22 @@ def _yarn(config: RopeConfig, scaling: YarnScaling) -> Tensor:
 class RotaryEmbedding:
     """Cosines and sines of a step, computed once and shared by its layers."""
 
-    def __init__(self, config: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(config).to(device)
         self._attention_factor = config.attention_factor
-        self._dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] positions to (cos, sin), each [T, 1, head_size / 2] in the model's dtype; angles are float32."""
+        """[T] positions to (cos, sin), each [T, 1, head_size / 2] float32."""
         angles = (positions[:, None].float() * self._frequencies)[:, None]
         factor = self._attention_factor
-        return (angles.cos() * factor).to(self._dtype), (angles.sin() * factor).to(self._dtype)
+        return angles.cos() * factor, angles.sin() * factor
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [T, heads, head_size]: dimension i pairs with i + head_size / 2 (the Hugging Face convention)."""
+    """Rotates [T, heads, head_size], in its dtype.
+
+    Dimension i pairs with i + head_size / 2 (the Hugging Face convention).
+    """
+    cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

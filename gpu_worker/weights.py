@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .memory import forget_mapped
+
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
@@ -28,7 +30,8 @@ class Checkpoint:
         self._device = device
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        for path in weight_files(directory):
+        self._paths = weight_files(directory)
+        for path in self._paths:
             file = self._stack.enter_context(_open(path))
             self._files.update(dict.fromkeys(file.keys(), file))
         self._taken: set[str] = set()
@@ -38,6 +41,7 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
+        forget_mapped(self._paths)  # loading read all of it; what stays in use is a few embedding rows
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -188,6 +188,12 @@ def test_contracts_import_no_code_of_ours() -> None:
     assert not violations("tokenloom.v1", third_party={"google", "grpc", "typing_extensions"})
 
 
+def test_what_runs_in_a_peers_environment_needs_nothing_of_ours() -> None:
+    package = "tokenloom.bench.peers"
+    modules = [module for module in modules_of(package) if not module.name.endswith(".compare")]
+    assert not violations(package, third_party=set(), modules=modules)
+
+
 def test_environment_is_read_at_the_edge_only() -> None:
     """Below settings classes and commands, configuration arrives as arguments."""
     edges = ("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.llm")

@@ -21,6 +21,10 @@ KVCache = Tensor
 class AttentionPlan(Protocol):
     """One step's batch, prepared. T tokens of n requests, those of one request side by side."""
 
+    @property
+    def slots(self) -> Tensor:
+        """[T] int64, where each token's keys and values go: block id * block_size + offset."""
+
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         """Stores [T, num_kv_heads, head_size] keys and values in the slots of their tokens."""
 
@@ -34,6 +38,10 @@ class AttentionPlan(Protocol):
 
 class AttentionBackend(Protocol):
     """Makes caches and plans for one model."""
+
+    @property
+    def name(self) -> str:
+        """As in the registry."""
 
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         """One zeroed cache per layer, in fresh ``memory`` of the host where it is given."""

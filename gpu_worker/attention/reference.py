@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tokenloom.engine_core.pool_memory import PoolMemory
 from torch import Tensor
@@ -14,6 +15,8 @@ from .interface import IntArray, KVCache
 class ReferenceBackend:
     """One request, one softmax at a time."""
 
+    name = "reference"
+
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         self._config = config
         self._block_size = block_size
@@ -25,9 +28,8 @@ class ReferenceBackend:
     def plan(
         self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
     ) -> "ReferencePlan":
-        return ReferencePlan(
-            cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist(), slot_mapping.tolist(), self._block_size
-        )
+        slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
+        return ReferencePlan(cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist(), slots, self._block_size)
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,11 @@ class ReferencePlan:
     cu_query_lens: list[int]
     seq_lens: list[int]
     block_tables: list[list[int]]
-    slot_mapping: list[int]
+    slots: Tensor
     block_size: int
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        for token, slot in enumerate(self.slot_mapping):
+        for token, slot in enumerate(self.slots.tolist()):
             block, offset = divmod(slot, self.block_size)
             kv_cache[0, block, :, offset] = key[token]
             kv_cache[1, block, :, offset] = value[token]

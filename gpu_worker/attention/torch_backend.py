@@ -25,6 +25,8 @@ _QUERY_ROWS = 256
 class TorchBackend:
     """Plans of :class:`Segment` (a piece of one prefill) and :class:`DecodeGroup` (a few requests of one token)."""
 
+    name = "torch"
+
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         self._config = config
         self._block_size = block_size
@@ -87,11 +89,12 @@ class TorchPlan:
         self._block_bytes = config.kv_bytes_per_token * block_size // config.num_layers
         self._device = device
         blocks, offsets = np.divmod(slot_mapping, block_size)
-        self._slots = (self._index(blocks), self._index(offsets))
+        self.slots = self._index(slot_mapping)
+        self._places = (self._index(blocks), self._index(offsets))
         self._work: dict[int | None, tuple[list[Segment], list[DecodeGroup]]] = {}
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        write_slots(key, value, kv_cache, *self._slots)
+        write_slots(key, value, kv_cache, *self._places)
 
     def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
         if sliding_window not in self._work:

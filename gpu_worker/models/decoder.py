@@ -4,21 +4,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activation import ACTIVATIONS
 from ..attention.interface import AttentionPlan, KVCache
 from ..embedding import load_embeddings
-from ..linear import load_linear
+from ..linear import load_linear, make_linear
 from ..model_config import ModelConfig
-from ..norm import RMSNorm, load_rms_norm
-from ..rotary import RotaryEmbedding, rotate
+from ..ops.interface import Ops, Rotation
+from ..rotary import RotaryEmbedding
 from ..weights import Checkpoint
+
+
+class AddNorm:
+    """RMSNorm of a residual stream to which it first adds what the last part computed."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, config: ModelConfig, ops: Ops) -> None:
+        self._weight = checkpoint.take(f"{name}.weight", config.hidden_size)
+        self._eps = config.norm_eps
+        self._ops = ops
+
+    def __call__(self, residual: Tensor, delta: Tensor | None) -> Tensor:
+        return self._ops.add_norm(residual, delta, self._weight, self._eps)
 
 
 class Attention:
     """Self-attention with rotary positions and grouped queries."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
-        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+        self._ops = ops
         self._head_size = config.head_size
         self._scale = config.attention_scales[layer]
         self._sliding_window = config.sliding_windows[layer]
@@ -31,75 +42,74 @@ class Attention:
         )
         self._qk_norm = _load_qk_norm(checkpoint, prefix, config) if config.qk_norm else None
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
+    def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
-        query_key, value = heads[:, : -self._num_kv_heads], heads[:, -self._num_kv_heads :]
-        if self._qk_norm is not None:
-            query_key = self._qk_norm(query_key)
-        query_key = rotate(query_key, *rotation)
-        plan.write_kv(query_key[:, self._num_heads :], value, kv_cache)
-        attended = plan.attend(query_key[:, : self._num_heads], kv_cache, self._scale, self._sliding_window)
+        query = self._ops.rotate_and_write(heads, self._qk_norm, rotation, kv_cache, plan)
+        attended = plan.attend(query, kv_cache, self._scale, self._sliding_window)
         return self._out(attended.flatten(1))
 
 
-def _load_qk_norm(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> RMSNorm:
-    """Query and key norms as one over their heads side by side: a weight row per head."""
+def _load_qk_norm(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> tuple[Tensor, float]:
+    """Query and key norms as one over their heads side by side: a weight row per head; and epsilon."""
     query = checkpoint.take(f"{prefix}.q_norm.weight", config.head_size).expand(config.num_heads, -1)
     key = checkpoint.take(f"{prefix}.k_norm.weight", config.head_size).expand(config.num_kv_heads, -1)
-    return RMSNorm(torch.cat((query, key)), config.norm_eps)
+    return torch.cat((query, key)), config.norm_eps
 
 
 class MLP:
     """down(act(gate(x)) · up(x)), gate and up as one multiplication."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self._gate_up = load_linear(checkpoint, names, hidden, (inner, inner), config.mlp_bias)
         self._down = load_linear(checkpoint, [f"{prefix}.down_proj"], inner, [hidden], config.mlp_bias)
-        self._activation = ACTIVATIONS[config.hidden_act]
+        self._activation = config.hidden_act
+        self._ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._activation(gate) * up)
+        return self._down(self._ops.gate(self._gate_up(x), self._activation))
 
 
 class DecoderLayer:
     """Attention and MLP, each behind a norm and added to its input."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
-        hidden, eps = config.hidden_size, config.norm_eps
-        self._input_norm = load_rms_norm(checkpoint, f"{prefix}.input_layernorm", hidden, eps)
-        self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, layer)
-        self._post_norm = load_rms_norm(checkpoint, f"{prefix}.post_attention_layernorm", hidden, eps)
-        self._mlp = MLP(checkpoint, f"{prefix}.mlp", config)
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
+        self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
+        self._attention = Attention(checkpoint, f"{prefix}.self_attn", config, ops, layer)
+        self._post_norm = AddNorm(checkpoint, f"{prefix}.post_attention_layernorm", config, ops)
+        self._mlp = MLP(checkpoint, f"{prefix}.mlp", config, ops)
 
-    def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
-        x = x + self._attention(self._input_norm(x), rotation, kv_cache, plan)
-        return x + self._mlp(self._post_norm(x))
+    def __call__(
+        self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
+    ) -> Tensor:
+        """Takes and returns what is yet to be added to ``residual``, so that the next norm adds it in its pass."""
+        delta = self._attention(self._input_norm(residual, delta), rotation, kv_cache, plan)
+        return self._mlp(self._post_norm(residual, delta))
 
 
 class DecoderModel:
     """The whole model (see :class:`~.interface.Model`)."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, device: torch.device) -> None:
         assert config.rope is not None
         self.config = config
-        self._embedding, self._lm_head = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
-        self._rotary = RotaryEmbedding(config.rope, config.dtype, device)
+        self._embedding, output = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
+        self._lm_head = make_linear(output)
+        self._rotary = RotaryEmbedding(config.rope, device)
         self._layers = [
-            DecoderLayer(checkpoint, f"model.layers.{layer}", config, layer) for layer in range(config.num_layers)
+            DecoderLayer(checkpoint, f"model.layers.{layer}", config, ops, layer) for layer in range(config.num_layers)
         ]
-        self._norm = load_rms_norm(checkpoint, "model.norm", config.hidden_size, config.norm_eps)
+        self._norm = AddNorm(checkpoint, "model.norm", config, ops)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
 
     def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan) -> Tensor:
-        x = F.embedding(input_ids, self._embedding)
+        residual, delta = F.embedding(input_ids, self._embedding), None
         rotation = self._rotary(positions)
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            x = layer(x, rotation, kv_cache, plan)
-        return self._norm(x)
+            delta = layer(residual, delta, rotation, kv_cache, plan)
+        return self._norm(residual, delta)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._lm_head).float()
+        return self._lm_head(hidden).float()

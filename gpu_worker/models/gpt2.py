@@ -1,13 +1,12 @@
 """GPT-2: learned absolute positions, LayerNorm, a plain MLP."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..activation import ACTIVATIONS
 from ..attention.interface import AttentionPlan, KVCache
 from ..embedding import load_embeddings
-from ..linear import load_conv1d
+from ..linear import load_conv1d, make_linear
 from ..model_config import ModelConfig
 from ..norm import load_layer_norm
 from ..weights import Checkpoint
@@ -50,11 +49,12 @@ class Block:
 class GPT2Model:
     """The whole model (see :class:`~.interface.Model`)."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self.config = config
         # The first GPT-2 checkpoints hold the tensors without the name of the language model around them.
         prefix = "transformer." if "transformer.wpe.weight" in checkpoint else ""
-        self._token_embedding, self._lm_head = load_embeddings(checkpoint, f"{prefix}wte.weight", config)
+        self._token_embedding, output = load_embeddings(checkpoint, f"{prefix}wte.weight", config)
+        self._lm_head = make_linear(output)
         self._position_embedding = checkpoint.take(f"{prefix}wpe.weight", config.max_model_len, config.hidden_size)
         self._blocks = [Block(checkpoint, f"{prefix}h.{layer}", config, layer) for layer in range(config.num_layers)]
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", config.hidden_size, config.norm_eps)
@@ -66,4 +66,4 @@ class GPT2Model:
         return self._norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self._lm_head).float()
+        return self._lm_head(hidden).float()

@@ -5,22 +5,28 @@ from pathlib import Path
 import torch
 
 from ..model_config import load_model_config
+from ..ops.interface import Ops
+from ..ops.torch_ops import TorchOps
 from ..weights import Checkpoint
 from .decoder import DecoderModel
 from .gpt2 import GPT2Model
 from .interface import Model
 
 
-def load_model(path: Path, dtype: str = "auto", device: torch.device | None = None) -> Model:
+def load_model(path: Path, dtype: str = "auto", device: torch.device | None = None, ops: Ops | None = None) -> Model:
     """Loads the checkpoint directory ``path``.
 
-    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default. Raises
+    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default,
+    ``ops`` PyTorch's. Raises
     ``ValueError`` naming what the checkpoint lacks, or a feature of it that is not supported.
     """
     device = device or torch.device("cpu")
     config = load_model_config(path, dtype)
-    kind = GPT2Model if config.family == "gpt2" else DecoderModel
     with Checkpoint(path, config.dtype, device) as checkpoint:
-        model = kind(checkpoint, config, device)
+        model: Model
+        if config.family == "gpt2":
+            model = GPT2Model(checkpoint, config)
+        else:
+            model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
         checkpoint.refuse_rest()
     return model

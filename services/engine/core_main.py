@@ -61,7 +61,17 @@ def _hash_worker(config: EngineConfig) -> Executor:
     return HashWorker(config)
 
 
-_WORKERS: dict[str, Callable[[EngineConfig], Executor]] = {"cpu": _cpu_worker, "hash": _hash_worker}
+def _timed_worker(config: EngineConfig) -> Executor:
+    from tokenloom.engine_core.timed_worker import TimedWorker
+
+    return TimedWorker(config)
+
+
+_WORKERS: dict[str, Callable[[EngineConfig], Executor]] = {
+    "cpu": _cpu_worker,
+    "hash": _hash_worker,
+    "timed": _timed_worker,
+}
 
 
 if __name__ == "__main__":

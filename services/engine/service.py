@@ -10,7 +10,7 @@ from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, Eng
 from tokenloom.engine_core.messages import CoreReady
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc, types_pb2
 
-from ..runtime import checkpoint
+from ..runtime import checkpoint, metrics
 from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from ..runtime.hello import make_hello
 from ..runtime.host import Host
@@ -54,7 +54,8 @@ class EngineService:
         path = await asyncio.to_thread(checkpoint.resolve, settings.model)
         name = settings.served_model_name or checkpoint.served_name(path, settings.model)
         if self._client is None:
-            self._client = AsyncMPClient(settings.engine_config(str(path)), _core_command(settings))
+            client = self._client = AsyncMPClient(settings.engine_config(str(path)), _core_command(settings))
+            metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
         engine_metrics = EngineMetrics(host.metrics, name, settings.instance_id)
         core = CoreLink(self._client, self._load, engine_metrics)
         try:
@@ -181,7 +182,7 @@ def _fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettin
     """Reads all weight files, unless their hash is cached."""
     return types_pb2.Fingerprint(
         model=name,
-        weights=checkpoint.weights_fingerprint(path) if settings.worker != "hash" else b"",
+        weights=checkpoint.weights_fingerprint(path) if settings.worker == "cpu" else b"",
         tokenizer=checkpoint.tokenizer_fingerprint(path),
         block_size=ready.block_size,
         kv_layout=ready.kv_layout,

@@ -20,13 +20,16 @@ class EngineSettings(ServiceSettings):
     coordinator: str = Field("", description="The coordinator's address; empty: serve without one.")
     advertise_address: str = Field("", description="Where peers reach this engine; by default where it listens.")
 
-    worker: Literal["cpu", "hash"] = Field(
-        "cpu", description="cpu, or hash: tokens are hashes of the prefix, for tests."
+    worker: Literal["cpu", "hash", "timed"] = Field(
+        "cpu",
+        description="cpu; for tests hash: tokens are hashes of the prefix; for benchmarks timed: a step only waits.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
-    attention_backend: Literal["torch", "reference"] = Field("torch", description="How attention is computed.")
+    attention_backend: Literal["auto", "cpu", "torch", "reference"] = Field(
+        "auto", description="How attention is computed; auto: C++ kernels where they can be built, else torch."
+    )
     num_threads: int = Field(0, ge=0, description="Compute threads; 0: the library's choice.")
-    hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash worker takes.")
+    hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash or timed worker takes.")
 
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, tokens; by default the model's."

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
@@ -25,6 +25,11 @@ def new_registry() -> CollectorRegistry:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     return registry
+
+
+def observe_process(registry: CollectorRegistry, prefix: str, pid: Callable[[], int | None]) -> None:
+    """Adds another process's CPU time and memory, as ``prefix_process_…``; nothing while there is none."""
+    ProcessCollector(namespace=prefix, pid=lambda: pid() or "none", registry=registry)
 
 
 def gauge(registry: CollectorRegistry, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:

@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,11 @@ def one_thread():
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
-def test_loads_profiles_and_computes(dtype, itemsize):
-    worker = make_worker(dtype=dtype, num_threads=1)
+@pytest.mark.parametrize("backend", ["cpu", "torch"] if shutil.which("g++") else ["torch"])
+def test_loads_profiles_and_computes(dtype, itemsize, backend):
+    worker = make_worker(dtype=dtype, num_threads=1, attention_backend=backend)
     info = worker.load_model()
-    assert info.numerics.split("/")[:3] == ["cpu", dtype, "torch"]
+    assert info.numerics.split("/")[:3] == ["cpu", dtype, backend]
     assert info.kv_bytes_per_token % itemsize == 0
     assert 0 < worker.determine_available_memory() <= available_memory()
     worker.initialize_kv_cache(8)

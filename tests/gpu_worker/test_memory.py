@@ -1,8 +1,11 @@
 """Memory limits, over a file tree like the kernel's."""
 
+import mmap
+from pathlib import Path
+
 import numpy as np
 import pytest
-from tokenloom.gpu_worker.memory import available_memory, peak_of
+from tokenloom.gpu_worker.memory import available_memory, forget_mapped, peak_of
 
 KIB = 1024
 HOST = {
@@ -80,3 +83,25 @@ def test_this_machine_has_memory():
 def test_peak_sees_what_a_call_gave_back():
     size = 64 << 20
     assert peak_of(lambda: np.ones(size, dtype=np.uint8).sum()) >= size * 0.9
+
+
+def test_mapped_files_are_forgotten_and_read_again(tmp_path):
+    path, other = tmp_path / "weights", tmp_path / "other"
+    for file in (path, other):
+        file.write_bytes(b"x" * (8 << 20))
+    with path.open("rb") as file, other.open("rb") as other_file:
+        maps = [mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) for f in (file, other_file)]
+    assert all(mapped[-1:] == mapped[:1] == b"x" and mapped.find(b"y") == -1 for mapped in maps)
+    assert min(resident(path), resident(other)) == 8 << 20
+    forget_mapped([path])
+    assert (resident(path), resident(other)) == (0, 8 << 20)
+    assert maps[0][5] == ord("x")
+
+
+def resident(path):
+    """Bytes of the mappings of a file that this process has in memory."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.endswith(str(path)):
+            return next(int(rest.split()[1]) << 10 for rest in lines if rest.startswith("Rss:"))
+    raise AssertionError(f"{path} is not mapped")

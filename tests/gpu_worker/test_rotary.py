@@ -36,7 +36,7 @@ def test_cosines_and_sines_equal_transformers(name: str, head_size: int) -> None
     reference = LlamaRotaryEmbedding(hf_config)
     config = read_rope(ConfigReader({"rope_parameters": parameters}, "config.json"), head_size, 16384)
     positions = torch.tensor([0, 1, 2, 77, 4095, 4096, 16383])
-    cos, sin = RotaryEmbedding(config, torch.float32, torch.device("cpu"))(positions)
+    cos, sin = RotaryEmbedding(config, torch.device("cpu"))(positions)
     expected_cos, expected_sin = reference(torch.zeros(1), positions[None])
     torch.testing.assert_close(inverse_frequencies(config), reference.inv_freq, rtol=0, atol=0)
     torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=0)
@@ -47,8 +47,8 @@ def test_cosines_and_sines_equal_transformers(name: str, head_size: int) -> None
 def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(5, 3, 16, generator=generator).to(dtype)
-    cos, sin = RotaryEmbedding(RopeConfig(16), dtype, torch.device("cpu"))(torch.arange(5) * 9)
-    wide_cos, wide_sin = (torch.cat((x, x), -1)[:, 0] for x in (cos, sin))
+    cos, sin = RotaryEmbedding(RopeConfig(16), torch.device("cpu"))(torch.arange(5) * 9)
+    wide_cos, wide_sin = (torch.cat((x, x), -1)[:, 0].to(dtype) for x in (cos, sin))
     expected, _ = apply_rotary_pos_emb(heads, heads, wide_cos, wide_sin)
     assert torch.equal(rotate(heads, cos, sin), expected)
 

@@ -25,9 +25,10 @@ class Engine:
         max_num_seqs: int = 32,
         prefix_caching: bool = False,
         stop_token_ids: Sequence[int] = (),
+        attention_backend: str = "auto",
     ) -> None:
         config = EngineConfig(
-            worker=WorkerConfig(model=str(model), dtype="float32", num_threads=1),
+            worker=WorkerConfig(model=str(model), dtype="float32", num_threads=1, attention_backend=attention_backend),
             cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=MAX_MODEL_LEN,

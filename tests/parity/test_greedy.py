@@ -44,6 +44,12 @@ def test_chunked_prefill(reference, prefix_caching):
     assert_identical(reference.cases, engine.generate)
 
 
+def test_without_kernels(reference):
+    """The other tests compute with C++ kernels, where there is a compiler and a model's shapes allow it."""
+    engine = make_engine(reference, budget=64, prefix_caching=True, attention_backend="torch")
+    assert_identical(reference.cases, engine.generate)
+
+
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_forced_preemption(reference, prefix_caching):
     engine = make_engine(reference, num_blocks=42, budget=256, prefix_caching=prefix_caching)

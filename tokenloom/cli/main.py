@@ -7,6 +7,7 @@ import typer
 
 from tokenloom import __version__
 
+from .bench import bench
 from .demo import demo
 from .ps import ps
 from .serve import serve
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 for command in (serve, ps, demo):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,89 +1,12 @@
 """The torch backend against the reference, over random block tables."""
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from tokenloom.gpu_worker.attention import torch_backend
-from tokenloom.gpu_worker.attention.interface import AttentionBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.torch_backend import TorchBackend
-from torch import Tensor
 
-BLOCK_SIZE = 16
-HEAD_SIZE = 32
-CPU = torch.device("cpu")
-
-
-@dataclass
-class Step:
-    """A batch over a cache that holds random earlier keys and values."""
-
-    arrays: dict[str, Any]
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    cache: Tensor
-
-
-def shape(num_kv_heads: int, dtype: torch.dtype = torch.float32) -> Any:
-    return SimpleNamespace(
-        num_layers=1,
-        num_kv_heads=num_kv_heads,
-        head_size=HEAD_SIZE,
-        dtype=dtype,
-        kv_bytes_per_token=2 * num_kv_heads * HEAD_SIZE * dtype.itemsize,
-    )
-
-
-def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config: Any) -> Step:
-    rng = np.random.default_rng(sum(query_lens) + sum(seq_lens))
-    generator = torch.Generator().manual_seed(sum(seq_lens))
-    width = max(-(-length // BLOCK_SIZE) for length in seq_lens)
-    num_blocks = len(seq_lens) * width
-    tables = rng.permutation(num_blocks).reshape(len(seq_lens), width).astype(np.int32)
-    positions = [np.arange(end - count, end) for count, end in zip(query_lens, seq_lens, strict=True)]
-    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for table, p in zip(tables, positions, strict=True)]
-    arrays = {
-        "cu_query_lens": np.cumsum([0, *query_lens]).astype(np.int32),
-        "seq_lens": np.array(seq_lens, dtype=np.int32),
-        "block_tables": tables,
-        "slot_mapping": np.concatenate(slots),
-    }
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator).to(config.dtype)
-
-    total = sum(query_lens)
-    return Step(
-        arrays,
-        query=normal(total, num_heads, HEAD_SIZE),
-        key=normal(total, config.num_kv_heads, HEAD_SIZE),
-        value=normal(total, config.num_kv_heads, HEAD_SIZE),
-        cache=normal(2, num_blocks, config.num_kv_heads, BLOCK_SIZE, HEAD_SIZE),
-    )
-
-
-def run(backend: AttentionBackend, step: Step, window: int | None) -> tuple[Tensor, Tensor]:
-    cache = step.cache.clone()
-    plan = backend.plan(**step.arrays)
-    plan.write_kv(step.key, step.value, cache)
-    return plan.attend(step.query, cache, HEAD_SIZE**-0.5, window), cache
-
-
-BATCHES = {
-    "one decode": ([1], [37]),
-    "first token": ([1], [1]),
-    "decodes of many lengths": ([1] * 9, [1, 16, 17, 32, 33, 100, 101, 250, 500]),
-    "decodes of one length": ([1] * 4, [48] * 4),
-    "one prefill": ([77], [77]),
-    "prefills": ([5, 16, 64, 33], [5, 16, 64, 33]),
-    "chunks of longer prompts": ([10, 16, 1, 50], [200, 32, 90, 51]),
-    "decodes between prefills": ([1, 20, 1, 7, 1], [64, 20, 5, 130, 17]),
-}
+from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, run, shape
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 1000])

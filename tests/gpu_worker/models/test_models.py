@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenloom.gpu_worker.models.registry import load_model
+from tokenloom.gpu_worker.ops.registry import make_ops
 from torch import Tensor
 
 SaveCheckpoint = Callable[..., Path]
@@ -24,6 +25,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+CPU = torch.device("cpu")
 MIXED_LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -73,17 +75,20 @@ def transformers_logits(path: Path, inputs: list[Tensor], dtype: torch.dtype = t
         return [model(ids[None]).logits[0].float() for ids in inputs]
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_logits_equal_transformers(name: str, save_checkpoint: SaveCheckpoint, run_model: RunModel) -> None:
+def test_logits_equal_transformers(
+    name: str, backend: str, save_checkpoint: SaveCheckpoint, run_model: RunModel
+) -> None:
     model_type, entries = MODELS[name]
     path = save_checkpoint(model_type, **entries)
-    model = load_model(path)
+    model = load_model(path, ops=make_ops(backend, CPU))
     inputs = prompts(model.config.vocab_size)
     expected = transformers_logits(path, inputs)
     assert torch.cat(expected).std() > 0.3  # or equality would show little
     for steps in (WHOLE, CHUNKS_AND_DECODES):
-        for found, wanted in zip(run_model(model, inputs, steps), expected, strict=True):
+        for found, wanted in zip(run_model(model, inputs, steps, backend), expected, strict=True):
             assert found.dtype == torch.float32
             rows = len(found)
             torch.testing.assert_close(found, wanted[:rows], rtol=1e-4, atol=1e-4)
@@ -100,17 +105,18 @@ def test_both_backends_give_the_same_logits(save_checkpoint: SaveCheckpoint, run
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
 @torch.inference_mode()
 def test_bfloat16_is_as_close_as_rounding_allows(
-    model_type: str, save_checkpoint: SaveCheckpoint, run_model: RunModel
+    model_type: str, backend: str, save_checkpoint: SaveCheckpoint, run_model: RunModel
 ) -> None:
     path = save_checkpoint(model_type, dtype=torch.bfloat16, initializer_range=0.08)
-    model = load_model(path)
+    model = load_model(path, ops=make_ops(backend, CPU))
     assert model.config.dtype == torch.bfloat16
     inputs = prompts(model.config.vocab_size)
     expected = torch.cat(transformers_logits(path, inputs, torch.bfloat16)).log_softmax(-1)
-    found = torch.cat(run_model(model, inputs, WHOLE)).log_softmax(-1)
+    found = torch.cat(run_model(model, inputs, WHOLE, backend)).log_softmax(-1)
     assert (found - expected).abs().mean() <= 2e-2
 
 

@@ -1,6 +1,7 @@
 """/metrics over HTTP."""
 
 import asyncio
+import os
 import urllib.error
 import urllib.request
 
@@ -37,3 +38,14 @@ async def test_serves_process_and_own_metrics(registry: CollectorRegistry, host:
     assert 'vllm:e2e_request_latency_seconds_bucket{le="0.5"} 1.0' in text
     assert "process_resident_memory_bytes" in text
     assert "process_cpu_seconds_total" in text
+
+
+def test_another_process_is_shown_while_there_is_one(registry: CollectorRegistry) -> None:
+    pid: int | None = None
+    metrics.observe_process(registry, "tokenloom_engine_core", lambda: pid)
+    name = "tokenloom_engine_core_process_cpu_seconds_total"
+    assert registry.get_sample_value(name) is None
+    pid = os.getpid()
+    seconds = registry.get_sample_value(name)
+    assert seconds is not None
+    assert seconds > 0

@@ -1,0 +1,202 @@
+"""A streaming client for OpenAI's HTTP API that costs little: one protocol object per connection, no HTTP library above
+the parser, so that a mesh can be loaded from the cores that it runs on."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from .datasets import Prompt
+from .events import AnswerReader, Outcome
+
+_encode = msgspec.json.Encoder().encode
+_ERROR_BYTES = 500
+"""How much of a refusal is kept."""
+
+
+class ConnectionLost(Exception):
+    """The server closed the connection before its answer was complete."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go."""
+
+    host: str
+    port: int
+    tls: bool
+    path: str
+    api_key: str = ""
+
+    @classmethod
+    def of(cls, base_url: str, path: str, api_key: str = "") -> "Endpoint":
+        """``base_url`` as ``http://host:port``, with or without ``/v1``. Raises ``ValueError`` for another form."""
+        url = urlsplit(base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError(f"base URL {base_url!r} must be http://host:port or https://host:port")
+        prefix = url.path.rstrip("/").removesuffix("/v1")
+        port = url.port or (443 if url.scheme == "https" else 80)
+        return cls(url.hostname, port, url.scheme == "https", prefix + path, api_key)
+
+    def head(self, length: int) -> bytes:
+        """The request line and headers of a POST."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
+        return (
+            f"POST {self.path} HTTP/1.1\r\nHost: {host}:{self.port}\r\nAccept: text/event-stream\r\n{key}"
+            f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+        ).encode()
+
+
+class Body(Protocol):
+    """Makes the JSON body of a request."""
+
+    def __call__(self, prompt: Prompt) -> Mapping[str, Any]:
+        """The body for one prompt."""
+
+
+class Client:
+    """Streams requests over connections that are kept and used again. Use as ``async with``."""
+
+    def __init__(self, endpoint: Endpoint, body: Body) -> None:
+        self._endpoint = endpoint
+        self._body = body
+        self._idle: list[_Connection] = []  # no more than requests have been in flight at once
+        self._tls = ssl.create_default_context() if endpoint.tls else None
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def stream(self, prompt: Prompt, run_started: float) -> Outcome:
+        """Sends one request and reads its answer to the end; a failure is told in the outcome, not raised."""
+        body = _encode(self._body(prompt))
+        request = self._endpoint.head(len(body)) + body
+        sent = time.perf_counter()
+        outcome = Outcome(start=sent - run_started, kind=prompt.kind, input_tokens=len(prompt.token_ids))
+        reader = AnswerReader(outcome, sent)
+        try:
+            await self._exchange(request, reader)
+        except (OSError, ConnectionLost, httptools.HttpParserError, msgspec.MsgspecError) as error:
+            outcome.error = outcome.error or f"{type(error).__name__}: {error}"
+        reader.end()
+        return outcome
+
+    async def _exchange(self, request: bytes, reader: AnswerReader) -> None:
+        connection = self._take_idle()
+        if connection is not None:
+            try:
+                return await self._exchange_on(connection, request, reader)
+            except ConnectionLost:
+                if connection.answered:
+                    raise
+                # The server had given the idle connection up just then; nobody has seen the request.
+        await self._exchange_on(await self._connect(), request, reader)
+
+    async def _exchange_on(self, connection: "_Connection", request: bytes, reader: AnswerReader) -> None:
+        try:
+            await connection.exchange(request, reader)
+        except BaseException:
+            connection.close()
+            raise
+        if connection.reusable:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def _take_idle(self) -> "_Connection | None":
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+        return None
+
+    async def _connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            _Connection, self._endpoint.host, self._endpoint.port, ssl=self._tls
+        )
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time; httptools calls the ``on_…`` methods from within :meth:`data_received`."""
+
+    def __init__(self) -> None:
+        self.answered = False
+        """Whether anything of the present answer has come."""
+        self.reusable = False
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._reader: AnswerReader | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._status = 0
+        self._refusal = b""
+        self._now = 0.0
+
+    async def exchange(self, request: bytes, reader: AnswerReader) -> None:
+        """Sends the request and returns when the answer is complete. Raises ``ConnectionLost``."""
+        assert self._transport is not None
+        self.answered = self.reusable = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._reader, self._refusal = reader, b""
+        self._done = asyncio.get_running_loop().create_future()
+        if self._transport.is_closing():
+            raise ConnectionLost("the server closed the connection")
+        self._transport.write(request)
+        await self._done
+
+    def close(self) -> None:
+        self.reusable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:
+            return
+        self._now = time.perf_counter()
+        self.answered = True
+        try:
+            self._parser.feed_data(data)
+        except Exception as error:  # the parser wraps what a callback raises
+            self._fail(error.__context__ if isinstance(error.__context__, Exception) else error)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.reusable = False
+        self._fail(ConnectionLost("the server closed the connection"))
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        assert self._reader is not None
+        if self._status == 200:
+            self._reader.feed(body, self._now)
+        else:
+            self._refusal = (self._refusal + body)[:_ERROR_BYTES]
+
+    def on_message_complete(self) -> None:
+        assert self._reader is not None
+        if self._status != 200:
+            self._reader.outcome.error = f"HTTP {self._status}: {self._refusal.decode(errors='replace')}"
+        self.reusable = self._parser.should_keep_alive()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(error)

@@ -1,0 +1,119 @@
+"""One streamed answer as the client sees it: server-sent events in, times and counts out."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+
+
+class _Error(msgspec.Struct):
+    message: str = "no reason was given"
+
+
+class _Event(msgspec.Struct):
+    """What is read of an event; msgspec skips the rest without making objects of it."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    timeline: dict[str, float | str] | None = None
+    error: _Error | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+@dataclass
+class Outcome:
+    """How one request went. Seconds; ``start`` since the run began."""
+
+    start: float
+    kind: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+    ttft: float = 0.0
+    """From sending to the first output."""
+    latency: float = 0.0
+    """From sending to the last output."""
+    itl: list[float] = field(default_factory=list)
+    """Between one output and the next; an output may carry more than one token."""
+    timeline: dict[str, float | str] = field(default_factory=dict)
+    """Where the server says that the time went, in ms, if it was asked and can tell."""
+    error: str = ""
+    """Empty: it went well."""
+
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per token after the first; None for a single token."""
+        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+class AnswerReader:
+    """Takes the bytes of an event stream as they come; ``now`` is on one clock with ``sent``."""
+
+    def __init__(self, outcome: Outcome, sent: float) -> None:
+        self.outcome = outcome
+        self.done = False
+        self._sent = sent
+        self._last = 0.0
+        self._num_outputs = 0
+        self._rest = b""
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Takes what arrived at ``now``."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip(), now)
+
+    def end(self) -> None:
+        """The response is complete."""
+        outcome = self.outcome
+        if not outcome.error and not self._num_outputs:
+            outcome.error = "the stream ended without an output"
+        outcome.output_tokens = outcome.output_tokens or self._num_outputs
+        outcome.latency = self._last - self._sent if self._num_outputs else 0.0
+
+    def _take(self, payload: bytes, now: float) -> None:
+        if payload == b"[DONE]":
+            self.done = True
+            return
+        event = _decode(payload)
+        if event.error is not None:
+            self.outcome.error = event.error.message
+        if any(_has_output(choice) for choice in event.choices):
+            self._output(now)
+        if event.usage is not None and event.usage.completion_tokens:
+            self.outcome.input_tokens = event.usage.prompt_tokens
+            self.outcome.output_tokens = event.usage.completion_tokens
+        if event.timeline is not None:
+            self.outcome.timeline = event.timeline
+
+    def _output(self, now: float) -> None:
+        if self._num_outputs:
+            self.outcome.itl.append(now - self._last)
+        else:
+            self.outcome.ttft = now - self._sent
+        self._last = now
+        self._num_outputs += 1
+
+
+def _has_output(choice: _Choice) -> bool:
+    """A completion's event stands for tokens, also when their text is held back; a chat's may only name the role."""
+    if choice.delta is None:
+        return choice.text is not None
+    return bool(choice.delta.content or choice.delta.reasoning_content)

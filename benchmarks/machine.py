@@ -1,0 +1,105 @@
+"""The machine a figure comes from, and who used its processors meanwhile."""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def describe() -> dict[str, Any]:
+    """What a published figure must name."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+class Load:
+    """CPU use during a stretch of time: this process and its children, and everybody else, in cores.
+
+    Others near zero: a quiet machine. A figure taken with more was disturbed.
+    """
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._busy, self._own = _busy_seconds(), _own_seconds()
+
+    def cores(self) -> dict[str, float]:
+        """``own_cores`` and ``other_cores`` since construction."""
+        wall = time.monotonic() - self._started
+        own = _own_seconds() - self._own
+        others = _busy_seconds() - self._busy - own
+        return {"own_cores": round(own / wall, 3), "other_cores": round(max(0.0, others / wall), 3)}
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.children_user + times.children_system + tree_seconds(os.getpid())
+
+
+def tree_seconds(pid: int, wanted: Callable[[psutil.Process], bool] = lambda _: True) -> float:
+    """CPU seconds of a process and all below it, of those that are ``wanted``; what has ended counts nothing."""
+    total = 0.0
+    try:
+        root = psutil.Process(pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return total
+    for process in processes:
+        try:
+            if wanted(process):
+                times = process.cpu_times()
+                total += times.user + times.system
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+class ServiceCpu:
+    """CPU seconds by service, of the processes of a local mesh. The engine's core counts apart from its front."""
+
+    def __init__(self, pids: Mapping[str, list[int]]) -> None:
+        """``pids``: service to its instances' process ids."""
+        self._pids = pids
+        self._before = self._seconds()
+
+    def used(self) -> dict[str, float]:
+        """CPU seconds by service since construction."""
+        return {name: seconds - self._before[name] for name, seconds in self._seconds().items()}
+
+    def _seconds(self) -> dict[str, float]:
+        result = {}
+        for service, pids in self._pids.items():
+            for name, wanted in _split(service).items():
+                result[name] = sum(tree_seconds(pid, wanted) for pid in pids)
+        return result
+
+
+def _split(service: str) -> dict[str, Callable[[psutil.Process], bool]]:
+    if service != "engine":
+        return {service: lambda _: True}
+    return {"engine front": lambda process: not _is_core(process), "engine core": _is_core}
+
+
+def _is_core(process: psutil.Process) -> bool:
+    return any(argument.endswith("core_main") for argument in process.cmdline())

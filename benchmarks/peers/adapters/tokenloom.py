@@ -1,0 +1,38 @@
+"""Tokenloom's offline API."""
+
+import importlib
+import time
+from pathlib import Path
+
+from ..workloads import Timing, Workload
+
+
+class Tokenloom:
+    """Options: arguments of `LLM` whose values are numbers, and `dtype`."""
+
+    def __init__(self, model: str, threads: int, workloads: list[Workload], options: dict[str, str]) -> None:
+        self._tokenloom = importlib.import_module("tokenloom")
+        importlib.import_module("torch").set_num_threads(threads)
+        arguments = {name: int(value) if value.isdigit() else value for name, value in options.items()}
+        self._llm = self._tokenloom.LLM(Path(model), **arguments)
+        self.version = f"tokenloom {self._tokenloom.__version__}"
+
+    def run(self, workload: Workload, prompts: list[list[int]]) -> Timing:
+        if workload.requests > 1:
+            return self._generate(prompts, workload.output)
+        # No stream offline: the first token is timed alone, without help of the prefix cache.
+        first = self._generate(prompts, 1)
+        self._llm.reset_prefix_cache()
+        whole = self._generate(prompts, workload.output)
+        return Timing(whole.seconds, whole.output_tokens, first.seconds, whole.seconds - first.seconds)
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def _generate(self, prompts: list[list[int]], num_tokens: int) -> Timing:
+        sampling = self._tokenloom.SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        started = time.perf_counter()
+        outputs = self._llm.generate(inputs, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        return Timing(seconds, sum(len(output.outputs[0].token_ids) for output in outputs))

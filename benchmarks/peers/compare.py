@@ -1,0 +1,207 @@
+"""``bench peers``: engines side by side in one run, each in an environment of its own, turn by turn."""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .. import machine
+from ..stats import spread
+from .workloads import WORKLOADS, Workload
+
+ADAPTERS = {
+    "tokenloom": "tokenloom.Tokenloom",
+    "transformers": "transformers.Transformers",
+    "vllm": "vllm.VLLM",
+    "openvino": "openvino.OpenVINO",
+    "llamacpp": "llamacpp.LlamaCpp",
+}
+"""Engine to module.Class."""
+# Appended to the path, never before the standard library: `peers` is then a package of its own there.
+_LAUNCH = "import sys; sys.path.append(sys.argv.pop(1)); from peers.worker import main; main(sys.argv[1:])"
+_STOP_SECONDS = 20.0
+
+
+class PeerFailed(Exception):
+    """An engine ended; the message ends with what it printed last."""
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """One comparison."""
+
+    model: Path
+    pythons: Mapping[str, str]
+    """Engine to the interpreter that has it."""
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    repeats: int = 3
+    threads: int = 0
+    """0: as many as there are cores."""
+    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Engine to its adapter's options."""
+    seed: int = 0
+
+
+class Peer:
+    """An engine in its process. Use as ``with``."""
+
+    def __init__(self, name: str, options: PeerOptions) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        threads = options.threads or os.cpu_count() or 1
+        setup = {
+            "model": str(options.model),
+            "threads": threads,
+            "workloads": options.workloads,
+            "options": dict(options.options.get(name, {})),
+            "vocab_size": vocab_size(options.model),
+        }
+        self._process = subprocess.Popen(
+            [
+                *("env", *_environment(name, threads, options.options.get(name, {}))),
+                *(options.pythons[name], "-P", "-c", _LAUNCH),
+                *(str(Path(__file__).parent.parent), ADAPTERS[name], json.dumps(setup)),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        self.version = ""
+
+    def __enter__(self) -> "Peer":
+        try:
+            self.version = str(self._read()["version"])
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, kindly first. Idempotent."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(_STOP_SECONDS)
+        except (subprocess.TimeoutExpired, OSError):
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+
+    def run(self, workload: Workload, seed: int) -> dict[str, float]:
+        """One repeat's figures. Raises `PeerFailed`."""
+        assert self._process.stdin is not None
+        load = machine.Load()
+        try:
+            print(json.dumps({"workload": workload.name, "seed": seed}), file=self._process.stdin, flush=True)
+        except OSError:
+            raise self._failure() from None
+        timing = self._read()
+        figures = {
+            "output_tokens_per_second": timing["output_tokens"] / timing["seconds"],
+            "requests_per_second": workload.requests / timing["seconds"],
+            **load.cores(),
+        }
+        if timing["ttft"] is not None:
+            figures["ttft_ms"] = timing["ttft"] * 1e3
+            figures["decode_tokens_per_second"] = (workload.output - 1) / timing["decode_seconds"]
+        return figures
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise self._failure()
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _failure(self) -> PeerFailed:
+        self._process.wait()
+        self._log.seek(0)
+        text = self._log.read()[-2000:].decode(errors="replace")
+        return PeerFailed(f"{self.name} ended with status {self._process.returncode}\n{text}")
+
+
+def _environment(name: str, threads: int, options: Mapping[str, str]) -> list[str]:
+    """What an engine reads before it is imported, as arguments of ``env``."""
+    settings = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if name != "vllm":
+        settings["OMP_NUM_THREADS"] = str(threads)
+    else:
+        settings |= {
+            # Its own default leaves a core to the engine's process and computes on the others.
+            "VLLM_CPU_OMP_THREADS_BIND": options.get("bind", f"0-{threads - 1}"),
+            "VLLM_CPU_KVCACHE_SPACE": options.get("kv_gib", "2"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        if "preload" in options:
+            settings["LD_PRELOAD"] = options["preload"]
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def vocab_size(model: Path) -> int:
+    """Of the checkpoint."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+def run_peers(options: PeerOptions, on_run: Callable[[str, str], None]) -> dict[str, Any]:
+    """Loads all engines, then runs each workload: one untimed round, then `repeats` rounds in which all take a turn.
+
+    ``on_run`` hears of each run before it starts. An engine that fails ends the comparison: leave it out then.
+    """
+    with ExitStack() as stack:
+        peers = [stack.enter_context(Peer(name, options)) for name in options.pythons]
+        results = {name: _rounds(peers, WORKLOADS[name], options, on_run) for name in options.workloads}
+        versions = {peer.name: peer.version for peer in peers}
+    return {
+        "machine": machine.describe(),
+        "model": options.model.name,
+        "versions": versions,
+        "repeats": options.repeats,
+        "workloads": results,
+    }
+
+
+def _rounds(
+    peers: Sequence[Peer], workload: Workload, options: PeerOptions, on_run: Callable[[str, str], None]
+) -> dict[str, dict[str, dict[str, float]]]:
+    rows: dict[str, list[dict[str, float]]] = {peer.name: [] for peer in peers}
+    for index in range(-1, options.repeats):
+        for offset in range(len(peers)):
+            peer = peers[(index + offset) % len(peers)]
+            on_run(workload.name, peer.name)
+            figures = peer.run(workload, options.seed + 1 + index)
+            if index >= 0:
+                rows[peer.name].append(figures)
+    return {
+        name: {figure: spread([row[figure] for row in repeats]) for figure in repeats[0]}
+        for name, repeats in rows.items()
+    }
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """A table for each workload: median (least - most)."""
+    shown = []
+    for name, rows in report["workloads"].items():
+        table = Table(title=f"{name}, {report['model']}", title_justify="left", title_style="bold")
+        figures = list(next(iter(rows.values())))
+        for column in ("", *(figure.replace("_", " ").replace(" per second", "/s") for figure in figures)):
+            table.add_column(column, justify="right" if column else "left")
+        for engine, row in rows.items():
+            cells = (f"{row[f]['median']:,.2f} ({row[f]['min']:,.2f}-{row[f]['max']:,.2f})" for f in figures)
+            table.add_row(engine, *cells)
+        shown.append(table)
+    return shown

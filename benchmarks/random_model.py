@@ -1,0 +1,128 @@
+"""Checkpoints of real shapes with random weights and a made-up tokenizer: speed depends on shapes, not on sense."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+_SEED = 1234
+_STD = 0.02
+_EOS = "<|endoftext|>"
+_COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "attention_bias": False,
+}
+_TINY = _COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny-fp32": _TINY | {"torch_dtype": "float32"},
+    "tiny-bf16": _TINY | {"torch_dtype": "bfloat16"},
+    "qwen3-0.6b": _COMMON
+    | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""Names and configurations."""
+
+
+def write_model(name: str, directory: Path) -> None:
+    """Writes ``config.json``, ``model.safetensors`` and the tokenizer; the same for the same name."""
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r} is unknown; there are {', '.join(SHAPES)}")
+    config = SHAPES[name]
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}) + "\n")
+    _tokenizer(config["vocab_size"]).save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _EOS}) + "\n"
+    )
+    generator = torch.Generator().manual_seed(_SEED)
+    dtype = getattr(torch, config["torch_dtype"])
+    tensors = {
+        key: torch.ones(shape, dtype=dtype)
+        if len(shape) == 1
+        else torch.empty(shape, dtype=dtype).normal_(0, _STD, generator=generator)
+        for key, shape in _shapes(config)
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names of the tensors, as transformers calls them, and their shapes."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        yield prefix + "self_attn.q_proj.weight", (queries, hidden)
+        yield prefix + "self_attn.k_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.v_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+        if config["model_type"] == "qwen3":
+            yield prefix + "self_attn.q_norm.weight", (head,)
+            yield prefix + "self_attn.k_norm.weight", (head,)
+        yield prefix + "mlp.gate_proj.weight", (inner, hidden)
+        yield prefix + "mlp.up_proj.weight", (inner, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE with made-up words: bytes, pairs of letters, pairs of pairs, until the vocabulary is full.
+
+    Every id decodes to text, so that detokenizing costs what it would cost.
+    """
+    letters = "etaoinshrdlcumwfgypbvkjxqz"
+    tokens: dict[str, int] = {_EOS: 0}
+    for byte in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        tokens[byte] = len(tokens)
+    merges: list[tuple[str, str]] = []
+    pairs = [a + b for a, b in itertools.product("Ġ" + letters, letters)]
+    for left, right in itertools.chain(((pair[0], pair[1]) for pair in pairs), itertools.product(pairs, pairs)):
+        if len(tokens) == vocab_size:
+            break
+        if left + right not in tokens:
+            merges.append((left, right))
+            tokens[left + right] = len(tokens)
+    assert len(tokens) == vocab_size, "more made-up words are needed"
+    tokenizer = Tokenizer(models.BPE(tokens, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_EOS])
+    return tokenizer

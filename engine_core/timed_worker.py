@@ -1,0 +1,55 @@
+"""A worker that only waits, for benchmarks: whatever a token costs beside the wait is the mesh's own."""
+
+import time
+from collections.abc import Iterator
+
+from .config import EngineConfig
+from .hash_worker import HashWorker
+from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+_STRIDE = 7919
+"""Prime: outputs run through the whole vocabulary, so that every token has text of its own to be made."""
+_SPECIAL = 10
+"""Low ids, which end-of-sequence and the like tend to have, are not drawn."""
+
+
+class TimedWorker(HashWorker):
+    """Takes ``step_seconds`` for a step and draws tokens from their number alone; its cache is never touched."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._num_known: dict[str, int] = {}
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        if self._config.step_seconds:
+            time.sleep(self._config.step_seconds)
+        known = self._known(scheduler_output)
+        sampled: dict[str, list[int]] = {}
+        for req_id, num_computed in _computed(scheduler_output):
+            if num_computed == known[req_id]:
+                sampled[req_id] = [_SPECIAL + num_computed * _STRIDE % (self._vocab_size - _SPECIAL)]
+                known[req_id] += 1
+            else:
+                sampled[req_id] = []
+        req_ids = list(scheduler_output.num_scheduled_tokens)
+        return ModelRunnerOutput(req_ids, [sampled[req_id] for req_id in req_ids])
+
+    def _known(self, step: SchedulerOutput) -> dict[str, int]:
+        """How many tokens each request has, before the step's own."""
+        known = self._num_known
+        for req_id in step.finished_req_ids + step.preempted_req_ids:
+            known.pop(req_id, None)
+        for new in step.scheduled_new_reqs:
+            known[new.req_id] = len(new.prompt_token_ids) + len(new.output_token_ids)
+        for req_id, token_ids in step.scheduled_cached_reqs.resumed_token_ids.items():
+            known[req_id] = len(token_ids)
+        return known
+
+
+def _computed(step: SchedulerOutput) -> Iterator[tuple[str, int]]:
+    """Each request of the step, and how many of its tokens are computed after it."""
+    scheduled, cached = step.num_scheduled_tokens, step.scheduled_cached_reqs
+    for new in step.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
+    for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield req_id, num_computed + scheduled[req_id]

@@ -1,0 +1,129 @@
+"""Attention from the C++ kernels: no gather, no padding, one call per layer."""
+
+from ctypes import byref
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenloom.engine_core.pool_memory import PoolMemory
+from torch import Tensor
+
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import AttentionArgs, load_attention
+from ..model_config import ModelConfig
+from .cache import allocate_kv_caches
+from .interface import IntArray, KVCache
+from .shared_prefix import find_shared_prefixes
+
+_LANES = 16
+"""Positions that the kernel takes at a time: they lie in one block, and heads are whole vectors."""
+_MOST_GROUPED_HEADS = 32
+"""Query heads of a KV head."""
+_FEWEST_ROWS = 24
+"""Query heads of a KV head, over all members, from which reading a shared prefix apart from the rest pays."""
+_WIDEST_WINDOW = 1 << 30
+
+
+class CPUBackend:
+    """Plans that are the step's arrays, as the kernel reads them.
+
+    Raises :class:`KernelsUnavailable` where there is no compiler, or for shapes that the kernel does not know.
+    """
+
+    name = "cpu"
+
+    def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
+        if config.head_size % _LANES or block_size % _LANES:
+            raise KernelsUnavailable(
+                f"head size {config.head_size} or block size {block_size}: no multiple of {_LANES}"
+            )
+        if config.num_heads > config.num_kv_heads * _MOST_GROUPED_HEADS:
+            raise KernelsUnavailable(f"more than {_MOST_GROUPED_HEADS} query heads share a KV head")
+        self._config = config
+        self._block_size = block_size
+        self._device = device
+        self._kernels = load_attention(config.head_size, march)
+        self.fewest_sharing = max(2, _FEWEST_ROWS * config.num_kv_heads // config.num_heads)
+        """Requests that a shared prefix is read once for."""
+
+    def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
+        return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
+
+    def plan(
+        self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
+    ) -> "CPUPlan":
+        return CPUPlan(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
+
+
+class CPUPlan:
+    """Copies of the step's arrays and the kernel's arguments, of which each layer changes a few."""
+
+    def __init__(
+        self,
+        backend: CPUBackend,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+    ) -> None:
+        config = backend._config
+        self._kernels = backend._kernels
+        self.slots = torch.from_numpy(slot_mapping.astype(np.int64))
+        self._is_bf16 = config.dtype == torch.bfloat16
+        tables = _int32(block_tables)
+        prefixes = find_shared_prefixes(
+            np.diff(cu_query_lens), seq_lens, tables, backend._block_size, backend.fewest_sharing
+        )
+        self._num_groups = len(prefixes.lengths)
+        self._arrays = (_int32(cu_query_lens), _int32(seq_lens), tables, prefixes)
+        self._args = AttentionArgs(
+            block_tables=tables.ctypes.data,
+            query_starts=self._arrays[0].ctypes.data,
+            seq_lens=self._arrays[1].ctypes.data,
+            members=prefixes.members.ctypes.data,
+            group_starts=prefixes.starts.ctypes.data,
+            shared_lens=prefixes.lengths.ctypes.data,
+            num_requests=len(seq_lens),
+            num_kv_heads=config.num_kv_heads,
+            block_size=backend._block_size,
+            table_stride=tables.shape[1],
+            is_bf16=self._is_bf16,
+            num_threads=torch.get_num_threads(),
+        )
+
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
+        key, value = _rows(key), _rows(value)
+        keys, values = kv_cache.unbind()
+        self._kernels.write_kv(
+            self._is_bf16,
+            *(x.data_ptr() for x in (key, value, keys, values, self.slots)),
+            len(key),
+            self._args.num_kv_heads,
+            self._args.block_size,
+            key.stride(0),
+            value.stride(0),
+        )
+
+    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
+        query = _rows(query)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        keys, values = kv_cache.unbind()
+        args = self._args
+        args.query, args.key, args.value, args.out = (x.data_ptr() for x in (query, keys, values, out))
+        args.num_heads, args.query_stride = query.shape[1], query.stride(0)
+        args.window = min(sliding_window or 0, _WIDEST_WINDOW)
+        args.num_groups = 0 if sliding_window else self._num_groups
+        args.scale = scale
+        self._kernels.attend(byref(args))
+        return out
+
+
+def _int32(values: IntArray) -> npt.NDArray[np.int32]:
+    """A copy: the caller may reuse its arrays."""
+    return np.array(values, dtype=np.int32, order="C")
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[T, heads, size] such that the heads of a token lie side by side; tokens may lie apart."""
+    size = heads.shape[2]
+    return heads if heads.stride(2) == 1 and heads.stride(1) == size else heads.contiguous()

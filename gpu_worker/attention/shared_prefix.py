@@ -1,0 +1,86 @@
+"""Which requests of a step begin with the same blocks, so that attention may read those once for all of them."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from .interface import IntArray
+
+_FEWEST_TOKENS = 128
+"""Below, merging costs about what sharing saves."""
+
+Int32s = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Groups of decoding requests; a request is in one at most."""
+
+    members: Int32s
+    """Requests, group after group."""
+    starts: Int32s
+    """[groups + 1] where each group begins in ``members``."""
+    lengths: Int32s
+    """[groups] tokens that its members share: whole blocks, and fewer than any member has."""
+
+    @classmethod
+    def of(cls, groups: "list[_Group]") -> Self:
+        members = [request for group in groups for request in group.members]
+        starts = np.cumsum([0] + [len(group.members) for group in groups])
+        return cls(*(np.array(x, dtype=np.int32) for x in (members, starts, [group.length for group in groups])))
+
+
+@dataclass(frozen=True)
+class _Group:
+    members: list[int]
+    length: int
+
+    @property
+    def saved(self) -> int:
+        return (len(self.members) - 1) * self.length
+
+
+def find_shared_prefixes(
+    query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, block_size: int, fewest_members: int
+) -> SharedPrefixes:
+    """The groups of at least ``fewest_members``, two or more, among requests with one query each.
+
+    The other arguments are those of a plan.
+    """
+    decodes = np.flatnonzero(query_lens == 1)
+    full_blocks = (seq_lens - 1) // block_size  # the query's own block is still being filled
+    groups = _split(decodes.tolist(), 0, full_blocks, block_tables, fewest_members)
+    return SharedPrefixes.of(
+        [
+            _Group(group.members, group.length * block_size)
+            for group in groups
+            if group.length * block_size >= _FEWEST_TOKENS
+        ]
+    )
+
+
+def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntArray, fewest: int) -> list[_Group]:
+    """Requests that agree before column ``depth``, in groups that agree longer; lengths in blocks."""
+    if len(requests) < fewest:
+        return []
+    by_block: dict[int, list[int]] = defaultdict(list)
+    longer = [request for request in requests if full_blocks[request] > depth]
+    for request, block in zip(longer, tables[longer, depth].tolist() if longer else (), strict=True):
+        by_block[block].append(request)
+    found = []
+    for members in by_block.values():
+        if len(members) >= fewest:
+            whole = _Group(members, _common_blocks(members, full_blocks, tables))
+            parts = _split(members, whole.length, full_blocks, tables, fewest)
+            found += parts if sum(part.saved for part in parts) > whole.saved else [whole]
+    return found
+
+
+def _common_blocks(members: list[int], full_blocks: IntArray, tables: IntArray) -> int:
+    width = int(full_blocks[members].min())
+    rows = tables[members, :width]
+    differing = np.flatnonzero((rows != rows[0]).any(axis=0))
+    return int(differing[0]) if len(differing) else width

@@ -1,0 +1,1 @@
+"""C++ kernels of the CPU worker: compiled where they run, called through ctypes."""

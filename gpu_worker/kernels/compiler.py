@@ -1,0 +1,97 @@
+"""Compiles kernels for the CPU at hand and keeps what it compiled."""
+
+import functools
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
+_TIMEOUT = 180.0
+"""Seconds. A build takes 1 to 25."""
+
+
+class KernelsUnavailable(Exception):
+    """No kernels here: says why."""
+
+
+def build(source: str, march: str = "native", cache_dir: Path | None = None, **macros: int) -> Path:
+    """The shared library made of ``csrc/<source>.cpp`` with these macros, compiled unless an equal one is there.
+
+    ``cache_dir`` is by default ``~/.cache/tokenloom/kernels``. A library is known by the sources, the compiler, the
+    command and the CPU. Raises :class:`KernelsUnavailable` without a compiler or if it fails.
+    """
+    compiler = _compiler_version()
+    flags = [*_FLAGS, f"-march={march}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
+    runtime = _openmp_runtime()
+    with resources.as_file(resources.files(__package__) / "csrc") as sources:
+        contents = [path.read_text(encoding="utf-8") for path in (sources / f"{source}.cpp", *sources.glob("*.h"))]
+        key = hashlib.sha256("\0".join([compiler, _cpu(), str(runtime), *flags, *contents]).encode()).hexdigest()
+        library = _writable(cache_dir) / f"{source}-{key[:24]}.so"
+        if not library.exists():
+            _compile(sources / f"{source}.cpp", flags, runtime, library)
+    return library
+
+
+def _compile(source: Path, flags: list[str], runtime: Path | None, library: Path) -> None:
+    log.info("compiling the CPU kernels of %s, once", source.stem)
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        object_file, result = Path(directory, "kernels.o"), Path(directory, "kernels.so")
+        _run("g++", "-fopenmp", *flags, "-c", str(source), "-o", str(object_file))
+        _run("g++", "-shared", str(object_file), "-o", str(result), str(runtime or "-lgomp"))
+        result.replace(library)  # at once: another process may be about to load it
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT).stdout
+    except FileNotFoundError:
+        raise KernelsUnavailable("there is no C++ compiler (g++)") from None
+    except subprocess.TimeoutExpired:
+        raise KernelsUnavailable(f"g++ took longer than {_TIMEOUT:.0f} s") from None
+    except (subprocess.CalledProcessError, OSError) as error:
+        output = getattr(error, "stderr", "") or str(error)
+        raise KernelsUnavailable("g++ failed: " + next(iter(output.strip().splitlines()), "no message")) from None
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return _run("g++", "--version").splitlines()[0]
+
+
+def _cpu() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("flags", "Features", "model name")
+    return platform.machine() + "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
+def _openmp_runtime() -> Path | None:
+    """The OpenMP library that torch has loaded: a second one would have threads of its own."""
+    maps = Path("/proc/self/maps")
+    paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line} if maps.exists() else ()
+    return next((Path(path) for path in sorted(paths)), None)
+
+
+def _writable(cache_dir: Path | None) -> Path:
+    """The cache, or where there can be none a private directory that lasts as long as the process."""
+    try:
+        directory = cache_dir or Path.home() / ".cache" / "tokenloom" / "kernels"
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return Path(_private_directory().name)
+    return directory if os.access(directory, os.W_OK) else Path(_private_directory().name)
+
+
+@functools.cache
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="tokenloom-kernels-")

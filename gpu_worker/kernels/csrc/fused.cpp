@@ -1,0 +1,120 @@
+// What a decoder layer computes between its matrices, each in one pass over memory. Arithmetic is float32 whatever the
+// dtype; intermediate results that a layer keeps are rounded to it.
+#include <omp.h>
+
+#include <cmath>
+
+#include "vec.h"
+
+extern "C" {
+
+struct HeadsArgs {
+  void* heads;             // [T, num_heads + 2 * num_kv_heads, D]: queries, keys, values; queries are changed in place
+  const void* weights;     // [num_heads + num_kv_heads, D] of the heads' RMSNorms; null: none
+  const float *cos, *sin;  // [T, D / 2]
+  const int64_t* slots;    // [T]
+  void *keys, *values;     // [num_blocks, num_kv_heads, block_size, D]
+  int64_t num_tokens, num_heads, num_kv_heads, head_size, block_size;
+  float eps;
+  int32_t is_bf16, num_threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int64_t SMALL = 1 << 14;  // elements that one thread handles sooner than others wake up
+
+template <class T>
+float inverse_rms(const T* x, int64_t n, float eps) {
+  Vec squares = {};
+  for (int64_t i = 0; i < n; i += LANES) {
+    const Vec v = load(x + i, n - i);
+    squares += v * v;
+  }
+  return 1.f / std::sqrt(sum(squares) / n + eps);
+}
+
+template <class T>
+void add_norm_rows(T* residual, const T* delta, const T* weight, T* out, int64_t rows, int64_t n, float eps,
+                   int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * n > SMALL)
+  for (int64_t r = 0; r < rows; ++r) {
+    T *x = residual + r * n, *y = out + r * n;
+    if (delta)
+      for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i, n - i) + load(delta + r * n + i, n - i), n - i);
+    const float scale = inverse_rms(x, n, eps);
+    for (int64_t i = 0; i < n; i += LANES) store(y + i, load(x + i, n - i) * scale * load(weight + i, n - i), n - i);
+  }
+}
+
+// Dimension i turns with i + D / 2.
+template <class T>
+void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin, T* out, int64_t size, float eps) {
+  const float scale = weight ? inverse_rms(x, size, eps) : 1.f;
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int64_t n = half - i;
+    Vec a = load(x + i, n) * scale, b = load(x + half + i, n) * scale;
+    if (weight) {
+      a *= load(weight + i, n);
+      b *= load(weight + half + i, n);
+    }
+    const Vec c = load(cos + i, n), s = load(sin + i, n);
+    store(out + i, a * c - b * s, n);
+    store(out + half + i, b * c + a * s, n);
+  }
+}
+
+template <class T>
+void rotate_rows(const HeadsArgs& a) {
+  const int64_t D = a.head_size, H = a.num_heads, K = a.num_kv_heads;
+#pragma omp parallel for num_threads(a.num_threads) if (a.num_tokens > 1 && a.num_tokens * (H + K) * D > SMALL)
+  for (int64_t t = 0; t < a.num_tokens; ++t) {
+    T* row = (T*)a.heads + t * (H + 2 * K) * D;
+    const float *cos = a.cos + t * D / 2, *sin = a.sin + t * D / 2;
+    const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
+    for (int64_t h = 0; h < H + K; ++h) {
+      const int64_t place = ((block * K + h - H) * a.block_size + offset) * D;
+      T *x = row + h * D, *out = h < H ? x : (T*)a.keys + place;
+      norm_rotate(x, a.weights ? (const T*)a.weights + h * D : nullptr, cos, sin, out, D, a.eps);
+      if (h >= H) memcpy((T*)a.values + place, x + K * D, D * sizeof(T));
+    }
+  }
+}
+
+template <class T>
+void silu_mul_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows > 1 && rows * n > SMALL)
+  for (int64_t r = 0; r < rows; ++r) {
+    const T *gate = gate_up + 2 * r * n, *up = gate + n;
+    for (int64_t i = 0; i < n; i += LANES) {
+      const Vec g = load(gate + i, n - i);
+      store(out + r * n + i, g / (1.f + exponential(-g)) * load(up + i, n - i), n - i);
+    }
+  }
+}
+
+}  // namespace
+
+// residual += delta (if there is one); out = residual / rms(residual) * weight.
+extern "C" void add_norm(int32_t is_bf16, void* residual, const void* delta, const void* weight, void* out,
+                         int64_t rows, int64_t size, float eps, int32_t threads) {
+  if (is_bf16)
+    add_norm_rows((BF16*)residual, (const BF16*)delta, (const BF16*)weight, (BF16*)out, rows, size, eps, threads);
+  else
+    add_norm_rows((float*)residual, (const float*)delta, (const float*)weight, (float*)out, rows, size, eps, threads);
+}
+
+// Norm (if there is one) and rotation of queries and keys; keys and values into their slots.
+extern "C" void rotate_and_write(const HeadsArgs* args) {
+  args->is_bf16 ? rotate_rows<BF16>(*args) : rotate_rows<float>(*args);
+}
+
+// out = silu(gate) * up of [rows, 2 * size] gates and ups side by side.
+extern "C" void silu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
+  if (is_bf16)
+    silu_mul_rows((const BF16*)gate_up, (BF16*)out, rows, size, threads);
+  else
+    silu_mul_rows((const float*)gate_up, (float*)out, rows, size, threads);
+}

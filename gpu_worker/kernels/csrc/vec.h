@@ -1,0 +1,86 @@
+// Sixteen floats at a time as GCC vector extensions: one register with AVX-512, two with AVX2, four with SSE or NEON.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t VecInt __attribute__((vector_size(64)));
+typedef uint32_t VecBits __attribute__((vector_size(64)));
+typedef uint16_t VecHalf __attribute__((vector_size(32)));
+
+constexpr int LANES = 16;
+
+struct BF16 {
+  uint16_t bits;
+};
+
+inline Vec splat(float x) { return Vec{} + x; }
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+
+inline Vec load(const float* p) {
+  Vec x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+
+inline Vec load(const BF16* p) {
+  VecHalf x;
+  memcpy(&x, p, sizeof x);
+  return (Vec)(__builtin_convertvector(x, VecBits) << 16);
+}
+
+inline void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }
+
+// Rounds to nearest even. A NaN stays one: its payload is cut, not rounded.
+inline void store(BF16* p, Vec x) {
+  VecBits bits = (VecBits)x;
+  VecBits rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  VecHalf half = __builtin_convertvector((x == x ? rounded : bits | 0x400000) >> 16, VecHalf);
+  memcpy(p, &half, sizeof half);
+}
+
+// The first n lanes, the others zero.
+template <class T>
+inline Vec load(const T* p, int64_t n) {
+  if (n >= LANES) return load(p);
+  T padded[LANES] = {};
+  memcpy(padded, p, n * sizeof(T));
+  return load(padded);
+}
+
+template <class T>
+inline void store(T* p, Vec x, int64_t n) {
+  if (n >= LANES) return store(p, x);
+  T padded[LANES];
+  store(padded, x);
+  memcpy(p, padded, n * sizeof(T));
+}
+
+inline float sum(Vec x) {
+  float total = 0;
+  for (int i = 0; i < LANES; ++i) total += x[i];
+  return total;
+}
+
+inline float largest(Vec x) {
+  float top = x[0];
+  for (int i = 1; i < LANES; ++i) top = top > x[i] ? top : x[i];
+  return top;
+}
+
+// e^x within 3e-7 of it, for x in [-87, 88]; beyond, the value at that end.
+inline Vec exponential(Vec x) {
+  x = x < -87.f ? splat(-87.f) : x;
+  x = x > 88.f ? splat(88.f) : x;
+  Vec t = x * 1.44269504f;
+  Vec n = (t + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to an integer
+  Vec f = t - n;
+  Vec p = splat(1.5403530e-4f);  // 2^f on [-0.5, 0.5]
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.f;
+  return (Vec)((VecInt)p + (__builtin_convertvector(n, VecInt) << 23));
+}

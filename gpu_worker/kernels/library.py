@@ -1,0 +1,72 @@
+"""The kernels as Python calls them: argument structs as in ``csrc``, and libraries with declared signatures."""
+
+import functools
+import logging
+from ctypes import CDLL, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+from .compiler import KernelsUnavailable, build
+
+log = logging.getLogger(__name__)
+
+_P, _I64, _I32, _F = c_void_p, c_int64, c_int32, c_float
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class AttentionArgs(Structure):
+    """As in ``attention.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens"),
+        *_fields(_I64, "num_groups num_requests num_heads num_kv_heads block_size table_stride query_stride window"),
+        ("scale", _F),
+        *_fields(_I32, "is_bf16 num_threads"),
+    ]
+
+
+class HeadsArgs(Structure):
+    """As in ``fused.cpp``."""
+
+    _fields_ = [
+        *_fields(_P, "heads weights cos sin slots keys values"),
+        *_fields(_I64, "num_tokens num_heads num_kv_heads head_size block_size"),
+        ("eps", _F),
+        *_fields(_I32, "is_bf16 num_threads"),
+    ]
+
+
+@functools.cache
+def load_attention(head_size: int, march: str = "native") -> CDLL:
+    """Attention for one head size, a multiple of 16. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("attention", march, HEAD_SIZE=head_size))
+    library.attend.argtypes = [_P]
+    library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
+    library.attend.restype = library.write_kv.restype = None
+    return library
+
+
+@functools.cache
+def load_fused(march: str = "native") -> CDLL:
+    """What a layer computes between its matrices. Raises :class:`KernelsUnavailable`."""
+    library = _load(build("fused", march))
+    library.add_norm.argtypes = [_I32, _P, _P, _P, _P, _I64, _I64, _F, _I32]
+    library.rotate_and_write.argtypes = [_P]
+    library.silu_mul.argtypes = [_I32, _P, _P, _I64, _I64, _I32]
+    library.add_norm.restype = library.rotate_and_write.restype = library.silu_mul.restype = None
+    return library
+
+
+@functools.cache
+def warn_unavailable(reason: str) -> None:
+    """Once for each reason."""
+    log.warning("CPU kernels are not available, PyTorch's operations take their place (slower): %s", reason)
+
+
+def _load(path: Path) -> CDLL:
+    try:
+        return CDLL(str(path))  # ctypes gives up the interpreter lock in its calls
+    except OSError as error:
+        raise KernelsUnavailable(f"{path.name} cannot be loaded: {error}") from None

@@ -1,0 +1,84 @@
+"""The operations as C++ kernels: each passes over its data once, in float32 between loading and storing."""
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from ..attention.interface import AttentionPlan, KVCache
+from ..kernels.library import HeadsArgs, load_fused
+from .interface import Rotation
+from .torch_ops import TorchOps
+
+_SILU = ("silu", "swish")
+
+
+class CPUOps:
+    """Fulfils :class:`~.interface.Ops` for float32 and bfloat16. Raises ``KernelsUnavailable`` without a compiler."""
+
+    def __init__(self, march: str = "native") -> None:
+        self._kernels = load_fused(march)
+        self._torch = TorchOps()
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        assert residual.is_contiguous()
+        assert delta is None or delta.is_contiguous()
+        out = torch.empty_like(residual)
+        self._kernels.add_norm(
+            _is_bf16(residual),
+            residual.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            *residual.shape,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation not in _SILU:
+            return self._torch.gate(gate_up, activation)
+        assert gate_up.is_contiguous()
+        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(rows, size)
+        threads = torch.get_num_threads()
+        self._kernels.silu_mul(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
+        return out
+
+    def rotate_and_write(
+        self,
+        heads: Tensor,
+        norm: tuple[Tensor, float] | None,
+        rotation: Rotation,
+        kv_cache: KVCache,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        assert heads.is_contiguous()
+        _, _, num_kv_heads, block_size, head_size = kv_cache.shape
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        keys, values = kv_cache.unbind()
+        weights, eps = norm if norm is not None else (None, 0.0)
+        args = HeadsArgs(
+            heads=heads.data_ptr(),
+            weights=None if weights is None else weights.data_ptr(),
+            cos=rotation[0].data_ptr(),
+            sin=rotation[1].data_ptr(),
+            slots=plan.slots.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            num_tokens=len(heads),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            eps=eps,
+            is_bf16=_is_bf16(heads),
+            num_threads=torch.get_num_threads(),
+        )
+        self._kernels.rotate_and_write(byref(args))
+        return heads[:, :num_heads]
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16

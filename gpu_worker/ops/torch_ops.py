@@ -1,0 +1,39 @@
+"""The operations as PyTorch has them, with the roundings of transformers."""
+
+from torch import Tensor
+
+from ..activation import ACTIVATIONS
+from ..attention.interface import AttentionPlan, KVCache
+from ..norm import rms_norm
+from ..rotary import rotate
+from .interface import Rotation
+
+
+class TorchOps:
+    """Fulfils :class:`~.interface.Ops` anywhere."""
+
+    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        if delta is not None:
+            residual += delta
+        return rms_norm(residual, weight, eps)
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+    def rotate_and_write(
+        self,
+        heads: Tensor,
+        norm: tuple[Tensor, float] | None,
+        rotation: Rotation,
+        kv_cache: KVCache,
+        plan: AttentionPlan,
+    ) -> Tensor:
+        num_kv_heads = kv_cache.shape[2]
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        query_key, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if norm is not None:
+            query_key = rms_norm(query_key, *norm)
+        query_key = rotate(query_key, *rotation)
+        plan.write_kv(query_key[:, num_heads:], value, kv_cache)
+        return query_key[:, :num_heads]

@@ -1,0 +1,83 @@
+"""Random batches over random block tables, and what a backend makes of them."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from tokenloom.gpu_worker.attention.interface import AttentionBackend
+from torch import Tensor
+
+BLOCK_SIZE = 16
+HEAD_SIZE = 32
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Step:
+    """A batch over a cache that holds random earlier keys and values."""
+
+    arrays: dict[str, Any]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cache: Tensor
+
+
+def shape(num_kv_heads: int, dtype: torch.dtype = torch.float32, num_heads: int = 4, head_size: int = HEAD_SIZE) -> Any:
+    return SimpleNamespace(
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        kv_bytes_per_token=2 * num_kv_heads * head_size * dtype.itemsize,
+    )
+
+
+def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config: Any) -> Step:
+    rng = np.random.default_rng(sum(query_lens) + sum(seq_lens))
+    generator = torch.Generator().manual_seed(sum(seq_lens))
+    width = max(-(-length // BLOCK_SIZE) for length in seq_lens)
+    num_blocks = len(seq_lens) * width
+    tables = rng.permutation(num_blocks).reshape(len(seq_lens), width).astype(np.int32)
+    positions = [np.arange(end - count, end) for count, end in zip(query_lens, seq_lens, strict=True)]
+    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for table, p in zip(tables, positions, strict=True)]
+    arrays = {
+        "cu_query_lens": np.cumsum([0, *query_lens]).astype(np.int32),
+        "seq_lens": np.array(seq_lens, dtype=np.int32),
+        "block_tables": tables,
+        "slot_mapping": np.concatenate(slots),
+    }
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(config.dtype)
+
+    total = sum(query_lens)
+    return Step(
+        arrays,
+        query=normal(total, num_heads, config.head_size),
+        key=normal(total, config.num_kv_heads, config.head_size),
+        value=normal(total, config.num_kv_heads, config.head_size),
+        cache=normal(2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size),
+    )
+
+
+def run(backend: AttentionBackend, step: Step, window: int | None) -> tuple[Tensor, Tensor]:
+    cache = step.cache.clone()
+    plan = backend.plan(**step.arrays)
+    plan.write_kv(step.key, step.value, cache)
+    return plan.attend(step.query, cache, step.query.shape[2] ** -0.5, window), cache
+
+
+BATCHES = {
+    "one decode": ([1], [37]),
+    "first token": ([1], [1]),
+    "decodes of many lengths": ([1] * 9, [1, 16, 17, 32, 33, 100, 101, 250, 500]),
+    "decodes of one length": ([1] * 4, [48] * 4),
+    "one prefill": ([77], [77]),
+    "prefills": ([5, 16, 64, 33], [5, 16, 64, 33]),
+    "chunks of longer prompts": ([10, 16, 1, 50], [200, 32, 90, 51]),
+    "decodes between prefills": ([1, 20, 1, 7, 1], [64, 20, 5, 130, 17]),
+}

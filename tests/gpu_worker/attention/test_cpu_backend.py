@@ -1,0 +1,122 @@
+"""The C++ kernels against the reference, over random block tables; also as built for lesser processors."""
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
+from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+
+from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, run, shape
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+CPUINFO = Path("/proc/cpuinfo").read_text()
+LONG = {
+    "split decodes": ([1, 1, 1], [3000, 700, 20]),
+    "a split decode beside a prefill": ([1, 90], [2000, 90]),
+}
+ALL = BATCHES | LONG
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """More than one, so that pieces and merges meet."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def compare(batch, config, window, march="native", **tolerance):
+    step = make_step(*ALL[batch], config.num_heads, config)
+    expected, expected_cache = run(ReferenceBackend(config, BLOCK_SIZE, CPU), step, window)
+    found, cache = run(CPUBackend(config, BLOCK_SIZE, CPU, march), step, window)
+    assert torch.equal(cache, expected_cache)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, **{"rtol": 1e-5, "atol": 2e-6, **tolerance})
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 1000])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (4, 1), (6, 1), (32, 1)])
+@pytest.mark.parametrize("batch", ALL)
+def test_equals_the_reference(batch, num_heads, num_kv_heads, window):
+    compare(batch, shape(num_kv_heads, num_heads=num_heads), window)
+
+
+@pytest.mark.parametrize("head_size", [16, 64, 80, 128])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("batch", ALL)
+def test_head_sizes(batch, window, head_size):
+    compare(batch, shape(2, head_size=head_size), window)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("batch", ALL)
+def test_bfloat16_is_close(batch, window):
+    compare(batch, shape(2, torch.bfloat16), window, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in CPUINFO, reason="builds for x86-64")
+@pytest.mark.parametrize("march", ["x86-64", "x86-64-v3"])
+@pytest.mark.parametrize("batch", ALL)
+def test_builds_for_lesser_processors_are_right(batch, march):
+    for window in (None, 40):
+        compare(batch, shape(2), window, march)
+        compare(batch, shape(1, num_heads=6), window, march)
+        compare(batch, shape(2, torch.bfloat16), window, march, rtol=2e-2, atol=2e-2)
+
+
+def test_another_request_s_infinities_stay_its_own():
+    config = shape(2)
+    step = make_step([1, 20, 1], [5, 100, 20], 4, config)
+    step.cache[:, step.arrays["block_tables"][1]] = float("nan")
+    step.cache[:, step.arrays["block_tables"][0][1:]] = float("nan")
+    found, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
+    assert found[[0, 21]].isfinite().all()
+    assert found[1:21].isnan().all()
+
+
+def test_what_lies_behind_a_request_s_tokens_is_not_read():
+    config = shape(2)
+    step = make_step([1, 7], [5, 23], 4, config)
+    clean, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
+    first, second = step.arrays["block_tables"][:, :2]
+    step.cache[:, first[0], :, 5:] = float("nan")
+    step.cache[:, second[1], :, 7:] = float("nan")
+    found, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
+    assert torch.equal(found, clean)
+
+
+def test_queries_may_lie_within_wider_rows():
+    """As they do in the output of a merged projection."""
+    config = shape(2)
+    step = make_step(*BATCHES["decodes between prefills"], 4, config)
+    expected, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
+    wide = torch.cat((step.query, step.key, step.value), dim=1)
+    step.query, step.key, step.value = wide.split([4, 2, 2], dim=1)
+    found, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
+    assert torch.equal(found, expected)
+
+
+def test_a_plan_keeps_no_reference_to_its_arrays():
+    config = shape(2)
+    step = make_step(*BATCHES["decodes between prefills"], 4, config)
+    backend = CPUBackend(config, BLOCK_SIZE, CPU)
+    expected, _ = run(backend, step, None)
+    arrays = {name: values.copy() for name, values in step.arrays.items()}
+    plan = backend.plan(**arrays)
+    for values in arrays.values():
+        values[:] = 0
+    cache = step.cache.clone()
+    plan.write_kv(step.key, step.value, cache)
+    assert torch.equal(plan.attend(step.query, cache, HEAD_SIZE**-0.5), expected)
+
+
+@pytest.mark.parametrize(("block_size", "entries"), [(8, {}), (16, {"head_size": 24}), (16, {"num_heads": 33})])
+def test_shapes_that_the_kernel_does_not_know(block_size, entries):
+    with pytest.raises(KernelsUnavailable):
+        CPUBackend(shape(1, **entries), block_size, CPU)

@@ -1,0 +1,79 @@
+"""Kernels are compiled once, and what goes wrong is said in one line."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  loads the OpenMP runtime that kernels are to share
+from tokenloom.gpu_worker.kernels import compiler
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable, build
+from tokenloom.gpu_worker.kernels.library import load_attention, load_fused
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the sources compiled so far."""
+    names = []
+    compile_ = compiler._compile
+
+    def count(source, *rest):
+        names.append(source.stem)
+        compile_(source, *rest)
+
+    monkeypatch.setattr(compiler, "_compile", count)
+    return names
+
+
+@needs_compiler
+def test_an_equal_library_is_built_once(tmp_path, compiled):
+    first = build("fused", cache_dir=tmp_path / "cache")
+    assert build("fused", cache_dir=tmp_path / "cache") == first
+    assert compiled == ["fused"]
+    assert list((tmp_path / "cache").iterdir()) == [first], "nothing but the library stays"
+
+
+@needs_compiler
+def test_another_processor_or_target_is_another_library(tmp_path, compiled, monkeypatch):
+    paths = {build("fused", cache_dir=tmp_path), build("fused", march="x86-64-v2", cache_dir=tmp_path)}
+    monkeypatch.setattr(compiler, "_cpu", lambda: "flags : sse2")
+    paths.add(build("fused", cache_dir=tmp_path))
+    assert len(paths) == len(compiled) == 3
+
+
+@needs_compiler
+def test_without_a_writable_cache_the_process_has_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    path = build("fused", cache_dir=tmp_path)
+    assert path.exists()
+    assert tmp_path not in path.parents
+    assert path == build("fused", cache_dir=tmp_path)
+
+
+@needs_compiler
+def test_a_failed_build_says_why(tmp_path):
+    with pytest.raises(KernelsUnavailable, match=r"g\+\+ failed: .*march"):
+        build("fused", march="psychic", cache_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_compiler(monkeypatch):
+    def run(*_args, **_options):
+        raise FileNotFoundError("g++")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    compiler._compiler_version.cache_clear()
+    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
+        build("fused")
+    compiler._compiler_version.cache_clear()
+
+
+@needs_compiler
+def test_kernels_and_torch_share_one_openmp_runtime():
+    load_attention(32)
+    load_fused()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    assert len({path for path in mapped if "libgomp" in path or "libomp" in path or "libiomp" in path}) == 1

@@ -1,0 +1,109 @@
+"""Fused operations compute what PyTorch's do."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenloom.gpu_worker.attention.cache import write_slots
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.ops import registry
+from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
+from tokenloom.gpu_worker.ops.registry import make_ops
+from tokenloom.gpu_worker.ops.torch_ops import TorchOps
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 5e-2}}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
+builds = pytest.mark.parametrize("march", ["native", "x86-64"])
+rows = pytest.mark.parametrize("num_rows", [1, 5, 300])
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(dtype, *size):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(dtype)
+
+
+@dtypes
+@builds
+@rows
+@pytest.mark.parametrize("size", [256, 100, 7])
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_add_norm(dtype, march, num_rows, size, with_delta):
+    residual, weight = random(dtype, num_rows, size), random(dtype, size)
+    delta = random(dtype, num_rows + 1, size)[1:] if with_delta else None
+    results = []
+    for ops in (TorchOps(), CPUOps(march)):
+        stream = residual.clone()
+        results.append((ops.add_norm(stream, delta, weight, 1e-5), stream))
+    (expected, expected_stream), (found, stream) = results
+    assert torch.equal(stream, expected_stream)
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+
+
+@dtypes
+@builds
+@rows
+@pytest.mark.parametrize("size", [256, 100, 7])
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu"])
+def test_gate(dtype, march, num_rows, size, activation):
+    gate_up = 4 * random(dtype, num_rows, 2 * size)
+    found = CPUOps(march).gate(gate_up, activation)
+    torch.testing.assert_close(found, TorchOps().gate(gate_up, activation), **TOLERANCE[dtype])
+
+
+def test_gates_of_any_size():
+    gate_up = torch.tensor([[-1e30, -100.0, 0.0, 100.0, 1e30, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    expected = torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e30]])
+    torch.testing.assert_close(CPUOps().gate(gate_up, "silu"), expected, rtol=1e-6, atol=1e-6)
+
+
+@dtypes
+@builds
+@rows
+@pytest.mark.parametrize("head_size", [64, 24, 6])
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rotate_and_write(dtype, march, num_rows, head_size, with_norm):
+    heads = random(dtype, num_rows, 4 + 2 * 2, head_size)
+    angles = random(torch.float32, num_rows, 1, head_size // 2)
+    norm = (random(dtype, 6, head_size), 1e-6) if with_norm else None
+    num_blocks = -(-num_rows // BLOCK_SIZE) + 2
+    slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(1))[:num_rows]
+    results = []
+    for ops in (TorchOps(), CPUOps(march)):
+        cache = torch.zeros(2, num_blocks, 2, BLOCK_SIZE, head_size, dtype=dtype)
+
+        def write_kv(key, value, kv_cache):
+            write_slots(key, value, kv_cache, slots // BLOCK_SIZE, slots % BLOCK_SIZE)
+
+        plan = SimpleNamespace(slots=slots, write_kv=write_kv)
+        query = ops.rotate_and_write(heads.clone(), norm, (angles.cos(), angles.sin()), cache, plan)
+        results.append((query, cache))
+    (expected, expected_cache), (found, cache) = results
+    torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(cache[0], expected_cache[0], **TOLERANCE[dtype])
+    assert torch.equal(cache[1], expected_cache[1])
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("auto", CPUOps), ("cpu", CPUOps), ("torch", TorchOps)])
+def test_which_go_with_a_backend(backend, kind):
+    assert isinstance(make_ops(backend, CPU), kind)
+    assert isinstance(make_ops(backend, torch.device("meta")), TorchOps)
+
+
+def test_torch_takes_the_place_of_missing_kernels(monkeypatch):
+    def fail():
+        raise KernelsUnavailable("there is no C++ compiler (g++)")
+
+    monkeypatch.setattr(registry, "CPUOps", fail)
+    assert isinstance(make_ops("auto", CPU), TorchOps)

@@ -1,0 +1,45 @@
+"""``tokenloom bench mesh``: what the services cost beside an engine."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom.bench import machine
+from tokenloom.bench import mesh as mesh_bench
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL_NAME
+
+from .bench_load import AsJson
+from .bench_output import bars, failures, show
+from .flags import model_directory
+
+_STEPS_MS, _BATCHES = [4.0, 10.0, 20.0], [64, 256]
+
+
+def mesh(
+    step_ms: Annotated[
+        list[float] | None, typer.Option(min=0, help="How long a step waits; 0: flat out. [default: 4, 10, 20]")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests that stream at once. [default: 64, 256]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long each run takes.")] = 10.0,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 16,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    model: Annotated[str, typer.Option(help="Whose tokenizer to use.")] = DEMO_MODEL_NAME,
+    output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a local mesh whose engine only waits: latency that the mesh adds, tokens/s, CPU per token by service."""
+    path, _ = model_directory(model, None)
+    reports = []
+    with failures(), bars() as bar:
+        for ms in step_ms or _STEPS_MS:
+            for size in batch or _BATCHES:
+                case = mesh_bench.MeshCase(ms, size, seconds, input_len, output_len)
+                reports.append(asyncio.run(mesh_bench.run_case(path, case, partial(bar, case.title))))
+    report = {"machine": machine.describe(), "cases": reports}
+    show(report, mesh_bench.tables(reports), as_json=as_json, path=output_json)
+    raise typer.Exit(1 if any(case["failed"] for case in reports) else 0)

@@ -1,0 +1,96 @@
+"""``tokenloom bench throughput`` and ``step``: the engine without a mesh."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom.bench import machine
+from tokenloom.bench.datasets import DatasetName, DatasetOptions
+from tokenloom.bench.step_tables import decode_table, overhead_table
+from tokenloom.bench.throughput import ThroughputOptions, run_throughput, table
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL_NAME
+
+from .bench_load import AsJson, Dataset, InputLen, NumPrefixes, OutputLen, PrefixLen, RangeRatio, Seed
+from .bench_output import failures, show
+from .flags import model_directory
+from .serve import Dtype
+
+OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
+Model = Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")]
+
+
+def throughput(
+    model: Model = DEMO_MODEL_NAME,
+    dataset_name: Dataset = DatasetName.RANDOM,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts in the batch.")] = 32,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    range_ratio: RangeRatio = 0.0,
+    prefix_len: PrefixLen = 512,
+    num_prefixes: NumPrefixes = 1,
+    seed: Seed = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Number format.")] = Dtype.AUTO,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in a step.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, tokens.")] = None,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time the offline API on one batch of prompts: requests/s and tokens/s."""
+    with failures():
+        options = ThroughputOptions(
+            model=model,
+            dataset=DatasetOptions(
+                name=dataset_name,
+                num_prompts=num_prompts,
+                input_len=input_len,
+                output_len=output_len,
+                range_ratio=range_ratio,
+                prefix_len=prefix_len,
+                num_prefixes=num_prefixes,
+                seed=seed,
+            ),
+            llm={
+                "dtype": dtype.value,
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "max_model_len": max_model_len,
+            },
+            progress=sys.stderr.isatty(),
+        )
+        report = run_throughput(options)
+    show(report, [table(report)], as_json=as_json, path=output_json)
+
+
+def step(
+    model: Model = DEMO_MODEL_NAME,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests that decode at once. [default: 1, 8, 32]")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each request before the measured steps.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 64,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0: the library's choice.")] = 0,
+    dtype: Annotated[Dtype, typer.Option(help="Number format.")] = Dtype.AUTO,
+    attention_backend: Annotated[str, typer.Option(help="By default the engine's own choice.")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Requests that run where Python's share is measured.")] = 256,
+    overhead_context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Their prompts' lengths there. [default: 128, 2048]")
+    ] = None,
+    output_json: OutputJson = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a decode step against the memory bandwidth, and Python's share of a step."""
+    # Here: these two import torch.
+    from tokenloom.bench.decode_step import DecodeOptions, run_decode
+    from tokenloom.bench.step_overhead import OverheadOptions, run_overhead
+
+    path, name = model_directory(model, None)
+    with failures():
+        decode = run_decode(
+            DecodeOptions(path, tuple(batch or (1, 8, 32)), context, steps, dtype.value, threads, attention_backend)
+        )
+        overhead = [run_overhead(OverheadOptions(requests, length)) for length in overhead_context or (128, 2048)]
+    report = {"machine": machine.describe(), "model": name, "decode": decode, "overhead": overhead}
+    show(report, [decode_table(decode), overhead_table(overhead)], as_json=as_json, path=output_json)

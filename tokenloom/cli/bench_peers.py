@@ -1,0 +1,92 @@
+"""``tokenloom bench peers`` and ``model``: other engines beside ours, and checkpoints to compare on."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tokenloom.bench.peers.compare import ADAPTERS, PeerOptions, run_peers, tables
+from tokenloom.bench.peers.workloads import WORKLOADS
+
+from .bench_load import AsJson, Seed
+from .bench_output import failures, show
+
+
+def peers(
+    model: Annotated[
+        Path,
+        typer.Argument(exists=True, file_okay=False, help="Checkpoint; MODEL-ov and MODEL-<type>.gguf lie beside it."),
+    ],
+    python: Annotated[
+        list[str] | None,
+        typer.Option(help="ENGINE=INTERPRETER of its environment: vllm=/opt/vllm/bin/python. This one has tokenloom."),
+    ] = None,
+    root: Annotated[
+        Path | None, typer.Option(help="Where environments lie, named by engine: every ROOT/ENGINE/bin/python counts.")
+    ] = None,
+    workload: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(WORKLOADS)}]")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; in each, all engines take a turn.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads of each; 0: all cores.")] = 0,
+    option: Annotated[
+        list[str] | None, typer.Option("--set", help="ENGINE.NAME=VALUE for an adapter: openvino.kv=bf16.")
+    ] = None,
+    seed: Seed = 0,
+    output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run engines side by side: one stream, a batch of 32, and 32 prompts that share 512 tokens."""
+    console = Console(stderr=True)
+    with failures():
+        options = PeerOptions(
+            model=model.resolve(),
+            pythons=_pythons(python or [], root),
+            workloads=tuple(workload or WORKLOADS),
+            repeats=repeats,
+            threads=threads,
+            options=_options(option or []),
+            seed=seed,
+        )
+        if unknown := set(options.workloads) - set(WORKLOADS):
+            raise ValueError(f"workload {', '.join(sorted(unknown))} is unknown; there are {', '.join(WORKLOADS)}")
+        with console.status(f"loading {', '.join(options.pythons)}") as status:
+            report = run_peers(options, lambda name, engine: status.update(f"{name}: {engine}"))
+    show(report, tables(report), as_json=as_json, path=output_json)
+
+
+def model(
+    shape: Annotated[str, typer.Argument(help="tiny-fp32, tiny-bf16 or qwen3-0.6b.")],
+    directory: Annotated[Path, typer.Argument(file_okay=False, help="Where to write the checkpoint.")],
+) -> None:
+    """Write a checkpoint of a real shape with random weights, to measure with."""
+    from tokenloom.bench.random_model import write_model  # imports torch
+
+    with failures():
+        write_model(shape, directory)
+
+
+def _pythons(given: list[str], root: Path | None) -> dict[str, str]:
+    """Ours first; of the others those that were named or found."""
+    found = {"tokenloom": sys.executable}
+    for engine in ADAPTERS if root is not None else ():
+        assert root is not None
+        if (candidate := root / engine / "bin" / "python").exists():
+            found[engine] = str(candidate)
+    for text in given:
+        engine, separator, interpreter = text.partition("=")
+        if engine not in ADAPTERS or not separator:
+            raise ValueError(f"python: {text!r} must be ENGINE=INTERPRETER with one of {', '.join(ADAPTERS)}")
+        found[engine] = interpreter
+    return found
+
+
+def _options(texts: list[str]) -> dict[str, dict[str, str]]:
+    options: dict[str, dict[str, str]] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        engine, _, name = key.partition(".")
+        if engine not in ADAPTERS or not name or not separator:
+            raise ValueError(f"set: {text!r} must be ENGINE.NAME=VALUE with one of {', '.join(ADAPTERS)}")
+        options.setdefault(engine, {})[name] = value
+    return options

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from tokenloom.engine_core.kv_transport import IntArray, KVPool, KVRegion, KVTransport
 from tokenloom.engine_core.offload_tier import OffloadTier, TierLoad, TierSave
 from tokenloom.engine_core.pool_memory import PoolMemory

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from tokenloom.services.runtime.checkpoint import load_tokenizer
 
+from tokenloom.services.runtime.checkpoint import load_tokenizer
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 

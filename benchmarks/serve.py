@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
 from tokenloom.services.runtime.checkpoint import load_tokenizer, resolve
 
 from . import machine

@@ -3,6 +3,7 @@
 import argparse
 
 import grpc
+
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 

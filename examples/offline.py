@@ -2,9 +2,8 @@
 
 import argparse
 
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL
-
 from tokenloom import LLM, SamplingParams
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.kv_transport import KVPool
 from tokenloom.engine_core.pool_memory import PoolMemory

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 

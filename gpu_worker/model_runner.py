@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+
 from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 

@@ -1,9 +1,10 @@
 """Allocation of the paged KV cache and writing to it: the layout that every backend here shares."""
 
 import torch
+from torch import Tensor
+
 from tokenloom.engine_core.kv_transport import KVPool, KVRegion
 from tokenloom.engine_core.pool_memory import PoolMemory
-from torch import Tensor
 
 from ..model_config import ModelConfig
 from .interface import KVCache

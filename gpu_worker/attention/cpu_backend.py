@@ -5,8 +5,9 @@ from ctypes import byref
 import numpy as np
 import numpy.typing as npt
 import torch
-from tokenloom.engine_core.pool_memory import PoolMemory
 from torch import Tensor
+
+from tokenloom.engine_core.pool_memory import PoolMemory
 
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from tokenloom.engine_core.pool_memory import PoolMemory
 from torch import Tensor
+
+from tokenloom.engine_core.pool_memory import PoolMemory
 
 IntArray = npt.NDArray[np.signedinteger[Any]]
 

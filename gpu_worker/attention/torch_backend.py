@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenloom.engine_core.pool_memory import PoolMemory
 from torch import Tensor
+
+from tokenloom.engine_core.pool_memory import PoolMemory
 
 from ..model_config import ModelConfig
 from .cache import allocate_kv_caches, write_slots

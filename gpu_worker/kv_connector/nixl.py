@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
 from tokenloom.engine_core.kv_transport import (
     BlockIds,
     IntArray,

@@ -16,6 +16,7 @@ import threading
 import weakref
 
 import msgspec
+
 from tokenloom.engine_core.kv_transport import (
     BlockIds,
     Bytes,

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+
 from tokenloom.engine_core.kv_transport import IntArray, KVPool
 
 _LENGTH = struct.Struct("<I")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+
 from tokenloom.engine_core.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
 
 from .listener import Listener, hang_up

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
 from tokenloom.engine_core.sampling_params import SamplingParams
 
 _COLUMNS = 64  # of the maxima that bound the k-th value from below: few elements pass, and the pass stays cheap

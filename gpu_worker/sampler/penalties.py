@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+
 from tokenloom.engine_core.sampling_params import SamplingParams
 
 

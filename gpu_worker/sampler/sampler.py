@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from tokenloom.engine_core.sampling_params import SamplingParams
 
 from .allowed_set import allowed_set

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 from prometheus_client import Counter, Gauge
+
 from tokenloom.v1 import coordinator_pb2_grpc
 
 from ..runtime.host import Host

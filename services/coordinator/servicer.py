@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from prometheus_client import Counter
+
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import (
     Drain,

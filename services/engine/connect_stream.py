@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TypeAlias
 
 import grpc.aio
+
 from tokenloom.v1 import engine_pb2, types_pb2
 
 from ..runtime.credit import Credit

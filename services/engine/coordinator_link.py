@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 import grpc.aio
+
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2, types_pb2
 
 from ..runtime.channels import open_channel

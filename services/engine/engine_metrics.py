@@ -3,6 +3,7 @@
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
 from tokenloom.engine_core.messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
 from ..runtime import metrics

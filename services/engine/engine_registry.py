@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 import grpc.aio
+
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc
 

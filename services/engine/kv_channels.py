@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc.aio
+
 from tokenloom.v1 import kv_transfer_pb2_grpc
 
 from ..runtime.channels import open_channel

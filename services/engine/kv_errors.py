@@ -2,6 +2,7 @@
 
 import grpc
 import grpc.aio
+
 from tokenloom.engine_core.kv_messages import KV_FAILURES
 from tokenloom.engine_core.kv_transport import KVTransferError
 

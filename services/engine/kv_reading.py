@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, TypeVar
 
 import grpc.aio
+
 from tokenloom.engine_core.kv_messages import KVTarget
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc

@@ -1,6 +1,7 @@
 """The listener of ``KVTransfer``: a port of its own, for engines only."""
 
 import grpc.aio
+
 from tokenloom.v1 import kv_transfer_pb2_grpc
 
 from ..runtime import addresses

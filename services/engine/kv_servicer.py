@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from google.protobuf import duration_pb2
+
 from tokenloom.engine_core.kv_messages import KVAnswer
 from tokenloom.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 

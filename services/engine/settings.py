@@ -3,6 +3,7 @@
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
+
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
 from tokenloom.gpu_worker.kv_connector import registry
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc.aio
+
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, output_processor_pb2
 
 from ..runtime import errors

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import grpc
 import grpc.aio
+
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from ..runtime import channels

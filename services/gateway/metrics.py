@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
+
 from tokenloom.v1 import types_pb2
 
 from ..runtime import metrics

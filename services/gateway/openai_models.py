@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..runtime import errors, validation

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
+
 from tokenloom.v1 import output_processor_pb2, output_processor_pb2_grpc, types_pb2
 
 from ..runtime import channels, errors, hello

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import msgspec
+
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from ..runtime import errors

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import grpc
 import grpc.aio
+
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 from ..runtime import channels, errors

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from google.protobuf.duration_pb2 import Duration
+
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason

@@ -1,6 +1,7 @@
 """What an output processor counts."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import grpc.aio
+
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import PickId

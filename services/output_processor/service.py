@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server

@@ -28,6 +28,7 @@ import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
 from google.rpc import error_details_pb2, status_pb2
+
 from tokenloom.v1 import types_pb2
 
 log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from tokenizers import Tokenizer
+
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 from ..runtime import errors

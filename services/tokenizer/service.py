@@ -3,6 +3,7 @@
 import asyncio
 
 from tokenizers import Tokenizer
+
 from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
 from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint

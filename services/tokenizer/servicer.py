@@ -3,6 +3,7 @@
 from typing import Any
 
 import grpc.aio
+
 from tokenloom.v1.tokenizer_pb2 import (
     DecodeRequest,
     DecodeResponse,

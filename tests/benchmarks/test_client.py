@@ -3,12 +3,12 @@
 import time
 
 import pytest
+
+from tests.benchmarks.fake_server import ANSWER, CUT, DONE, FakeServer, text
 from tokenloom.bench.bodies import CompletionBody
 from tokenloom.bench.client import Client, Endpoint
 from tokenloom.bench.datasets import Prompt
 from tokenloom.bench.events import Outcome
-
-from tests.benchmarks.fake_server import ANSWER, CUT, DONE, FakeServer, text
 
 PROMPT = Prompt([1, 2, 3], 5, "chat")
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+
 from tokenloom.bench.datasets import DatasetName, DatasetOptions, make_prompts
 
 VOCABULARY = 1000

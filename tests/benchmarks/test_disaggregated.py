@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tokenloom.bench.datasets import DatasetName, DatasetOptions
 from tokenloom.bench.disaggregated import Contender, ServerBroke, compare, report, serve_command, table, write_plot
 from tokenloom.bench.events import Outcome
 from tokenloom.bench.load import Pace
 from tokenloom.bench.serve import ServeOptions
 from tokenloom.bench.slo import Objectives
-
 from tokenloom.supervisor.ports import choose_ports
 
 DATASET = DatasetOptions(

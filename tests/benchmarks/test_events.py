@@ -1,9 +1,9 @@
 """Bytes of a stream to times and counts."""
 
 import pytest
-from tokenloom.bench.events import AnswerReader, Outcome
 
 from tests.benchmarks.fake_server import DONE, event, text, usage
+from tokenloom.bench.events import AnswerReader, Outcome
 
 
 def read(*arrivals: tuple[float, bytes], sent: float = 10.0) -> Outcome:

@@ -3,13 +3,13 @@
 import math
 
 import pytest
+
+from tests.benchmarks.fake_server import ANSWER, FakeServer
 from tokenloom.bench.bodies import CompletionBody
 from tokenloom.bench.client import Client, Endpoint
 from tokenloom.bench.datasets import Prompt
 from tokenloom.bench.events import Outcome
 from tokenloom.bench.load import Pace, arrival_times, run_load
-
-from tests.benchmarks.fake_server import ANSWER, FakeServer
 
 
 def test_without_a_rate_all_come_at_once() -> None:

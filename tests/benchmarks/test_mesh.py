@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokenloom.bench.events import Outcome
 from tokenloom.bench.load import LoadResult
 from tokenloom.bench.mesh import MeshCase, added_ms, mesh_options, run_case, steady_rate, summarize, tables

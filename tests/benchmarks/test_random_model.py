@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tokenloom.bench.random_model import write_model
 from tokenloom.gpu_worker.model_config import load_model_config
 from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer

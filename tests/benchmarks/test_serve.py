@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+
+from tests.benchmarks.fake_server import ANSWER, FakeServer
 from tokenloom.bench.bodies import Backend
 from tokenloom.bench.datasets import DatasetName, DatasetOptions
 from tokenloom.bench.events import Outcome
@@ -13,8 +15,6 @@ from tokenloom.bench.serve import ServeOptions, ServeRun, prompts_for, run_serve
 from tokenloom.bench.serve_report import summarize, table
 from tokenloom.bench.slo import Objectives
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL_NAME
-
-from tests.benchmarks.fake_server import ANSWER, FakeServer
 
 MIXED = DatasetOptions(DatasetName.MIXED, num_prompts=10, input_len=4, output_len=3, long_input_len=20)
 

@@ -1,6 +1,7 @@
 """Objectives and who meets them."""
 
 import pytest
+
 from tokenloom.bench.events import Outcome
 from tokenloom.bench.slo import Objectives
 

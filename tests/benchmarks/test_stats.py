@@ -6,6 +6,7 @@ import statistics
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokenloom.bench.stats import Distribution, percentile, spread
 
 

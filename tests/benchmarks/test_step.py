@@ -1,6 +1,7 @@
 """The pieces of `bench step`, on the demo model and at small sizes."""
 
 import pytest
+
 from tokenloom.bench.bandwidth import read_bandwidth
 from tokenloom.bench.decode_step import DecodeOptions, run_decode, weight_bytes
 from tokenloom.bench.step_overhead import OverheadOptions, run_overhead

@@ -8,6 +8,7 @@ import grpc
 import openai
 import psutil
 import pytest
+
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 QUESTION = [{"role": "user", "content": "What is prefill?"}]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.core_kv import CoreKV

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+from tests.engine_core.helpers import make_config, make_request
+from tests.engine_core.processes import failing_core, has_ended
 from tokenloom.engine_core.async_client import AsyncClient, AsyncInprocClient, AsyncMPClient
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, UtilityError
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import EngineCoreOutputs
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-
-from tests.engine_core.helpers import make_config, make_request
-from tests.engine_core.processes import failing_core, has_ended
 
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
 

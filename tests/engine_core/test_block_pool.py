@@ -1,4 +1,5 @@
 import pytest
+
 from tokenloom.engine_core.block_pool import BlockPool
 
 

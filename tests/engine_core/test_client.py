@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+
+from tests.engine_core.helpers import make_config, make_request
+from tests.engine_core.processes import collect
 from tokenloom.engine_core.client import InprocClient, SyncClient, SyncMPClient
 from tokenloom.engine_core.config import WorkerConfig
 from tokenloom.engine_core.errors import UtilityError
 from tokenloom.engine_core.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
-
-from tests.engine_core.helpers import make_config, make_request
-from tests.engine_core.processes import collect
 
 # Steps take a moment, so that what is asked in the middle of a request comes in the middle of it.
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))

@@ -1,11 +1,11 @@
 import pytest
+
+from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, tokens_of
+from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import CoreReady, FinishReason
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-
-from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, tokens_of
-from tests.engine_core.invariants import check_idle
 
 
 def test_ready_says_what_was_settled() -> None:

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.engine_core.helpers import make_config, make_request
+from tests.engine_core.processes import collect, failing_core, has_ended, wait_until
 from tokenloom.engine_core.client import SyncMPClient
 from tokenloom.engine_core.core_launch import CORE_COMMAND
 from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.hash_worker import expected_tokens
 from tokenloom.engine_core.messages import FinishReason
-
-from tests.engine_core.helpers import make_config, make_request
-from tests.engine_core.processes import collect, failing_core, has_ended, wait_until
 
 ORPHAN_MAKER = """
 import sys

@@ -1,6 +1,7 @@
 """Injected faults: off by default, counted, deterministic."""
 
 import pytest
+
 from tokenloom.engine_core.failpoints import FAILPOINTS, Failpoints
 
 

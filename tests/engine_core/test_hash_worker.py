@@ -3,12 +3,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+from tests.engine_core.helpers import VOCAB_SIZE, make_config
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-
-from tests.engine_core.helpers import VOCAB_SIZE, make_config
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 

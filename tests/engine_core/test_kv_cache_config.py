@@ -1,5 +1,6 @@
 import msgspec
 import pytest
+
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.kv_cache_config import KVCacheConfig, size_kv_cache
 from tokenloom.engine_core.worker import ModelInfo

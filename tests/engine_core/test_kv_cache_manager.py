@@ -1,11 +1,11 @@
 import pytest
+
+from tests.engine_core.helpers import make_request
+from tests.engine_core.invariants import check_pool
 from tokenloom.engine_core import kv_cache_manager
 from tokenloom.engine_core.block_hash import hash_block
 from tokenloom.engine_core.kv_cache_manager import KVCacheManager
 from tokenloom.engine_core.request import Request
-
-from tests.engine_core.helpers import make_request
-from tests.engine_core.invariants import check_pool
 
 
 def make_request_of(prompt: list[int], salt: bytes = b"", request_id: str = "r") -> Request:

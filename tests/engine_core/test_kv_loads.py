@@ -1,6 +1,7 @@
 """A load's life, without threads: copied as it becomes ready, verified, ended once."""
 
 import pytest
+
 from tokenloom.engine_core.kv_loads import CopyTask, LoadOrder, LoadResult, Loads
 from tokenloom.engine_core.kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.kv_transport import KVTransferError

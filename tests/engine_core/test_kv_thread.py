@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+
 from tokenloom.engine_core.async_client import AsyncClient, AsyncInprocClient, AsyncMPClient
 from tokenloom.engine_core.config import EngineConfig, KVConfig
 from tokenloom.engine_core.errors import EngineDeadError

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokenloom.engine_core.kv_transport import (
     KVPool,
     KVRegion,

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.engine_core.leases import ANSWER_SECONDS, LeaseTable, prompt_digest
 

@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from tokenloom.engine_core.block_pool import BlockPool
 from tokenloom.engine_core.kv_connector import (
     KVConnectorMetadata,

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.core_kv import make_core_kv

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tokenloom.engine_core import offload_tier
 from tokenloom.engine_core.kv_transport import KVPool, KVRegion
 from tokenloom.engine_core.offload_tier import OffloadTier, TierIndex, TierLoad, TierSave

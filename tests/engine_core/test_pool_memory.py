@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+
 from tokenloom.engine_core.pool_memory import PoolMemory
 
 

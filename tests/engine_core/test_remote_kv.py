@@ -1,6 +1,7 @@
 """Prefill on one core, decode on another: what happens on the way never changes a token."""
 
 import pytest
+
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.hash_worker import expected_tokens
 from tokenloom.engine_core.messages import AcceptTokens, FinishReason

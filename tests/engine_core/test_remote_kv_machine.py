@@ -3,6 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.hash_worker import expected_tokens
 

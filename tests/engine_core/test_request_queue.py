@@ -1,7 +1,6 @@
+from tests.engine_core.helpers import make_request
 from tokenloom.engine_core.request import Request
 from tokenloom.engine_core.request_queue import RequestQueue
-
-from tests.engine_core.helpers import make_request
 
 
 def request(request_id: str, num_tokens: int = 1) -> Request:

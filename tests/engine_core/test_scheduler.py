@@ -1,12 +1,12 @@
 import pytest
+
+from tests.engine_core.helpers import make_request
+from tests.engine_core.invariants import check_idle, check_scheduler
 from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
 from tokenloom.engine_core.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.messages import EngineCoreOutput, FinishReason, PrefillStats
 from tokenloom.engine_core.scheduler import Scheduler
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-
-from tests.engine_core.helpers import make_request
-from tests.engine_core.invariants import check_idle, check_scheduler
 
 
 class Clock:

@@ -17,14 +17,14 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
+from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
+from tests.engine_core.invariants import check_idle, check_scheduler
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-
-from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
-from tests.engine_core.invariants import check_idle, check_scheduler
 
 MAX_MODEL_LEN = 48
 

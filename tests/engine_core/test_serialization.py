@@ -1,5 +1,6 @@
 import msgspec
 import pytest
+
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.serialization import Decoder, call_with_raw, encode, from_raw, to_raw

@@ -4,12 +4,12 @@ import time
 
 import msgspec
 import pytest
+
+from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.timed_worker import TimedWorker
-
-from tests.engine_core.helpers import make_config
 
 
 def run(core: EngineCore, requests: int, prompt_len: int = 6, max_tokens: int = 5) -> dict[str, list[int]]:

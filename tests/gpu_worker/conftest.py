@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
+
 from tokenloom.gpu_worker.attention.registry import make_attention_backend
 from tokenloom.gpu_worker.models.interface import Model
-from torch import Tensor
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tokenloom.gpu_worker.activation import ACTIVATIONS
 from transformers.activations import ACT2FN
+
+from tokenloom.gpu_worker.activation import ACTIVATIONS
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

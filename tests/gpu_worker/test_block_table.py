@@ -1,4 +1,5 @@
 import numpy as np
+
 from tokenloom.gpu_worker.block_table import BlockTable
 
 

@@ -1,6 +1,7 @@
 """The accounting of configuration entries."""
 
 import pytest
+
 from tokenloom.gpu_worker.config_reader import ConfigReader
 
 

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
 from tokenloom.gpu_worker.memory import available_memory
-
-from tokenloom import demo_model
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.input_batch import InputBatch

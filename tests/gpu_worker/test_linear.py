@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+
 from tokenloom.gpu_worker import packed_linear
 from tokenloom.gpu_worker.linear import PlainLinear, make_linear
 from tokenloom.gpu_worker.packed_linear import PackedLinear, can_pack

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tokenloom.gpu_worker.memory import available_memory, forget_mapped, peak_of
 
 KIB = 1024

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tokenloom.gpu_worker.model_config import ModelConfig, load_model_config
 
 LLAMA: dict[str, Any] = {

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tokenloom.gpu_worker.norm import LayerNorm, rms_norm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tokenloom.gpu_worker.norm import LayerNorm, rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
 from tokenloom.gpu_worker.config_reader import ConfigReader
 from tokenloom.gpu_worker.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies, read_rope, rotate
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from tokenloom.gpu_worker.models.registry import load_model
 from tokenloom.gpu_worker.weights import Checkpoint, stored_dtype, weight_files
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
+
 from tokenloom.engine_core.hash_worker import expected_tokens
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.engine_core.invariants import check_idle
+from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.engine_core.async_client import AsyncInprocClient
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.hash_worker import HashWorker
@@ -18,9 +20,6 @@ from tokenloom.services.engine.settings import EngineSettings
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 from tokenloom.services.runtime.host import Host
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
-
-from tests.engine_core.invariants import check_idle
-from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 
 MAX_MODEL_LEN = 2048
 POLL_SECONDS = 0.002

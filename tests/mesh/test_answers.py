@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import openai
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, Mesh
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 COMMON = {"model": MODEL, "return_token_ids": True, "ignore_eos": True}
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 import pytest
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.v1 import inference_pb2_grpc
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Mesh
 from tests.services.gateway.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, bad_bodies, bad_calls
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1 import inference_pb2_grpc
 
 SECONDS = 0.1
 GOOD: dict[str, dict[str, Any]] = {

@@ -10,10 +10,10 @@ import grpc
 import httpx
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from tests.mesh.harness import MODEL, Mesh
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
 SLOW = {"hash_step_seconds": 0.01}

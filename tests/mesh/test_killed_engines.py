@@ -8,12 +8,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tokenloom.engine_core.hash_worker import expected_tokens
 
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import SOON, VOCAB_SIZE
 from tests.mesh.split import POLL_SECONDS, SplitMesh
 from tests.mesh.test_disaggregation import prompt_of
+from tokenloom.engine_core.hash_worker import expected_tokens
 
 PREFILL = ("--hash-step-seconds", "0.01", "--max-num-batched-tokens", "64")
 DECODE = ("--failpoints", "slow_copy", "--hash-step-seconds", "0.01")

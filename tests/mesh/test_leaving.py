@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from tests.mesh.harness import MODEL, SOON, Mesh
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
 """At 10 ms a step, two seconds of work."""

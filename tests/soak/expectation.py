@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from tests.mesh.harness import VOCAB_SIZE
 from tokenloom.engine_core.hash_worker import expected_tokens
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
-
-from tests.mesh.harness import VOCAB_SIZE
 
 
 class Expectation(Protocol):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenloom.v1.types_pb2 import SamplingParams as wire
 
 from tokenloom import LLM, SamplingParams
+from tokenloom.v1.types_pb2 import SamplingParams as wire
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 STORY = "Once upon a time"

@@ -1,12 +1,12 @@
 """What the offline API makes of an engine core's outputs."""
 
 import pytest
+
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats
 from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.offline_request import OfflineRequest
 from tokenloom.services.output_processor.detokenizer import Detokenizer, Vocabulary
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, load_tokenizer
-
-from tokenloom.offline_request import OfflineRequest
 
 EOS = 2
 

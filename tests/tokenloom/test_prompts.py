@@ -1,8 +1,8 @@
 import pytest
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, load_tokenizer
-from tokenloom.services.runtime.errors import InvalidArgument
 
 from tokenloom.prompts import as_conversations, as_prompts, plain_message, read_prompt
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.services.runtime.errors import InvalidArgument
 
 USER = {"role": "user", "content": "hi"}
 

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tokenloom.bench.peers.compare import PeerFailed, PeerOptions, run_peers, tables, vocab_size
 from tokenloom.bench.peers.workloads import WORKLOADS, Workload
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenloom.gpu_worker.attention.interface import AttentionBackend
 from torch import Tensor
+
+from tokenloom.gpu_worker.attention.interface import AttentionBackend
 
 BLOCK_SIZE = 16
 HEAD_SIZE = 32

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 
 CONFIG: Any = SimpleNamespace(num_layers=1, num_kv_heads=2, head_size=8, dtype=torch.float32)

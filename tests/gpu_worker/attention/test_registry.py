@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 import torch
+
+from tests.gpu_worker.attention.steps import CPU, shape
 from tokenloom.gpu_worker.attention import cpu_backend
 from tokenloom.gpu_worker.attention.registry import make_attention_backend
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.kernels.library import warn_unavailable
-
-from tests.gpu_worker.attention.steps import CPU, shape
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 

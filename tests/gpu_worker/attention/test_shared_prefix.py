@@ -5,12 +5,12 @@ import shutil
 import numpy as np
 import pytest
 import torch
+
+from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, run, shape
 from tokenloom.gpu_worker.attention import shared_prefix
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.shared_prefix import find_shared_prefixes
-
-from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, run, shape
 
 
 def find(tables, seq_lens, query_lens=None, fewest=2):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+
+from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, run, shape
 from tokenloom.gpu_worker.attention import torch_backend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.torch_backend import TorchBackend
-
-from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, run, shape
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 1000])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch  # noqa: F401  loads the OpenMP runtime that kernels are to share
+
 from tokenloom.gpu_worker.kernels import compiler
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable, build
 from tokenloom.gpu_worker.kernels.library import load_attention, load_fused

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+
 from tokenloom.engine_core.kv_transport import KVPool, KVRegion
 from tokenloom.engine_core.pool_memory import PoolMemory
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.core_kv import make_core_kv
@@ -19,8 +21,6 @@ from tokenloom.gpu_worker.cpu_worker import CPUWorker
 from tokenloom.gpu_worker.kv_connector import nixl
 from tokenloom.gpu_worker.kv_connector.registry import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
-
-from tokenloom import demo_model
 
 MODEL = str(Path(demo_model.__file__).parent)
 MAKE: dict[str, Callable[[], list[KVTransport]]] = {

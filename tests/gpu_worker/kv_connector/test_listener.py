@@ -3,6 +3,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from tokenloom.gpu_worker.kv_connector.listener import Listener
 
 

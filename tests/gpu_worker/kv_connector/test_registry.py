@@ -1,4 +1,5 @@
 import pytest
+
 from tokenloom.gpu_worker.kv_connector import nixl, registry
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from tokenloom.engine_core.kv_transport import KVRegion, KVTransferError
 from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.gpu_worker.kv_connector.listener import Listener

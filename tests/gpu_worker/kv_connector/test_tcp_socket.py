@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
 from tokenloom.engine_core.kv_transport import KVPool, KVTransferError
 from tokenloom.gpu_worker.kv_connector.listener import Listener
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, send_frame

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+
 from tokenloom.engine_core.kv_transport import KVPool, KVReader, KVTransferError, KVTransport
 from tokenloom.gpu_worker.kv_connector import nixl
 from tokenloom.gpu_worker.kv_connector.nixl import NixlTransport

@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from tokenloom.gpu_worker.models.registry import load_model
 from tokenloom.gpu_worker.ops.registry import make_ops
-from torch import Tensor
 
 SaveCheckpoint = Callable[..., Path]
 EditConfig = Callable[..., None]

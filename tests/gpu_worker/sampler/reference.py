@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+
 from tokenloom.engine_core.sampling_params import SamplingParams
 
 

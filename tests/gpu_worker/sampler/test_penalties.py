@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import SeenTokens
 
 from tests.gpu_worker.sampler import reference
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.gpu_worker.sampler import SeenTokens
 
 VOCAB = 300
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from tokenloom.gpu_worker.sampler import Purpose, uniform
 from tokenloom.gpu_worker.sampler.philox import philox
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+
+from tests.gpu_worker.sampler import reference
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import Purpose, RowSampling, Sampler, SeenTokens, uniform
 from tokenloom.gpu_worker.sampler.sampler import first_past
-
-from tests.gpu_worker.sampler import reference
 
 VARIANTS = {
     "plain": {},

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from tokenloom.services.runtime.channels import open_channel
 
 

@@ -1,6 +1,7 @@
 """The score, counted picks and who is a candidate: the registry with a hand-driven clock."""
 
 import pytest
+
 from tokenloom.services.coordinator.placement import Policy
 from tokenloom.services.coordinator.registry import Registry
 from tokenloom.services.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable

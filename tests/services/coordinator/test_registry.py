@@ -3,6 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from tokenloom.services.coordinator.registry import Registry
 from tokenloom.services.runtime.errors import Unavailable
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+
 from tokenloom.services.coordinator.placement import Policy
 from tokenloom.services.coordinator.prefix_index import MAX_HASHES, PrefixIndex
 from tokenloom.services.coordinator.registry import Registry

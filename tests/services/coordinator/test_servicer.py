@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.runtime import errors

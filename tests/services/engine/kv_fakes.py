@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.services.engine.peer import VOCAB_SIZE, make_settings
 from tokenloom.engine_core.kv_messages import (
     KVAcquire,
     KVAnswer,
@@ -32,8 +33,6 @@ from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host import Host
 from tokenloom.services.runtime.service import running
 from tokenloom.v1.engine_pb2 import KVSource
-
-from tests.services.engine.peer import VOCAB_SIZE, make_settings
 
 BLOCK_SIZE = 4
 LAYOUT = "HND/f32/2x1x4"

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
+
 from tokenloom.engine_core.async_client import AsyncInprocClient
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.services.engine.service import EngineService

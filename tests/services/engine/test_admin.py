@@ -3,6 +3,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+
+from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.host import Host
 from tokenloom.v1.engine_pb2 import (
@@ -13,8 +15,6 @@ from tokenloom.v1.engine_pb2 import (
     ResumeRequest,
 )
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
-
-from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.services.engine.peer import Received, make_add
 from tokenloom.engine_core.messages import EngineCoreOutput, FinishReason, PrefillStats
 from tokenloom.services.engine.attempts import Attempt, Attempts
 from tokenloom.services.engine.frame_builder import FrameBuilder
 from tokenloom.services.runtime.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.v1.coordinator_pb2 import EngineRef
 from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, ModelLimits
-
-from tests.services.engine.peer import Received, make_add
 
 OWNER = EngineRef(engine_id="engine-0", epoch=5)
 LIMITS = ModelLimits(max_model_len=64, vocab_size=100)

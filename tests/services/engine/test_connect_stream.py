@@ -7,6 +7,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+
+from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine, seconds
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tokenloom.services.engine import connect_stream
@@ -17,8 +19,6 @@ from tokenloom.v1 import types_pb2
 from tokenloom.v1.engine_pb2 import GetEngineInfoRequest, KVSource, StopAt
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
-
-from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine, seconds
 
 ENDLESS = 1500
 

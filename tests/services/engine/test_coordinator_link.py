@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.engine import coordinator_link
@@ -26,8 +28,6 @@ from tokenloom.v1.coordinator_pb2 import (
 )
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint
-
-from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 
 
 @asynccontextmanager

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.services.engine.kv_fakes import running_coordinator
+from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 from tokenloom.engine_core.async_client import AsyncInprocClient
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.gpu_worker.kv_connector.registry import make_transports
@@ -17,9 +20,6 @@ from tokenloom.services.runtime.host import Host
 from tokenloom.services.runtime.service import running
 from tokenloom.v1.engine_pb2 import AcceptTokens, KVSource
 from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_PREFILLED
-
-from tests.services.engine.kv_fakes import running_coordinator
-from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 
 PROMPT = [7 + i % 50 for i in range(333)]
 

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.services.engine import engine_registry
 from tokenloom.services.engine.engine_registry import EngineRegistry, Owner

@@ -1,11 +1,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.services.engine.peer import Received
 from tokenloom.services.engine.frame_builder import FrameBuilder
 from tokenloom.v1.engine_pb2 import Finished
 from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Error
-
-from tests.services.engine.peer import Received
 
 
 def drain(builder: FrameBuilder) -> Received:

@@ -1,12 +1,12 @@
 import asyncio
 
 import pytest
+
+from tests.services.engine.kv_fakes import FakeCore
 from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.kv_messages import KVAnswer, KVCall, KVEvent, KVRemoteProgress, KVRenew, KVVerify
 from tokenloom.services.engine.kv_link import KVLink
 from tokenloom.services.runtime.errors import Unavailable
-
-from tests.services.engine.kv_fakes import FakeCore
 
 
 class MortalCore(FakeCore):

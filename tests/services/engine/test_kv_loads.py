@@ -8,6 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
+
+from tests.services.engine.kv_fakes import (
+    LEASE,
+    FakeCore,
+    owning_core,
+    running_coordinator,
+    running_front,
+    source_at,
+)
+from tests.services.engine.peer import Peer, make_add, seconds
 from tokenloom.engine_core.kv_messages import (
     KVAcquire,
     KVAnswer,
@@ -25,16 +35,6 @@ from tokenloom.services.runtime.host import Host
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.engine_pb2 import AddRequest, KVSource
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, FINISH_REASON_LENGTH
-
-from tests.services.engine.kv_fakes import (
-    LEASE,
-    FakeCore,
-    owning_core,
-    running_coordinator,
-    running_front,
-    source_at,
-)
-from tests.services.engine.peer import Peer, make_add, seconds
 
 PROMPT = list(range(1, 11))
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
+
+from tests.services.engine.kv_fakes import LAYOUT, LEASE, FakeCore, owning_core
 from tokenloom.engine_core.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.services.engine import kv_errors
@@ -17,8 +19,6 @@ from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.errors import InvalidArgument
 from tokenloom.v1.kv_transfer_pb2 import AcquireRequest, ProgressRequest, ReleaseRequest, RenewRequest
 from tokenloom.v1.kv_transfer_pb2_grpc import KVTransferStub
-
-from tests.services.engine.kv_fakes import LAYOUT, LEASE, FakeCore, owning_core
 
 EPOCH = 77
 ACQUISITION = b"reading"

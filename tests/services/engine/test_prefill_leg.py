@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.services.engine.kv_fakes import FakeCore, running_front
+from tests.services.engine.peer import Peer, make_add
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
 from tokenloom.services.runtime.host import Host
 from tokenloom.v1.engine_pb2 import KVGrant, KVSource, StopAt
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_PREFILLED, FINISH_REASON_STOP
-
-from tests.services.engine.kv_fakes import FakeCore, running_front
-from tests.services.engine.peer import Peer, make_add
 
 PROMPT = [1, 2, 3, 4, 5, 6]
 

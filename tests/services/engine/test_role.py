@@ -9,6 +9,9 @@ from typing import Any
 
 import grpc
 import pytest
+
+from tests.services.engine.kv_fakes import FakeCore, running_coordinator, running_front
+from tests.services.engine.peer import Peer, make_add
 from tokenloom.engine_core.messages import EngineCoreRequest, FinishReason, SchedulerStats
 from tokenloom.services.engine.settings import EngineSettings
 from tokenloom.services.runtime.channels import open_channel
@@ -18,9 +21,6 @@ from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import SetRoleRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, ENGINE_ROLE_DECODE, ENGINE_ROLE_PREFILL, EngineRole
-
-from tests.services.engine.kv_fakes import FakeCore, running_coordinator, running_front
-from tests.services.engine.peer import Peer, make_add
 
 
 class Mesh:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+
 from tokenloom.services.gateway.service import GatewayService
 from tokenloom.services.gateway.settings import GatewaySettings
 from tokenloom.services.runtime import channels, errors, hello

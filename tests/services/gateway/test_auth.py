@@ -7,12 +7,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.services.gateway.auth import ApiKeys
 from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
-
-from tests.services.gateway.fakes import MODEL, FakeMesh
 
 KEY = "sk-right"
 

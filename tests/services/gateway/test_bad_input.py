@@ -10,12 +10,12 @@ import grpc
 import httpx
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from tokenloom.services.gateway import body
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from tests.services.gateway.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, bad_bodies, bad_calls
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tokenloom.services.gateway import body
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 SECONDS = 0.1
 """Within which a bad request must be refused."""

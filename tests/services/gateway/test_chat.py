@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 import httpx
-from tokenloom.v1 import types_pb2
 
 from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
+from tokenloom.v1 import types_pb2
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 

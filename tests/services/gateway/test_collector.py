@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+
 from tokenloom.services.gateway.collector import Collector, Delta
 from tokenloom.services.runtime import errors
 from tokenloom.v1 import types_pb2

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tokenloom.services.runtime import errors
-from tokenloom.v1 import types_pb2
 
 from tests.services.gateway.fakes import EOS, FakeMesh, FakeRequest
+from tokenloom.services.runtime import errors
+from tokenloom.v1 import types_pb2
 
 
 async def start(

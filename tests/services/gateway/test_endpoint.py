@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tokenloom.services.runtime import errors
 
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
+from tokenloom.services.runtime import errors
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "a"}
 STREAM = {**BODY, "stream": True}

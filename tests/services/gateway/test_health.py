@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 import httpx
-from tokenloom.v1 import coordinator_pb2, inference_pb2
 
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tokenloom.v1 import coordinator_pb2, inference_pb2
 
 
 async def until_missing(http: httpx.AsyncClient, *parts: str) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tokenloom.services.gateway.http_server import HttpServer
-from tokenloom.services.runtime import errors
 
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
+from tokenloom.services.gateway.http_server import HttpServer
+from tokenloom.services.runtime import errors
 
 
 async def nothing(*_: object) -> None:

@@ -5,10 +5,10 @@ import json
 
 import grpc
 import pytest
-from tokenloom.services.runtime import errors
-from tokenloom.v1 import inference_pb2, types_pb2
 
 from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
+from tokenloom.services.runtime import errors
+from tokenloom.v1 import inference_pb2, types_pb2
 
 
 async def test_a_stream_of_text_and_tokens(mesh: FakeMesh) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 from google.protobuf.descriptor import Descriptor
-from tokenloom.v1 import engine_pb2, inference_pb2, output_processor_pb2
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
+from tokenloom.v1 import engine_pb2, inference_pb2, output_processor_pb2
 
 KV_TYPES = {engine_pb2.KVSource.DESCRIPTOR.full_name, engine_pb2.KVGrant.DESCRIPTOR.full_name}
 KV_FIELDS = {"kv_source", "hold_kv", "awaits_tokens", "kv_transfer_params", "lease_id", "engine_id", "engine_epoch"}

@@ -5,11 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.services.gateway.output_link import INITIAL_CREDIT
 from tokenloom.services.runtime import errors
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
-
-from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 
 BODY = {"model": MODEL, "prompt": "a", "max_tokens": 100}
 

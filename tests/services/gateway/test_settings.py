@@ -1,6 +1,7 @@
 """What a gateway can be told."""
 
 import pytest
+
 from tokenloom.services.gateway.settings import GatewaySettings
 
 

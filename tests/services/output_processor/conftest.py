@@ -7,14 +7,6 @@ from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from tokenloom.services.output_processor import session
-from tokenloom.services.output_processor.service import OutputProcessorService
-from tokenloom.services.output_processor.settings import OutputProcessorSettings
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
-from tokenloom.services.runtime.service import running
-from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 from tests.services.output_processor.fakes import (
     LIMITS,
@@ -25,6 +17,14 @@ from tests.services.output_processor.fakes import (
     serve_engine,
 )
 from tests.services.output_processor.harness import Mesh
+from tokenloom.services.output_processor import session
+from tokenloom.services.output_processor.service import OutputProcessorService
+from tokenloom.services.output_processor.settings import OutputProcessorSettings
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
+from tokenloom.services.runtime.service import running
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog.",

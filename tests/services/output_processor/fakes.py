@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc.aio
+
 from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (

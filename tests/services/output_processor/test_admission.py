@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+
 from tokenloom.services.output_processor.admission import Admission
 from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
 

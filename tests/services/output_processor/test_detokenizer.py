@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+
 from tokenloom.services.output_processor.detokenizer import Detokenizer, StopMatch, Vocabulary
 
 

@@ -1,12 +1,12 @@
 """Placement while the coordinator is away."""
 
 import pytest
+
+from tests.services.output_processor.fakes import entry
 from tokenloom.services.output_processor.last_snapshot import EngineKey, LastSnapshot
 from tokenloom.services.runtime.errors import Unavailable
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, Snapshot
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
-
-from tests.services.output_processor.fakes import entry
 
 BOTH, PREFILL, DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 OURS = Fingerprint(model="m", tokenizer=b"t")

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+
+from tests.services.output_processor.fakes import LENGTH, STOP, EngineStream, Gateway, submit
+from tests.services.output_processor.harness import Mesh
 from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
 from tokenloom.v1.coordinator_pb2 import PickRequest
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason
-
-from tests.services.output_processor.fakes import LENGTH, STOP, EngineStream, Gateway, submit
-from tests.services.output_processor.harness import Mesh
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 BOTH, PREFILL, DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE

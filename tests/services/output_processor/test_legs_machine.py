@@ -7,6 +7,8 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.services.output_processor.fakes import submit
 from tokenloom.services.output_processor.detokenizer import Vocabulary
 from tokenloom.services.output_processor.leg import Leg
 from tokenloom.services.output_processor.legs import Legs
@@ -20,8 +22,6 @@ from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason
-
-from tests.services.output_processor.fakes import submit
 
 SELDOM = st.integers(0, 19).map(lambda value: value == 13)
 """For what cuts a life short: most should get far."""

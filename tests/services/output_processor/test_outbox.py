@@ -2,6 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokenloom.services.output_processor.outbox import Outbox
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished
 

@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+
+from tests.services.output_processor.fakes import LIMITS, SOON, FakeCoordinator, serve_coordinator, submit
 from tokenloom.services.output_processor.engine_link import EngineLinks
 from tokenloom.services.output_processor.placement import Placer
 from tokenloom.services.runtime.errors import Unavailable
@@ -11,8 +13,6 @@ from tokenloom.services.runtime.hello import make_hello
 from tokenloom.services.runtime.tasks import Tasks
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
-
-from tests.services.output_processor.fakes import LIMITS, SOON, FakeCoordinator, serve_coordinator, submit
 
 FINGERPRINT = Fingerprint(model="m")
 

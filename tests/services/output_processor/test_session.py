@@ -8,6 +8,9 @@ import grpc
 import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
+
+from tests.services.output_processor.fakes import LENGTH, LIMITS, SOON, STOP, EngineStream, Gateway, submit
+from tests.services.output_processor.harness import Mesh
 from tokenloom.services.output_processor import engine_link
 from tokenloom.services.output_processor.request_state import RequestState
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
@@ -15,9 +18,6 @@ from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
 from tokenloom.v1.engine_pb2 import EngineFrame, Finished
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume
 from tokenloom.v1.types_pb2 import FinishReason
-
-from tests.services.output_processor.fakes import LENGTH, LIMITS, SOON, STOP, EngineStream, Gateway, submit
-from tests.services.output_processor.harness import Mesh
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokenloom.services.output_processor.stop_strings import Match, StopStrings
 
 pieces = st.lists(st.text("ab.", max_size=4), max_size=12)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+
 from tokenloom.services.output_processor.text_stream import TableStream, WindowStream, open_text_stream
 from tokenloom.services.output_processor.vocabulary import Vocabulary
 

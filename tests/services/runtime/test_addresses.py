@@ -1,6 +1,7 @@
 """Reading addresses, and what may be listened on."""
 
 import pytest
+
 from tokenloom.services.runtime import addresses
 from tokenloom.services.runtime.errors import InvalidArgument
 

@@ -1,6 +1,7 @@
 """Block hashes: chained, salted, and the same as the engine's."""
 
 import pytest
+
 from tokenloom.engine_core import block_hash as engine_core
 from tokenloom.services.runtime.block_hash import block_hashes
 

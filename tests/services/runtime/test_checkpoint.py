@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from tokenloom.services.runtime import checkpoint
 from tokenloom.services.runtime.checkpoint import CheckpointInfo
 from tokenloom.services.runtime.errors import InvalidArgument, NotFound

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+
 from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.host import Host

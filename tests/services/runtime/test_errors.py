@@ -6,6 +6,7 @@ import logging
 import grpc
 import grpc.aio
 import pytest
+
 from tokenloom.services.runtime import errors
 from tokenloom.v1 import types_pb2
 

@@ -1,6 +1,7 @@
 """Hello: who is who, and what is compared."""
 
 import pytest
+
 from tokenloom.services.runtime.channels import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.errors import FailedPrecondition
 from tokenloom.services.runtime.hello import PROTOCOL_VERSION, check_hello, fingerprint_difference, make_hello

@@ -7,6 +7,7 @@ import urllib.request
 
 import pytest
 from prometheus_client import CollectorRegistry
+
 from tokenloom.services.runtime import addresses, metrics
 
 

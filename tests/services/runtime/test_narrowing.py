@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from tokenloom.services.runtime.errors import InvalidArgument
 from tokenloom.services.runtime.narrowing import narrow_sampling, narrow_token_ids
 from tokenloom.services.runtime.validation import check_sampling

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tokenloom.services.runtime.errors import ResourceExhausted
 from tokenloom.services.runtime.pairing import Candidate, choose, missing_role
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint

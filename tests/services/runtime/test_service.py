@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
 from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.host import Host

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 from pydantic import Field
+
 from tokenloom.services.runtime.settings import CommaList, ServiceSettings
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
+
 from tokenloom.services.runtime import tasks as module
 from tokenloom.services.runtime.tasks import Tasks
 

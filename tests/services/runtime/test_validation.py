@@ -3,6 +3,7 @@
 import math
 
 import pytest
+
 from tokenloom.services.runtime import validation
 from tokenloom.services.runtime.errors import InvalidArgument
 from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams, TokenIds

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, CheckpointInfo
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+
 from tokenloom.services.runtime import errors
 from tokenloom.services.tokenizer.render_worker import Job
 from tokenloom.services.tokenizer.renderer import Renderer

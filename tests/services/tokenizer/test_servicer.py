@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from tokenizers import Tokenizer
+
 from tokenloom.services.runtime.block_hash import block_hashes
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 from tokenloom.cli.flags import flags, model_directory
 from tokenloom.cli.serve import Dtype
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 
 def test_values_become_kebab_case_flags() -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from tokenloom.services.runtime.host import Host
-from tokenloom.services.runtime.service import running
-from tokenloom.services.runtime.settings import ServiceSettings
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
 from tokenloom.cli.ps import rows_of
+from tokenloom.services.runtime.host import Host
+from tokenloom.services.runtime.service import running
+from tokenloom.services.runtime.settings import ServiceSettings
 from tokenloom.supervisor import state_dir
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord
 

@@ -19,6 +19,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Compute threads; 0 leaves the library's choice."""
     step_seconds: float = 0.0
     """Hash and timed worker only: how long a step takes."""
+    token_seconds: float = 0.0
+    """Likewise: how much longer for each token that the step computes."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True):

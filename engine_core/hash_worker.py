@@ -79,8 +79,7 @@ class HashWorker:
         return KVPool(self._memory, (KVRegion(0, block_bytes),), num_blocks, self._kv_layout)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        if self._config.step_seconds:
-            time.sleep(self._config.step_seconds)
+        self._wait(scheduler_output)
         self._update_rows(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         # As in a model's layer: everything is written before anything is read.
@@ -90,6 +89,12 @@ class HashWorker:
 
     def shutdown(self) -> None:
         self._rows.clear()
+
+    def _wait(self, scheduler_output: SchedulerOutput) -> None:
+        """As long as the configuration says that such a step takes."""
+        per_token = self._config.token_seconds * scheduler_output.total_num_scheduled_tokens
+        if seconds := self._config.step_seconds + per_token:
+            time.sleep(seconds)
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         for req_id in scheduler_output.finished_req_ids + scheduler_output.preempted_req_ids:

@@ -1,6 +1,5 @@
 """A worker that only waits, for benchmarks: whatever a token costs beside the wait is the mesh's own."""
 
-import time
 from collections.abc import Iterator
 
 from .config import EngineConfig
@@ -14,15 +13,14 @@ _SPECIAL = 10
 
 
 class TimedWorker(HashWorker):
-    """Takes ``step_seconds`` for a step and draws tokens from their number alone; its cache is never touched."""
+    """Takes the configured time for a step and draws tokens from their number alone; its cache is never touched."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._num_known: dict[str, int] = {}
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        if self._config.step_seconds:
-            time.sleep(self._config.step_seconds)
+        self._wait(scheduler_output)
         known = self._known(scheduler_output)
         sampled: dict[str, list[int]] = {}
         for req_id, num_computed in _computed(scheduler_output):

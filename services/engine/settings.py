@@ -31,6 +31,7 @@ class EngineSettings(ServiceSettings):
     )
     num_threads: int = Field(0, ge=0, description="Compute threads; 0: the library's choice.")
     hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash or timed worker takes.")
+    hash_token_seconds: float = Field(0.0, ge=0, description="How much longer for each token that it computes.")
 
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, tokens; by default the model's."
@@ -95,6 +96,7 @@ class EngineSettings(ServiceSettings):
                 attention_backend=self.attention_backend,
                 num_threads=self.num_threads,
                 step_seconds=self.hash_step_seconds,
+                token_seconds=self.hash_token_seconds,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

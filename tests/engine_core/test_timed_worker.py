@@ -42,3 +42,12 @@ def test_a_step_takes_its_time() -> None:
     started = time.perf_counter()
     run(core, 2, max_tokens=3)
     assert time.perf_counter() - started >= 0.06
+
+
+def test_every_token_of_a_step_takes_its_time() -> None:
+    config = make_config(budget=64)
+    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, token_seconds=0.001))
+    core = EngineCore(config, TimedWorker(config))
+    started = time.perf_counter()
+    run(core, 1, prompt_len=48, max_tokens=1)
+    assert time.perf_counter() - started >= 0.048

@@ -43,10 +43,14 @@ class Dtype(StrEnum):
 
 
 class WorkerKind(StrEnum):
-    """``hash`` computes no model: each token is a hash of those before it, to try the mesh without torch."""
+    """``hash`` computes no model: each token is a hash of those before it, to try the mesh without torch.
+
+    ``timed`` only waits, as long as ``TOKENLOOM_HASH_STEP_SECONDS`` and ``TOKENLOOM_HASH_TOKEN_SECONDS`` say.
+    """
 
     CPU = "cpu"
     HASH = "hash"
+    TIMED = "timed"
 
 
 def serve(
@@ -90,7 +94,7 @@ def serve(
     strict: Annotated[bool, typer.Option(help="Refuse unknown fields in requests instead of ignoring them.")] = False,
     insecure: Annotated[bool, typer.Option(help="Allow a --host that other machines can reach.")] = False,
     worker: Annotated[
-        WorkerKind, typer.Option(help="What computes: the model, or a hash, for tests.")
+        WorkerKind, typer.Option(help="What computes: the model; a hash, for tests; nothing, for benchmarks.")
     ] = WorkerKind.CPU,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds that work may go on after Ctrl-C.")] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe lines to show.")] = LogLevel.INFO,

@@ -119,7 +119,8 @@ class _Layout:
             index=index,
             command=command,
             state_file=state_file,
-            environment=options.environment.get(service, {}),
+            # What a killed part leaves behind is swept with the directory.
+            environment={"TMPDIR": str(self._directory), **options.environment.get(service, {})},
             leftovers=(self._socket(service, index),),
         )
 

@@ -13,12 +13,17 @@ install: .venv/.installed ## create .venv with the package (editable), the devel
 
 .venv/.installed: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
-	$(BIN)/pip install --quiet --editable '.[engine,dev]'
-	# For the tests of that transport; its own requirements would draw CUDA, and host memory needs none of them.
-	$(BIN)/pip install --quiet --no-deps 'nixl>=1.5' 'nixl-cu12>=1.5'
+	@echo "installing into .venv (a minute or two, log in .venv/install.log) …"
+	@{ $(INSTALL); } > .venv/install.log 2>&1 || { cat .venv/install.log; exit 1; }
 	@touch $@
+
+# nixl is for the tests of that transport; its own requirements would draw CUDA, and host memory needs none of them.
+define INSTALL
+$(BIN)/pip install --upgrade pip \
+	&& $(BIN)/pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION) \
+	&& $(BIN)/pip install --editable '.[engine,dev]' \
+	&& $(BIN)/pip install --no-deps 'nixl>=1.5' 'nixl-cu12>=1.5'
+endef
 
 demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything
 	@$(BIN)/tokenloom demo

@@ -22,6 +22,7 @@ Routes = Mapping[str, Mapping[str, Handler]]
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """What answers without a key: for load balancers, which have none."""
 
+_MODEL_PATH = "/v1/models/"
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 
@@ -59,6 +60,8 @@ class App:
         if exchange.path not in OPEN_PATHS:
             self._keys.authorize(exchange.headers.get(b"authorization"))
         methods = self._routes.get(exchange.path)
+        if methods is None and exchange.path.startswith(_MODEL_PATH):
+            raise errors.ModelNotFound("no such model is served; GET /v1/models lists those that are", field="model")
         if methods is None:
             raise errors.NotFound("there is nothing at this path")
         # An ASGI server drops the body of an answer to HEAD.

@@ -37,6 +37,12 @@ async def test_models(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     assert [(each.name, each.max_model_len) for each in listed.models] == [(MODEL, LIMITS.max_model_len)]
 
 
+async def test_another_model_is_not_found(http: httpx.AsyncClient) -> None:
+    answer = await http.get("/v1/models/another")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
 async def test_served_model_name(socket_dir: Path) -> None:
     async with FakeMesh(socket_dir).gateway(served_model_name="mine") as mesh, mesh.http() as http:
         mesh.outputs.auto = ["x"]

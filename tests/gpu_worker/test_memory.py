@@ -106,3 +106,16 @@ def resident(path):
         if line.endswith(str(path)):
             return next(int(rest.split()[1]) << 10 for rest in lines if rest.startswith("Rss:"))
     raise AssertionError(f"{path} is not mapped")
+
+
+def test_forgetting_never_loses_what_was_written(tmp_path):
+    """As it would, with MADV_DONTNEED, where another thread's memory lies by now where the file was mapped."""
+    path = tmp_path / "weights"
+    path.write_bytes(b"x" * 8192)
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped,
+    ):
+        mapped[0] = ord("y")
+        forget_mapped([path])
+        assert mapped[:2] == b"yx"

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -42,7 +43,7 @@ async def _run(directory: Path, plan: Plan, expecting: Expectation) -> Counter[s
     async with mesh.running(), mesh.http() as http:
         async with asyncio.TaskGroup() as group:
             for event in plan.events:
-                group.create_task(_happen(mesh, event, seen))
+                group.create_task(_happen(mesh, event, plan.settings[event.engine], seen))
             answers = [group.create_task(_ask(http, request)) for request in plan.asks]
         for request, tokens, answer in zip(plan.asks, expected, answers, strict=True):
             seen[_check(plan, request, tokens, *answer.result(), expecting)] += 1
@@ -87,7 +88,8 @@ async def _stay(work: "asyncio.Task[Answer]", seconds: float | None) -> bool:
         await asyncio.wait([work])
 
 
-async def _happen(mesh: SplitMesh, event: Event, seen: Counter[str]) -> None:
+async def _happen(mesh: SplitMesh, event: Event, settings: dict[str, Any], seen: Counter[str]) -> None:
+    """``settings``: of the engine that it happens to, and of the one that takes its place."""
     await asyncio.sleep(event.delay)
     engine = mesh.engines[event.engine]
     seen[f"{event.kind} {engine.role}"] += 1
@@ -96,4 +98,4 @@ async def _happen(mesh: SplitMesh, event: Event, seen: Counter[str]) -> None:
         return
     await engine.kill()
     if event.replaced:
-        await mesh.new_engine(engine.role).start()
+        await mesh.new_engine(engine.role, **settings).start()

@@ -80,6 +80,37 @@ class PrefillStats(msgspec.Struct, array_like=True, gc=False):
     """From first scheduled until the first token."""
 
 
+class Logprobs(msgspec.Struct, array_like=True, gc=False):
+    """Natural log probabilities of n positions, in columns, of the model's own distribution (before penalties, bias,
+    masks and temperature, as in vLLM's ``raw_logprobs``)."""
+
+    sampled: list[float]
+    """[n] of the token taken (of a prompt: of the token that stands there)."""
+    rank: list[int]
+    """[n] of that token; 1 is the best."""
+    top: int = 0
+    """k: alternatives at each position."""
+    token_ids: list[int] = []
+    """[n * k] the best, best first (among equals the lower id), then those of ``logprob_token_ids``."""
+    logprobs: list[float] = []
+    """[n * k]"""
+
+
+class EngineCoreEventType(enum.IntEnum):
+    """What befell a request in the scheduler (as in vLLM V1)."""
+
+    QUEUED = 1
+    SCHEDULED = 2
+    PREEMPTED = 3
+
+
+class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
+    """One of them, with its time on the core's monotonic clock."""
+
+    type: EngineCoreEventType
+    timestamp_ns: int
+
+
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one step produced for one request."""
 
@@ -96,6 +127,14 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Prefill leg, once, when first scheduled: tokens that the lease covers."""
     kv_wait_ns: int = 0
     """Decode leg, with the first output: time spent waiting for remote KV."""
+    new_logprobs: Logprobs | None = None
+    """Of ``new_token_ids``, when asked for."""
+    new_prompt_logprobs: Logprobs | None = None
+    """Of the whole prompt but its first token, once, with or before the first output token."""
+    num_nans_in_logits: int = 0
+    """NaN logits of the rows that ``new_token_ids`` were drawn from; 0 unless they are counted."""
+    events: list[EngineCoreEvent] = []
+    """What befell the request since its last output; only when events are logged."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from .messages import Logprobs
 from .sampling_params import SamplingParams
 
 
@@ -49,3 +50,9 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     req_ids: list[str]
     sampled_token_ids: list[list[int]]
     """[n] parallel to ``req_ids``; empty for a request whose prompt is not complete yet."""
+    logprobs: dict[str, Logprobs] = {}
+    """Of the sampled tokens, of the requests that ask."""
+    prompt_logprobs: dict[str, Logprobs] = {}
+    """Of the prompt tokens that this step computed the logits of, of the requests that ask, in order."""
+    num_nans_in_logits: dict[str, int] = {}
+    """Of the requests whose row had any, if they are counted."""

@@ -20,7 +20,18 @@ MAX_STOP_TOKEN_IDS = 1024
 DEFAULT_MAX_TOKENS = 16
 """Of completions and the offline API, as in vLLM and OpenAI."""
 
-_LATER = ("min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words")
+_LATER = (
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "repetition_detection",
+    "structured_outputs",
+    "skip_reading_prefix_cache",
+)
 _FLOATS = (
     # field, default, lowest, highest, whether the lowest itself is allowed
     ("temperature", 1.0, 0.0, math.inf, True),

@@ -110,11 +110,12 @@ class ProcessStream:
         counts = list(frame.num_tokens) or [1] * n
         if not n == len(frame.text) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
             raise errors.FailedPrecondition("a frame's columns differ in length")
+        ending = {finished.slot for finished in frame.finished}
         start = 0
         for slot, text, token_index, count in zip(frame.slot, frame.text, frame.token_index, counts, strict=True):
             end = start + count
             if (target := self._slots.get(slot)) is not None:
-                target[0].put(target[1], text, token_index, token_ids[start:end])
+                target[0].put(target[1], text, token_index, token_ids[start:end], ends=slot in ending)
             start = end
         for finished in frame.finished:
             if (target := self._slots.pop(finished.slot, None)) is not None:

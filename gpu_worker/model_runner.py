@@ -88,9 +88,11 @@ class ModelRunner:
         result: list[list[int]] = [[] for _ in inputs.req_ids]
         if not len(inputs.sampled):
             return result
+        rows = inputs.rows[inputs.sampled]
+        self._batch.logits_processors.apply(logits, rows)
         tokens = self._sampler.sample(logits, self._batch.sampling(inputs))
+        self._batch.append(rows, np.array(tokens, dtype=np.int64))
         for index, token_id in zip(inputs.sampled.tolist(), tokens, strict=True):
-            self._batch.append(int(inputs.rows[index]), token_id)
             result[index] = [token_id]
         return result
 

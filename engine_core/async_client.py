@@ -179,7 +179,8 @@ class AsyncMPClient:
 
     async def _send(self, kind: RequestType, message: object) -> None:
         frames = [kind.value, *encode(message)]
-        await self._unless_dead(lambda: self._input.send_multipart(frames))
+        is_small = len(frames) == 2  # no arrays: copying is cheaper
+        await self._unless_dead(lambda: self._input.send_multipart(frames, copy=is_small))
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Awaits a ZMQ operation, which the death of the core would leave waiting for ever."""

@@ -61,10 +61,12 @@ class ModelRunner:
         if not len(inputs.sampled):
             return result
         last_rows = torch.from_numpy(inputs.cu_query_lens[1:][inputs.sampled] - 1)
-        logits = self._model.compute_logits(hidden[last_rows])
-        tokens = self._sampler.sample(logits.numpy(), self._batch.sampling(inputs))
+        logits = self._model.compute_logits(hidden[last_rows]).numpy()
+        rows = inputs.rows[inputs.sampled]
+        self._batch.logits_processors.apply(logits, rows)
+        tokens = self._sampler.sample(logits, self._batch.sampling(inputs))
+        self._batch.append(rows, np.array(tokens, dtype=np.int64))
         for index, token_id in zip(inputs.sampled.tolist(), tokens, strict=True):
-            self._batch.append(int(inputs.rows[index]), token_id)
             result[index] = [token_id]
         return result
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 from collections import deque
@@ -15,7 +16,7 @@ import zmq.asyncio
 from .client import utility_result
 from .config import EngineConfig
 from .core import EngineCore
-from .core_calls import CoreCalls, UtilityCall
+from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
 from .core_kv import make_core_kv
 from .core_launch import CORE_COMMAND, CoreProcess
@@ -26,6 +27,7 @@ from .kv_thread import KVThread
 from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode, to_raw
+from .utilities import UtilityCall
 from .worker import Executor
 
 T = TypeVar("T")
@@ -72,11 +74,15 @@ class PendingCalls:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[object]] = {}  # as many as there are callers that wait
 
-    def new(self, method: str, args: Sequence[object]) -> tuple[UtilityCall, "asyncio.Future[object]"]:
+    async def make(self, method: str, args: Sequence[object], send: Callable[[UtilityCall], Awaitable[None]]) -> object:
+        """Sends a call and waits for its answer."""
         call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
         future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._waiting.pop(call.call_id, None))
-        return call, future
+        try:
+            await send(call)
+            return await future
+        finally:
+            del self._waiting[call.call_id]
 
     def take(self, outputs: EngineCoreOutputs) -> bool:
         """Whether ``outputs`` was an answer; then whoever waits for it has it."""
@@ -156,9 +162,7 @@ class AsyncMPClient:
                 return outputs
 
     async def call_utility(self, method: str, *args: object) -> object:
-        call, answer = self._calls.new(method, args)
-        await self._send(RequestType.UTILITY, call)
-        return await answer
+        return await self._calls.make(method, args, functools.partial(self._send, RequestType.UTILITY))
 
     async def kv_send(self, call: KVCall) -> None:
         assert self._config.kv.transports, "this core moves no KV"
@@ -178,7 +182,8 @@ class AsyncMPClient:
 
     async def _send(self, kind: RequestType, message: object) -> None:
         frames = [kind.value, *encode(message)]
-        await self._unless_dead(lambda: self._input.send_multipart(frames))
+        is_small = len(frames) == 2  # no arrays: copying is cheaper
+        await self._unless_dead(lambda: self._input.send_multipart(frames, copy=is_small))
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Awaits a ZMQ operation, which the death of the core would leave waiting for ever."""
@@ -231,10 +236,11 @@ class AsyncInprocClient:
         self._pending = PendingCalls()
         self._core: EngineCore | None = None
         self._calls: CoreCalls | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: EngineDeadError | None = None
 
     async def start(self) -> CoreReady:
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         try:
             self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor, self._kv)
         except ValueError as error:
@@ -276,9 +282,7 @@ class AsyncInprocClient:
                 return await self._step(self._calls)
 
     async def call_utility(self, method: str, *args: object) -> object:
-        call, answer = self._pending.new(method, args)
-        await self._put(call)
-        return await answer
+        return await self._pending.make(method, args, self._put)
 
     async def kv_send(self, call: KVCall) -> None:
         if self._dead is not None:
@@ -330,11 +334,17 @@ class AsyncInprocClient:
                 self._core.accept_tokens(message)
                 return
             case UtilityCall():
-                answer = self._calls.call(message)
+                self._calls.call(message, self._answer)
+                return
             case _:
                 answer = self._calls.abort(message)
-        if answer is not None and not self._pending.take(answer):
+        if answer is not None:
             self._answers.append(answer)
+
+    def _answer(self, outputs: EngineCoreOutputs) -> None:
+        """Of a utility call; from the thread that steps when it took steps."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._pending.take, outputs)
 
     def _fail(self, error: EngineDeadError) -> None:
         self._dead = self._dead or error

@@ -26,13 +26,16 @@ class CoreCalls:
         self._accepting = True
         self._utilities: dict[str, Callable[..., object]] = {
             "reset_prefix_cache": core.reset_prefix_cache,
+            "pause": core.pause,
+            "resume": core.resume,
             "failpoints_fired": core.failpoints_fired,
             "num_leases": core.num_leases,
         }
 
     def refuse_new(self) -> None:
-        """From now on requests are answered with an error."""
+        """From now on requests are answered with an error; those that a pause would keep for ever are ended."""
         self._accepting = False
+        self._core.pausing.end_frozen()
 
     def add(self, request: EngineCoreRequest) -> EngineCoreOutputs | None:
         """Gives the request to the core; what it refuses is answered at once."""

@@ -66,4 +66,4 @@ def test_utilities(client: SyncClient) -> None:
     with pytest.raises(UtilityError, match="no utility 'eval'"):
         client.call_utility("eval", "1 + 1")
     with pytest.raises(UtilityError, match="argument"):
-        client.call_utility("reset_prefix_cache", 1)
+        client.call_utility("reset_prefix_cache", True, 1)

@@ -15,7 +15,7 @@ import zmq.asyncio
 from .client import utility_result
 from .config import EngineConfig
 from .core import EngineCore
-from .core_calls import CoreCalls, UtilityCall
+from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
 from .core_kv import make_core_kv
 from .core_launch import CORE_COMMAND, CoreProcess
@@ -26,6 +26,7 @@ from .kv_thread import KVThread
 from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode, to_raw
+from .utilities import UtilityCall
 from .worker import Executor
 
 T = TypeVar("T")
@@ -231,10 +232,11 @@ class AsyncInprocClient:
         self._pending = PendingCalls()
         self._core: EngineCore | None = None
         self._calls: CoreCalls | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._dead: EngineDeadError | None = None
 
     async def start(self) -> CoreReady:
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         try:
             self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor, self._kv)
         except ValueError as error:
@@ -330,11 +332,17 @@ class AsyncInprocClient:
                 self._core.accept_tokens(message)
                 return
             case UtilityCall():
-                answer = self._calls.call(message)
+                self._calls.call(message, self._answer)
+                return
             case _:
                 answer = self._calls.abort(message)
-        if answer is not None and not self._pending.take(answer):
+        if answer is not None:
             self._answers.append(answer)
+
+    def _answer(self, outputs: EngineCoreOutputs) -> None:
+        """Of a utility call; from the thread that steps when it took steps."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._pending.take, outputs)
 
     def _fail(self, error: EngineDeadError) -> None:
         self._dead = self._dead or error

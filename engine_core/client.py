@@ -9,12 +9,13 @@ import zmq
 
 from .config import EngineConfig
 from .core import EngineCore
-from .core_calls import CoreCalls, UtilityCall
+from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineDeadError, UtilityError
 from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityOutput
 from .serialization import Decoder, encode, from_raw, to_raw
+from .utilities import UtilityCall
 from .worker import Executor
 
 _POLL_MS = 100
@@ -48,21 +49,28 @@ class InprocClient:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._core = EngineCore(config, executor)
         self._calls = CoreCalls(self._core)
-        self._refusals: deque[EngineCoreOutputs] = deque()  # one for each bad request not yet read
+        # Refusals, one for each bad request not yet read, and steps that a utility call had to wait for.
+        self._early: deque[EngineCoreOutputs] = deque()
         self.ready = self._core.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if (refusal := self._calls.add(request)) is not None:
-            self._refusals.append(refusal)
+            self._early.append(refusal)
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         self._calls.abort(list(request_ids))
 
     def get_output(self) -> EngineCoreOutputs:
-        return self._refusals.popleft() if self._refusals else self._calls.step()
+        return self._early.popleft() if self._early else self._calls.step()
 
     def call_utility(self, method: str, *args: object) -> object:
-        output = self._calls.call(UtilityCall(0, method, [to_raw(arg) for arg in args])).utility_output
+        answers: list[EngineCoreOutputs] = []
+        self._calls.call(UtilityCall(0, method, [to_raw(arg) for arg in args]), answers.append)
+        while not answers:
+            if not self._core.has_work():
+                raise UtilityError(f"{method}: waits for something that no step will bring")
+            self._early.append(self._calls.step())
+        output = answers[0].utility_output
         assert output is not None
         return utility_result(output)
 

@@ -1,6 +1,7 @@
 """The engine's loop without I/O."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from .config import EngineConfig
 from .core_kv import CoreKV
@@ -50,6 +51,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
         self.scheduler.abort_requests(request_ids)
+        self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the first tokens that it was added ahead of."""
@@ -84,10 +86,12 @@ class EngineCore:
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         outputs += self.scheduler.take_early_outputs()
+        if self.pausing.is_settling:
+            self.pausing.settle()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
-    def pause(self, mode: str = "abort", clear_cache: bool = False) -> bool:
-        """Holds still; whether nobody runs any more. See :meth:`Pausing.pause`."""
+    def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
+        """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:

@@ -2,19 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from .core import EngineCore
 from .messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
-from .serialization import call_with_raw, to_raw
-
-
-class UtilityCall(msgspec.Struct, array_like=True, gc=False):
-    """A call by name, of one of the few methods that the core offers."""
-
-    call_id: int
-    method: str
-    args: list[msgspec.Raw]
+from .utilities import Utilities, UtilityCall, methods_of
 
 
 class CoreCalls:
@@ -24,13 +14,7 @@ class CoreCalls:
         self._core = core
         self._num_requests_added = 0
         self._accepting = True
-        self._utilities: dict[str, Callable[..., object]] = {
-            "reset_prefix_cache": core.reset_prefix_cache,
-            "pause": core.pause,
-            "resume": core.resume,
-            "failpoints_fired": core.failpoints_fired,
-            "num_leases": core.num_leases,
-        }
+        self._utilities = Utilities(methods_of(core))
 
     def refuse_new(self) -> None:
         """From now on requests are answered with an error; those that a pause would keep for ever are ended."""
@@ -56,9 +40,13 @@ class CoreCalls:
             return None
         return self._stamp(EngineCoreOutputs(step=self._core.num_steps, scheduler_stats=self._core.scheduler.stats()))
 
-    def call(self, call: UtilityCall) -> EngineCoreOutputs:
-        """Answers a utility call; what goes wrong in it is part of the answer."""
-        return self._stamp(EngineCoreOutputs(step=self._core.num_steps, utility_output=self._call(call)))
+    def call(self, call: UtilityCall, answer: Callable[[EngineCoreOutputs], None]) -> None:
+        """Makes a utility call. ``answer`` gets what came of it, failures too: at once, or when later steps have it."""
+
+        def send(output: UtilityOutput) -> None:
+            answer(self._stamp(EngineCoreOutputs(step=self._core.num_steps, utility_output=output)))
+
+        self._utilities.call(call, send)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
         """One step of the core."""
@@ -68,12 +56,3 @@ class CoreCalls:
         """Marks how many requests the core knew of when it made ``outputs``."""
         outputs.num_requests_added = self._num_requests_added
         return outputs
-
-    def _call(self, call: UtilityCall) -> UtilityOutput:
-        function = self._utilities.get(call.method)
-        if function is None:
-            return UtilityOutput(call.call_id, error=f"no utility {call.method!r}; there are {sorted(self._utilities)}")
-        try:
-            return UtilityOutput(call.call_id, to_raw(call_with_raw(function, call.args)))
-        except (TypeError, ValueError, msgspec.MsgspecError) as error:
-            return UtilityOutput(call.call_id, error=f"{call.method}: {error}")

@@ -8,9 +8,9 @@ from typing import Final
 
 import zmq
 
-from .core_calls import UtilityCall
 from .messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode
+from .utilities import UtilityCall
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 """The only frame of the core's last message when it gives up."""

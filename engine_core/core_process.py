@@ -18,7 +18,7 @@ import zmq
 
 from .config import EngineConfig
 from .core import EngineCore
-from .core_calls import CoreCalls, UtilityCall
+from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
 from .core_kv import CoreKV, make_core_kv
 from .core_launch import remove_sockets
@@ -26,6 +26,7 @@ from .kv_thread import KVThread
 from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode
+from .utilities import UtilityCall
 from .worker import Executor
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class EngineCoreProc:
             self._core.accept_tokens(message)
         elif kind is RequestType.UTILITY:
             assert isinstance(message, UtilityCall)
-            self._send(self._calls.call(message))
+            self._calls.call(message, self._output.send)
         else:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:

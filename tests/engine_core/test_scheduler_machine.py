@@ -177,15 +177,15 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(list(PauseMode)), clear_cache=st.booleans())
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         begun = {r.request_id for r in self.core.scheduler.requests.values() if r.is_known_to_worker}
-        is_quiet = self.core.pause(mode, clear_cache)
-        assert is_quiet == (mode is not PauseMode.WAIT or not begun)
+        quiet = self.core.pause(mode, clear_cache)
+        assert quiet.done() == (mode is not PauseMode.WAIT or not begun)
         if mode is PauseMode.ABORT:
             assert not self.core.scheduler.requests
             for expected in self.live.values():
                 expected.may_abort = True
         elif mode is PauseMode.WAIT:
             for _ in range(500):
-                if self.core.pause(mode, clear_cache):
+                if quiet.done():
                     break
                 self._step()
             assert not begun & set(self.core.scheduler.requests), "it had begun, and did not finish"

@@ -64,14 +64,20 @@ class Submit(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class TextOptions(_message.Message):
-    __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens")
+    __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "stream_interval")
     STOP_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DETOKENIZE_FIELD_NUMBER: _ClassVar[int]
+    STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     stop: _containers.RepeatedScalarFieldContainer[str]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
-    def __init__(self, stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
+    spaces_between_special_tokens: bool
+    detokenize: bool
+    stream_interval: int
+    def __init__(self, stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., detokenize: _Optional[bool] = ..., stream_interval: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("slot", "request_id", "tenant", "token_index", "emitted_text_bytes")
@@ -136,13 +142,19 @@ class RequestFinished(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class SlotTextLogprobs(_message.Message):
-    __slots__ = ("slot", "prompt", "token_index", "logprobs")
+    __slots__ = ("slot", "prompt", "token_index", "logprobs", "sampled_text", "token_text", "sample_index")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TEXT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     slot: int
     prompt: bool
     token_index: int
     logprobs: _types_pb2.Logprobs
-    def __init__(self, slot: _Optional[int] = ..., prompt: _Optional[bool] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    sampled_text: _containers.RepeatedScalarFieldContainer[bytes]
+    token_text: _containers.RepeatedScalarFieldContainer[bytes]
+    sample_index: int
+    def __init__(self, slot: _Optional[int] = ..., prompt: _Optional[bool] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ..., sampled_text: _Optional[_Iterable[bytes]] = ..., token_text: _Optional[_Iterable[bytes]] = ..., sample_index: _Optional[int] = ...) -> None: ...

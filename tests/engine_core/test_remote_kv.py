@@ -290,6 +290,43 @@ def test_cached_blocks_are_not_forgotten_while_a_request_relies_on_them() -> Non
     assert pair.decode.core.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_a_paused_engine_serves_its_leases(mode: str) -> None:
+    pair = Pair()
+    request = pair.add("a", range(40))
+    while not request.decode_added:
+        pair.step(pair.prefill)
+    assert pair.prefill.core.pause(mode).done()
+    check_done(pair, request)
+    assert pair.decode.stats.kv_blocks_received == 10
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_who_waits_for_blocks_in_a_pause_begins_after_it(mode: str) -> None:
+    pair = Pair()
+    request = pair.add("a", range(40))
+    while not request.decode_added:
+        pair.step(pair.prefill)
+    pair.step(pair.decode)
+    assert pair.decode.core.pause(mode).done()
+    pair.settle()
+    assert pair.decode.stats.kv_blocks_received == 10, "what was asked for before the pause still comes"
+    assert request.finish_reason is None
+    pair.decode.core.resume()
+    check_done(pair, request)
+
+
+def test_what_loads_or_was_loaded_is_forgotten_too_when_all_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    loading, loaded = pair.add("loading", range(40)), pair.add("loaded", range(50, 90))
+    while not (loading.decode_added and loaded.decode_added):
+        pair.step(pair.prefill)
+    pair.step(pair.decode)
+    assert pair.decode.core.reset_prefix_cache(preempt_running=True)
+    check_done(pair, loading, loaded)
+    assert pair.decode.core.executor.num_computed >= 80
+
+
 def test_an_engine_that_moves_no_kv_refuses_requests_that_need_it() -> None:
     core = make_core()
     message = make_request("a", [1, 2, 3])

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -155,12 +155,12 @@ class OutputLink:
         """The live stream, once both sides said hello."""
         return self._stream
 
-    async def run(self, fingerprint: types_pb2.Fingerprint) -> None:
-        """Connects, serves and reconnects, until cancelled."""
+    async def run(self, fingerprint: types_pb2.Fingerprint, while_true: Callable[[], bool] = lambda: True) -> None:
+        """Connects, serves and reconnects for as long as ``while_true`` says so; what is begun goes on to its end."""
         backoff = MIN_BACKOFF
         async with self._channels.open(self.address, "output_processor") as channel:
             stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
-            while True:
+            while while_true():
                 connected = await self._connect(stub, fingerprint)
                 backoff = MIN_BACKOFF if connected else min(backoff * 2, MAX_BACKOFF)
                 await asyncio.sleep(backoff)

@@ -89,8 +89,7 @@ class _Loop:
         inputs = batch.prepare(scheduled.num_scheduled_tokens)
         batch.sampling(inputs)
         sampled: list[list[int]] = [[] for _ in inputs.req_ids]
+        batch.append(inputs.rows[inputs.sampled], inputs.sampled + 10)
         for index in inputs.sampled.tolist():
-            token_id = 10 + index
-            batch.append(int(inputs.rows[index]), token_id)
-            sampled[index] = [token_id]
+            sampled[index] = [10 + index]
         return ModelRunnerOutput(inputs.req_ids, sampled)

@@ -10,7 +10,7 @@ from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from .block_table import BlockTable
-from .sampler import RowSampling, SeenTokens
+from .sampler import RowSampling, make_logits_processors
 
 Ints = npt.NDArray[np.int64]
 
@@ -61,7 +61,7 @@ class InputBatch:
 
     def clear(self) -> None:
         """Forgets every request."""
-        self._seen: list[SeenTokens | None] = [None] * self._max_num_seqs
+        self.logits_processors = make_logits_processors()
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
@@ -105,14 +105,12 @@ class InputBatch:
         self._num_computed[row] = num_computed
         self.block_table.replace(row, block_ids)
         request = self._requests[req_id]
-        if request.params.has_penalties:
-            prompt_len = request.num_prompt_tokens
-            self._seen[row] = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:])
+        self.logits_processors.add(row, request.params, token_ids, request.num_prompt_tokens)
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
         if row is not None:
-            self._seen[row] = None
+            self.logits_processors.remove(row)
             self._free_rows.append(row)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
@@ -143,15 +141,18 @@ class InputBatch:
         for index in step.sampled.tolist():
             request, row = self._requests[step.req_ids[index]], int(step.rows[index])
             output_index = int(self._num_tokens[row]) - request.num_prompt_tokens
-            result.append(RowSampling(request.params, output_index, self._seen[row]))
+            result.append(RowSampling(request.params, output_index))
         return result
 
-    def append(self, row: int, token_id: int) -> None:
-        """Adds a drawn token: the next step computes it. The last one a context holds is not kept: none follows."""
-        end = int(self._num_tokens[row])
-        if end < self._token_ids.shape[1]:
-            self._token_ids[row, end] = token_id
-            self._num_tokens[row] = end + 1
-        seen = self._seen[row]
-        if seen is not None:
-            seen.append(token_id)
+    def append(self, rows: Ints, token_ids: Ints) -> None:
+        """Adds a drawn token to each of these rows: the next step computes it.
+
+        The last token that a context holds is not kept: none follows it.
+        """
+        ends = self._num_tokens[rows]
+        has_room = ends < self._token_ids.shape[1]
+        if not has_room.all():
+            rows, token_ids, ends = rows[has_room], token_ids[has_room], ends[has_room]
+        self._token_ids[rows, ends] = token_ids
+        self._num_tokens[rows] = ends + 1
+        self.logits_processors.append(rows, token_ids)

@@ -1,7 +1,26 @@
-"""How the next token is chosen from logits: one rule, whatever finds the set of allowed tokens."""
+"""How the next token is chosen from logits: processors change them, then one rule draws, whatever finds its set."""
 
-from .penalties import SeenTokens
+from .allowed_tokens import AllowedTokens
+from .bad_words import BadWords
+from .logit_bias import LogitBias
+from .logits_processor import LogitsProcessor, LogitsProcessors
+from .min_tokens import MinTokens
+from .penalties import Penalties, SeenTokens
 from .philox import Purpose, uniform
 from .sampler import RowSampling, Sampler
 
-__all__ = ["Purpose", "RowSampling", "Sampler", "SeenTokens", "uniform"]
+__all__ = [
+    "LogitsProcessor",
+    "LogitsProcessors",
+    "Purpose",
+    "RowSampling",
+    "Sampler",
+    "SeenTokens",
+    "make_logits_processors",
+    "uniform",
+]
+
+
+def make_logits_processors() -> LogitsProcessors:
+    """Every kind there is, in vLLM V1's order."""
+    return LogitsProcessors([AllowedTokens(), BadWords(), MinTokens(), LogitBias(), Penalties()])

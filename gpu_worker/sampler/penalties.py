@@ -1,11 +1,37 @@
 """Repetition, presence and frequency penalties, applied only to the tokens that a request has seen."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenloom.engine_core.sampling_params import SamplingParams
+
+
+class Penalties:
+    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[SeenTokens, SamplingParams]] = {}
+
+    def is_wanted(self, params: SamplingParams) -> bool:
+        return params.has_penalties
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        self._seen[row] = SeenTokens(prompt_token_ids, output_token_ids), params
+
+    def remove(self, row: int) -> None:
+        del self._seen[row]
+
+    def append(self, row: int, token_id: int) -> None:
+        self._seen[row][0].append(token_id)
+
+    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
+        for row, (seen, params) in self._seen.items():
+            if (index := index_of.get(row)) is not None:
+                seen.penalize(logits[index], params)
 
 
 class SeenTokens:

@@ -9,7 +9,6 @@ import numpy.typing as npt
 from tokenloom.engine_core.sampling_params import SamplingParams
 
 from .allowed_set import allowed_set
-from .penalties import SeenTokens
 from .philox import Purpose, uniform
 
 _GROUP = 64  # a running sum over the vocabulary is one long chain of additions; sums of groups are not
@@ -23,21 +22,16 @@ class RowSampling:
     params: SamplingParams
     output_index: int
     """Of the token to draw; 0 is the first output token."""
-    seen: SeenTokens | None = None
-    """Only with penalties."""
 
 
 class Sampler:
     """Draws one token for each row. Each row's method follows from its own parameters, never from the batch."""
 
     def sample(self, logits: npt.NDArray[np.float32], rows: Sequence[RowSampling]) -> list[int]:
-        """Token ids for logits [rows, vocab]; rows with penalties are changed in place.
+        """Token ids for logits [rows, vocab], which are what the processors left of the model's.
 
         A greedy row takes the largest logit, and among equals the lowest id.
         """
-        for row, sampling in enumerate(rows):
-            if sampling.seen is not None:
-                sampling.seen.penalize(logits[row], sampling.params)
         token_ids: list[int] = logits.argmax(axis=1).tolist()
         drawn = [
             row

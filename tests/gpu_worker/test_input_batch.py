@@ -33,6 +33,18 @@ def batch():
     return InputBatch(max_num_seqs=3, max_model_len=16, block_size=4)
 
 
+def append(batch, inputs, *token_ids):
+    """A token for each row of the step."""
+    batch.append(inputs.rows, np.array(token_ids))
+
+
+def processed(batch, inputs):
+    """What is left of logits that are zero."""
+    logits = np.zeros((len(inputs.sampled), 8), dtype=np.float32)
+    batch.logits_processors.apply(logits, inputs.rows[inputs.sampled])
+    return logits.tolist()
+
+
 def run(batch, scheduler_output):
     batch.update(scheduler_output)
     return batch.prepare(scheduler_output.num_scheduled_tokens)
@@ -68,7 +80,7 @@ def test_cached_prefix_is_not_computed_but_attended(batch):
 def test_a_drawn_token_is_the_next_input(batch):
     inputs = run(batch, step(new=[new("a", [1, 2, 3, 4], [0])], a=4))
     assert [row.output_index for row in batch.sampling(inputs)] == [0]
-    batch.append(int(inputs.rows[0]), 99)
+    append(batch, inputs, 99)
     inputs = run(batch, step(cached=[("a", [1], 4)], a=1))
     assert inputs.token_ids.tolist() == [99]
     assert inputs.slot_mapping.tolist() == [4]
@@ -77,28 +89,23 @@ def test_a_drawn_token_is_the_next_input(batch):
 
 def test_accepted_tokens_of_an_earlier_attempt_count(batch):
     inputs = run(batch, step(new=[new("a", [1, 2], [0, 1], output=[3, 4, 5], params=PENALIZED)], a=5))
-    (sampling,) = batch.sampling(inputs)
-    assert sampling.output_index == 3
-    logits = np.zeros(8, dtype=np.float32)
-    sampling.seen.penalize(logits, sampling.params)
-    assert logits.tolist() == [0, 0, 0, -2, -2, -2, 0, 0]
+    assert [row.output_index for row in batch.sampling(inputs)] == [3]
+    assert processed(batch, inputs) == [[0, 0, 0, -2, -2, -2, 0, 0]]
 
 
 def test_preempted_and_resumed(batch):
     inputs = run(batch, step(new=[new("a", [1, 2], [0], params=PENALIZED), new("b", [3], [1])], a=2, b=1))
-    batch.append(int(inputs.rows[0]), 7)
-    batch.append(int(inputs.rows[1]), 8)
+    append(batch, inputs, 7, 4)
+    assert processed(batch, inputs) == [[0, 0, 0, 0, 0, 0, 0, -2], [0] * 8]
     inputs = run(batch, step(cached=[("b", [], 1)], preempted=["a"], b=1))
-    assert inputs.token_ids.tolist() == [8]
+    assert inputs.token_ids.tolist() == [4]
     assert len(batch) == 1
+    assert processed(batch, inputs) == [[0] * 8]
     inputs = run(batch, step(cached=[("a", [5], 0)], resumed={"a": [1, 2, 7]}, a=3))
     assert inputs.token_ids.tolist() == [1, 2, 7]
     assert inputs.slot_mapping.tolist() == [20, 21, 22]
-    (sampling,) = batch.sampling(inputs)
-    assert sampling.output_index == 1
-    logits = np.zeros(8, dtype=np.float32)
-    sampling.seen.penalize(logits, sampling.params)
-    assert logits[7] == -2
+    assert [row.output_index for row in batch.sampling(inputs)] == [1]
+    assert processed(batch, inputs) == [[0, 0, 0, 0, 0, 0, 0, -2]]
 
 
 def test_rows_are_used_again(batch):
@@ -125,8 +132,9 @@ def test_ending_an_unknown_request_is_nothing(batch):
 
 
 def test_the_last_token_of_a_full_context_needs_no_room(batch):
-    inputs = run(batch, step(new=[new("a", range(16), [0, 1, 2, 3])], a=16))
-    batch.append(int(inputs.rows[0]), 5)
+    inputs = run(batch, step(new=[new("a", range(16), [0, 1, 2, 3]), new("b", [1], [4])], a=16, b=1))
+    append(batch, inputs, 5, 6)
+    assert run(batch, step(cached=[("b", [], 1)], finished=["a"], b=1)).token_ids.tolist() == [6]
 
 
 def test_cleared_it_is_as_new(batch):

@@ -5,7 +5,7 @@ import pytest
 
 from tests.gpu_worker.sampler import reference
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import SeenTokens
+from tokenloom.gpu_worker.sampler import SeenTokens, make_logits_processors
 
 VOCAB = 300
 
@@ -53,3 +53,12 @@ def test_penalties_of_any_size_raise_no_warning():
     logits = np.array([1.0, -3.0, 2.0], dtype=np.float32)
     SeenTokens([0, 1]).penalize(logits, params(repetition_penalty=1e-300))
     assert logits[0] == np.inf
+
+
+def test_penalties_reach_their_own_rows_only():
+    logits = np.tile(np.array([1.0, 3.0, 2.0], dtype=np.float32), (2, 1))
+    processors = make_logits_processors()
+    processors.add(5, params(temperature=0.0, repetition_penalty=2.0), [1], 1)
+    processors.add(3, params(temperature=0.0), [1], 1)
+    processors.apply(logits, np.array([5, 3]))
+    assert logits.tolist() == [[1.0, 1.5, 2.0], [1.0, 3.0, 2.0]]

@@ -5,7 +5,7 @@ import pytest
 
 from tests.gpu_worker.sampler import reference
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import Purpose, RowSampling, Sampler, SeenTokens, uniform
+from tokenloom.gpu_worker.sampler import Purpose, RowSampling, Sampler, uniform
 from tokenloom.gpu_worker.sampler.sampler import first_past
 
 VARIANTS = {
@@ -106,12 +106,3 @@ def test_first_past_never_takes_a_weight_of_zero(count, u):
     weights = np.zeros(count)
     weights[count // 2] = 0.7
     assert first_past(weights, u) == count // 2
-
-
-def test_penalties_reach_greedy_rows_and_only_their_own():
-    logits = np.tile(np.array([1.0, 3.0, 2.0], dtype=np.float32), (2, 1))
-    rows = [
-        RowSampling(params(temperature=0.0, repetition_penalty=2.0), 0, SeenTokens([1])),
-        RowSampling(params(temperature=0.0), 0),
-    ]
-    assert Sampler().sample(logits, rows) == [2, 1]

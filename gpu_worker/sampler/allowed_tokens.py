@@ -1,0 +1,36 @@
+"""``allowed_token_ids``: nothing else may be drawn."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom.engine_core.sampling_params import SamplingParams
+
+
+class AllowedTokens:
+    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
+
+    def __init__(self) -> None:
+        self._token_ids: dict[int, npt.NDArray[np.int64]] = {}
+
+    def is_wanted(self, params: SamplingParams) -> bool:
+        return bool(params.allowed_token_ids)
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        self._token_ids[row] = np.array(params.allowed_token_ids, dtype=np.int64)
+
+    def remove(self, row: int) -> None:
+        del self._token_ids[row]
+
+    def append(self, row: int, token_id: int) -> None:
+        pass
+
+    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
+        for row, token_ids in self._token_ids.items():
+            if (index := index_of.get(row)) is not None:
+                allowed = logits[index, token_ids]
+                logits[index] = -np.inf
+                logits[index, token_ids] = allowed

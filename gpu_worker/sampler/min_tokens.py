@@ -1,0 +1,36 @@
+"""``min_tokens``: no stop token before the output has so many."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom.engine_core.sampling_params import SamplingParams
+
+
+class MinTokens:
+    """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
+
+    def __init__(self) -> None:
+        self._stop_token_ids: dict[int, npt.NDArray[np.int64]] = {}
+        self._num_missing: dict[int, int] = {}
+
+    def is_wanted(self, params: SamplingParams) -> bool:
+        return params.min_tokens > 0 and bool(params.stop_token_ids)
+
+    def add(
+        self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
+    ) -> None:
+        self._stop_token_ids[row] = np.array(params.stop_token_ids, dtype=np.int64)
+        self._num_missing[row] = params.min_tokens - len(output_token_ids)
+
+    def remove(self, row: int) -> None:
+        del self._stop_token_ids[row], self._num_missing[row]
+
+    def append(self, row: int, token_id: int) -> None:
+        self._num_missing[row] -= 1
+
+    def apply(self, logits: npt.NDArray[np.float32], index_of: Mapping[int, int]) -> None:
+        for row, num_missing in self._num_missing.items():
+            if num_missing > 0 and (index := index_of.get(row)) is not None:
+                logits[index, self._stop_token_ids[row]] = -np.inf

@@ -7,7 +7,7 @@ the public API's spelling.
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from tokenloom.v1 import types_pb2
+from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from .errors import InvalidArgument
 from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE
@@ -123,6 +123,13 @@ def check_samples(n: int, num_prompts: int = 1) -> None:
         raise InvalidArgument(f"n must be from 1 to {MAX_SAMPLES}, not {n}", "n")
     if n > 1 and n * num_prompts > MAX_OUTPUTS:
         raise InvalidArgument(f"n is {n} for {num_prompts} prompts: at most {MAX_OUTPUTS} outputs a request", "n")
+
+
+def check_text(text: output_processor_pb2.TextOptions) -> None:
+    """Checks how text is to be made."""
+    check_stop(text.stop)
+    if text.stop and text.HasField("detokenize") and not text.detokenize:
+        raise InvalidArgument("stop needs detokenize: stop strings are found in the text", "stop")
 
 
 def check_stop(strings: Sequence[str]) -> None:

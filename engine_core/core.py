@@ -1,15 +1,18 @@
 """The engine's loop without I/O."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from .config import EngineConfig
 from .core_kv import CoreKV
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .sleeping import Sleeping
 from .worker import Executor
 
 
@@ -30,6 +33,8 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
         )
+        self.pausing = Pausing(self.scheduler)
+        self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self.num_steps = 0
         self.ready = CoreReady(
@@ -48,6 +53,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
         self.scheduler.abort_requests(request_ids)
+        self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the first tokens that it was added ahead of."""
@@ -82,11 +88,26 @@ class EngineCore:
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         outputs += self.scheduler.take_early_outputs()
+        if self.pausing.is_settling:
+            self.pausing.settle()
+        if self.sleeping.is_settling:
+            self.sleeping.settle()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run."""
-        return self.scheduler.reset_prefix_cache()
+    def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
+        """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""
+        return self.pausing.pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Goes on after a pause; without one nothing happens. Raises ``ValueError`` while asleep."""
+        if self.sleeping.is_sleeping():
+            raise ValueError("the engine sleeps: wake it up")
+        self.pausing.resume()
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forgets all cached blocks. While requests run it is False, and nothing happens, unless they may be
+        preempted."""
+        return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def num_leases(self) -> int:
         """Promises to other engines that are open now."""

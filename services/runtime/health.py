@@ -9,8 +9,7 @@ from grpc_health.v1.health import aio as health_aio
 _Status = health_pb2.HealthCheckResponse
 
 LIVENESS = "liveness"
-"""A name that is SERVING for as long as the process answers: a part that waits for others, or drains, is not to be killed
-for it."""
+"""A name that is SERVING for as long as the process answers: who waits for others, or drains, is not to be killed."""
 
 
 class Health:

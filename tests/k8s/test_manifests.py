@@ -1,7 +1,6 @@
 """The manifests as a cluster would take them, and what no validator of single objects sees."""
 
 import re
-from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -26,7 +25,6 @@ CUSTOM = {"ServiceMonitor": "monitoring.coreos.com/v1", "ScaledObject": "keda.sh
 """Kinds that a cluster gets from elsewhere: no schema of theirs is at hand."""
 MADE_BY_HAND = {f"tokenloom-{part.replace('_', '-')}-tls" for part in PARTS} | {"tokenloom-api-keys"}
 """Secrets: `tokenloom certs --kubernetes` and docs/kubernetes.md make them."""
-DOCKERFILE = Path(__file__).parents[2] / "Dockerfile"
 
 
 @pytest.fixture(params=KUSTOMIZATIONS)

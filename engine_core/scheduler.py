@@ -222,6 +222,11 @@ class Scheduler:
         self.kv.pool.forget_all()
         return True
 
+    def end_leases(self) -> None:
+        """Takes back what is held for other engines; they compute it themselves."""
+        while self._remote is not None and self._remote.revoke_oldest():
+            pass
+
     def stats(self) -> SchedulerStats:
         """As it is now; counters grow over the scheduler's life."""
         counters = self._stats

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import threading
 from collections import deque
@@ -73,11 +74,15 @@ class PendingCalls:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[object]] = {}  # as many as there are callers that wait
 
-    def new(self, method: str, args: Sequence[object]) -> tuple[UtilityCall, "asyncio.Future[object]"]:
+    async def make(self, method: str, args: Sequence[object], send: Callable[[UtilityCall], Awaitable[None]]) -> object:
+        """Sends a call and waits for its answer."""
         call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
         future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(lambda _: self._waiting.pop(call.call_id, None))
-        return call, future
+        try:
+            await send(call)
+            return await future
+        finally:
+            del self._waiting[call.call_id]
 
     def take(self, outputs: EngineCoreOutputs) -> bool:
         """Whether ``outputs`` was an answer; then whoever waits for it has it."""
@@ -157,9 +162,7 @@ class AsyncMPClient:
                 return outputs
 
     async def call_utility(self, method: str, *args: object) -> object:
-        call, answer = self._calls.new(method, args)
-        await self._send(RequestType.UTILITY, call)
-        return await answer
+        return await self._calls.make(method, args, functools.partial(self._send, RequestType.UTILITY))
 
     async def kv_send(self, call: KVCall) -> None:
         assert self._config.kv.transports, "this core moves no KV"
@@ -179,7 +182,8 @@ class AsyncMPClient:
 
     async def _send(self, kind: RequestType, message: object) -> None:
         frames = [kind.value, *encode(message)]
-        await self._unless_dead(lambda: self._input.send_multipart(frames))
+        is_small = len(frames) == 2  # no arrays: copying is cheaper
+        await self._unless_dead(lambda: self._input.send_multipart(frames, copy=is_small))
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Awaits a ZMQ operation, which the death of the core would leave waiting for ever."""
@@ -278,9 +282,7 @@ class AsyncInprocClient:
                 return await self._step(self._calls)
 
     async def call_utility(self, method: str, *args: object) -> object:
-        call, answer = self._pending.new(method, args)
-        await self._put(call)
-        return await answer
+        return await self._pending.make(method, args, self._put)
 
     async def kv_send(self, call: KVCall) -> None:
         if self._dead is not None:

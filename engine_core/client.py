@@ -13,8 +13,9 @@ from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineDeadError, UtilityError
+from .frames import FrameSender, receive_frames
 from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityOutput
-from .serialization import Decoder, encode, from_raw, to_raw
+from .serialization import Decoder, from_raw, to_raw
 from .utilities import UtilityCall
 from .worker import Executor
 
@@ -88,6 +89,7 @@ class SyncMPClient:
         self._output = self._context.socket(zmq.PULL)
         self._input.bind(self._process.input_address)
         self._output.bind(self._process.output_address)
+        self._sender = FrameSender(self._input)
         self._decoder = Decoder(EngineCoreOutputs)
         self._call_ids = itertools.count(1)
         self._early: deque[EngineCoreOutputs] = deque()  # steps that ended while a utility call was awaited
@@ -129,12 +131,12 @@ class SyncMPClient:
     def _send(self, kind: RequestType, message: object) -> None:
         while not self._input.poll(_POLL_MS, zmq.POLLOUT):
             self._check_alive()
-        self._input.send_multipart([kind.value, *encode(message)])
+        self._sender.send(message, kind.value)
 
     def _receive(self) -> EngineCoreOutputs:
         while not self._output.poll(_POLL_MS):
             self._check_alive()
-        frames = self._output.recv_multipart()
+        frames = receive_frames(self._output, num_small=1)
         if frames[0] == ENGINE_CORE_DEAD:
             raise EngineDeadError("the engine core failed; its log says why")
         return self._decoder.decode(frames)

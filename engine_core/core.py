@@ -73,7 +73,7 @@ class EngineCore:
         if self._connector is not None:
             start_transfers(self._connector, scheduled)
         if scheduled.total_num_scheduled_tokens:
-            result = self._execute(scheduled)
+            result = self._compute(scheduled)
             if self._connector is not None:
                 self._connector.wait_for_save()
             self.scheduler.abort_requests(take_aborts())
@@ -112,9 +112,10 @@ class EngineCore:
         self.executor.initialize_kv_cache(num_blocks, memory)
         self._connector.register_kv_caches(self.executor.kv_pool())
 
-    def _execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         try:
-            return self.executor.execute_model(scheduled)
+            self.executor.execute_model(scheduled)
+            return self.executor.sample_tokens(None)
         except Exception:
             self.scheduler.recover_from_failed_step()
             raise

@@ -8,8 +8,9 @@ from typing import Final
 
 import zmq
 
+from .frames import FrameSender, receive_frames
 from .messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType
-from .serialization import Decoder, encode
+from .serialization import Decoder, Frame
 from .utilities import UtilityCall
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
@@ -57,12 +58,12 @@ class InputThread:
         with self._socket:
             while True:
                 try:
-                    kind, *body = self._socket.recv_multipart()
+                    kind, *body = receive_frames(self._socket, num_small=2)
                 except zmq.ContextTerminated:
                     return
                 self._receive(RequestType(kind), body)
 
-    def _receive(self, kind: RequestType, body: list[bytes]) -> None:
+    def _receive(self, kind: RequestType, body: list[Frame]) -> None:
         match kind:
             case RequestType.ADD:
                 request = self._requests.decode(body)
@@ -106,9 +107,12 @@ class OutputThread:
 
     def _run(self) -> None:
         with self._socket:
+            sender = FrameSender(self._socket)
             while (message := self._queue.get()) is not None:
-                frames = [message] if isinstance(message, bytes) else encode(message)
                 try:
-                    self._socket.send_multipart(frames)
+                    if isinstance(message, bytes):
+                        self._socket.send(message)
+                    else:
+                        sender.send(message)
                 except zmq.ContextTerminated:
                     return

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from .config import EngineConfig
 from .kv_transport import KVPool, KVRegion
 from .pool_memory import PoolMemory
-from .scheduler_output import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from .scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .worker import ModelInfo
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -25,6 +25,7 @@ _BYTES_PER_TOKEN = 8
 _AVAILABLE_BYTES = 64 << 20
 
 _Slots = npt.NDArray[np.int32]
+_TokenIds = npt.NDArray[np.intp]
 
 
 class HashWorker:
@@ -43,6 +44,7 @@ class HashWorker:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._rows: dict[str, _Row] = {}
+        self._executed: list[str] = []
         self._cache = np.empty((0, 2), dtype=np.int32)
         self._memory: PoolMemory | None = None
 
@@ -78,14 +80,19 @@ class HashWorker:
         num_blocks = len(self._cache) // self._block_size
         return KVPool(self._memory, (KVRegion(0, block_bytes),), num_blocks, self._kv_layout)
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._wait(scheduler_output)
         self._update_rows(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         # As in a model's layer: everything is written before anything is read.
         for req_id, num_tokens in scheduled.items():
             self._write(self._rows[req_id], num_tokens)
-        return ModelRunnerOutput(list(scheduled), [self._sample(self._rows[req_id]) for req_id in scheduled])
+        self._executed = list(scheduled)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        allowed = allowed_tokens(grammar, self._vocab_size)
+        tokens = [self._sample(self._rows[req_id], allowed.get(req_id)) for req_id in self._executed]
+        return ModelRunnerOutput(self._executed, tokens)
 
     def shutdown(self) -> None:
         self._rows.clear()
@@ -119,11 +126,14 @@ class HashWorker:
         self._cache[row.slots[positions]] = np.column_stack((token_ids, positions))
         row.num_computed += num_tokens
 
-    def _sample(self, row: "_Row") -> list[int]:
+    def _sample(self, row: "_Row", allowed: "_TokenIds | None") -> list[int]:
         if row.num_computed < len(row.token_ids):
             return []
         prefix = self._cache[row.slots[: row.num_computed]]
-        token_id = _next_token(prefix, self._vocab_size)
+        if allowed is None:
+            token_id = _next_token(prefix, self._vocab_size)
+        else:
+            token_id = int(allowed[_next_token(prefix, len(allowed))])
         row.token_ids.append(token_id)
         return [token_id]
 
@@ -148,6 +158,14 @@ class _Row:
             first_slots = np.array(block_ids, dtype=np.int32)[:, None] * self._block_size
             added = first_slots + np.arange(self._block_size, dtype=np.int32)
             self.slots = np.concatenate((self.slots, added.ravel()))
+
+
+def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, _TokenIds]:
+    """What grammars leave to the requests that have one: the token is chosen among these alone, in ascending order."""
+    if grammar is None:
+        return {}
+    rows = grammar.allowed(vocab_size)
+    return {req_id: np.flatnonzero(row) for req_id, row in zip(grammar.req_ids, rows, strict=True)}
 
 
 def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:

@@ -1,42 +1,136 @@
 """msgpack on every socket of the core. The receiver names the type it expects, so nothing but plain data can arrive.
 
-A message is a list of ZMQ frames: the msgpack body, and after it room for out-of-band buffers. No message carries any
-yet, so a second frame is refused.
+A message is a list of ZMQ frames: the msgpack body, and one frame for each array of the message that is too large to
+lie in the body. In the body an array is (dtype, shape, bytes), or (dtype, shape, number of its frame from 1). Nobody
+may write to an array that was encoded: it is sent, and received, without a copy.
 """
 
 import inspect
+import math
+import threading
 import typing
 from collections.abc import Callable, Sequence
 from types import UnionType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 T = TypeVar("T")
+Frame = bytes | bytearray | memoryview
+Array = npt.NDArray[Any]
 
-_encoder = msgspec.msgpack.Encoder()
+MAX_INLINE_BYTES = 256
+"""Of an array in the body: a frame of its own costs more than copying so little (as in vLLM)."""
+_MAX_DIMENSIONS = 8
+_DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQefd"}
 
 
-def encode(message: object) -> list[bytes]:
-    """The frames of ``message``."""
-    return [_encoder.encode(message)]
+class _ArrayFrames(threading.local):
+    """Arrays of the message that this thread is encoding."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_arrays = _ArrayFrames()
+
+
+def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes | int]:
+    if not isinstance(value, np.ndarray) or value.dtype.str not in _DTYPES:
+        raise NotImplementedError(f"{type(value).__name__} is not data that a message may carry")
+    if value.nbytes <= MAX_INLINE_BYTES:
+        return value.dtype.str, value.shape, value.tobytes()
+    _arrays.frames.append(np.ascontiguousarray(value).data.cast("B"))
+    return value.dtype.str, value.shape, len(_arrays.frames)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def encode(message: object) -> list[Frame]:
+    """The frames of ``message``; those after the first are the memory of its arrays."""
+    try:
+        return [_encoder.encode(message), *_arrays.frames]
+    finally:
+        _forget_arrays()
+
+
+def encode_into(message: object, body: bytearray) -> list[Frame]:
+    """The same, with ``body``, whose content is replaced, as the first frame."""
+    try:
+        _encoder.encode_into(message, body)
+        return [body, *_arrays.frames]
+    finally:
+        _forget_arrays()
+
+
+def _forget_arrays() -> None:
+    if _arrays.frames:
+        _arrays.frames = []
 
 
 class Decoder(Generic[T]):
-    """Decodes messages of one type (or union). Raises ``msgspec.DecodeError`` for anything else."""
+    """Decodes messages of one type (or union), in one thread. Raises ``msgspec.DecodeError`` for anything else.
+
+    Arrays are read-only views of their frames. Their dtype must be the annotated one, their frame as long as their
+    shape says, and each frame must be used once.
+    """
 
     def __init__(self, message_type: type[T] | UnionType) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type, dec_hook=self._decode_array)
+        self._frames: Sequence[Frame] = ()
+        self._unused: set[int] = set()
 
-    def decode(self, frames: Sequence[bytes]) -> T:
-        if len(frames) != 1:
-            raise msgspec.DecodeError(f"a message of {len(frames)} frames: only the msgpack body is known")
-        return self._decoder.decode(frames[0])
+    def decode(self, frames: Sequence[Frame]) -> T:
+        if not frames:
+            raise msgspec.DecodeError("a message without frames")
+        self._frames = frames
+        self._unused = set(range(1, len(frames)))
+        try:
+            message = self._decoder.decode(frames[0])
+        finally:
+            self._frames = ()
+        if self._unused:
+            raise msgspec.DecodeError(f"a message with {len(self._unused)} frames that it does not refer to")
+        return message
+
+    def _decode_array(self, kind: type, value: object) -> Array:
+        dtype, shape, body = msgspec.convert(value, tuple[str, tuple[int, ...], bytes | int])
+        if dtype not in _DTYPES or len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0:
+            raise ValueError(f"no array of dtype {dtype!r} and shape {shape} may come")
+        if (wanted := _annotated_dtype(kind)) is not None and _DTYPES[dtype] != wanted:
+            raise ValueError(f"an array of dtype {dtype}, not {wanted.str}")
+        frame = self._take_frame(body) if isinstance(body, int) else body
+        if len(frame) != math.prod(shape) * _DTYPES[dtype].itemsize:
+            raise ValueError(f"{len(frame)} bytes for an array of dtype {dtype} and shape {shape}")
+        array: Array = np.frombuffer(frame, _DTYPES[dtype]).reshape(shape)
+        array.flags.writeable = False
+        return array
+
+    def _take_frame(self, index: int) -> Frame:
+        if index not in self._unused:
+            raise ValueError(f"frame {index} is not there, or belongs to another array")
+        self._unused.remove(index)
+        return self._frames[index]
+
+
+def _annotated_dtype(kind: type) -> "np.dtype[Any] | None":
+    """Of ``npt.NDArray[x]``, ``x``; None: any."""
+    scalars = [typing.get_args(argument) for argument in typing.get_args(kind)[1:]]
+    if not scalars or not isinstance(scalars[0][0], type):
+        return None
+    return np.dtype(scalars[0][0])
 
 
 def to_raw(value: object) -> msgspec.Raw:
-    """``value`` as msgpack inside another message, to be decoded by whoever knows its type."""
-    return msgspec.Raw(_encoder.encode(value))
+    """``value``, which holds no large arrays, as msgpack inside another message, to be decoded by whoever knows its
+    type."""
+    body, *arrays = encode(value)
+    if arrays:
+        raise TypeError(f"an array of more than {MAX_INLINE_BYTES} bytes cannot be an argument or a result of a call")
+    return msgspec.Raw(body)
 
 
 def from_raw(raw: msgspec.Raw) -> object:

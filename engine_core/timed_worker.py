@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from .config import EngineConfig
-from .hash_worker import HashWorker
-from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .hash_worker import HashWorker, allowed_tokens
+from .scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 _STRIDE = 7919
 """Prime: outputs run through the whole vocabulary, so that every token has text of its own to be made."""
@@ -18,19 +18,27 @@ class TimedWorker(HashWorker):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._num_known: dict[str, int] = {}
+        self._step: SchedulerOutput | None = None
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._wait(scheduler_output)
-        known = self._known(scheduler_output)
+        self._step = scheduler_output
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        assert self._step is not None, "execute_model comes first"
+        known, allowed = self._known(self._step), allowed_tokens(grammar, self._vocab_size)
         sampled: dict[str, list[int]] = {}
-        for req_id, num_computed in _computed(scheduler_output):
+        for req_id, num_computed in _computed(self._step):
+            sampled[req_id] = []
             if num_computed == known[req_id]:
-                sampled[req_id] = [_SPECIAL + num_computed * _STRIDE % (self._vocab_size - _SPECIAL)]
+                among = allowed.get(req_id)
+                sampled[req_id] = [self._draw(num_computed) if among is None else int(among[num_computed % len(among)])]
                 known[req_id] += 1
-            else:
-                sampled[req_id] = []
-        req_ids = list(scheduler_output.num_scheduled_tokens)
+        req_ids = list(self._step.num_scheduled_tokens)
         return ModelRunnerOutput(req_ids, [sampled[req_id] for req_id in req_ids])
+
+    def _draw(self, num_computed: int) -> int:
+        return _SPECIAL + num_computed * _STRIDE % (self._vocab_size - _SPECIAL)
 
     def _known(self, step: SchedulerOutput) -> dict[str, int]:
         """How many tokens each request has, before the step's own."""

@@ -6,7 +6,7 @@ import msgspec
 
 from .kv_transport import KVPool
 from .pool_memory import PoolMemory
-from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -24,7 +24,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Worker(Protocol):
-    """Computes steps. Called from one thread, in this order: load, determine, initialize, execute…"""
+    """Computes steps. Called from one thread, in this order: load, determine, initialize, then execute, sample, …"""
 
     def load_model(self) -> ModelInfo:
         """Loads weights. Raises ``ValueError`` naming a configuration feature that is not supported."""
@@ -43,8 +43,15 @@ class Worker(Protocol):
     def kv_pool(self) -> KVPool:
         """The pool as transports see it. After ``initialize_kv_cache``; usable from any thread."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes one step. An exception means that the step is lost and the engine is to stop."""
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """The forward pass of one step. An exception, here or in ``sample_tokens``, means that the step is lost and
+        the engine is to stop."""
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Ends the step that was executed last: draws a token for every request of it whose tokens are all computed.
+
+        Apart from the forward pass, so that what grammars allow is worked out while the model runs.
+        """
 
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""

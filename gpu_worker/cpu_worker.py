@@ -8,7 +8,7 @@ import torch
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.kv_transport import KVPool
 from tokenloom.engine_core.pool_memory import PoolMemory
-from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import ModelInfo
 
 from .attention.cache import kv_layout, make_kv_pool
@@ -89,9 +89,13 @@ class CPUWorker:
         assert self._pool is not None, "initialize_kv_cache comes first"
         return self._pool
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         assert self._runner is not None, "initialize_kv_cache comes first"
-        return self._runner.execute(scheduler_output)
+        self._runner.execute(scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        assert self._runner is not None, "initialize_kv_cache comes first"
+        return self._runner.sample(grammar)
 
     def shutdown(self) -> None:
         self._model = self._backend = self._runner = self._pool = None

@@ -1,19 +1,26 @@
 """One step of the model: differences in, tokens out."""
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tokenloom.engine_core.pool_memory import PoolMemory
-from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 from .attention.interface import AttentionBackend, IntArray, KVCache
 from .input_batch import InputBatch, StepInputs
 from .models.interface import Model
 from .sampler import Sampler
+from .sampler.grammar_mask import allow_only
+
+Logits = npt.NDArray[np.float32]
 
 
 class ModelRunner:
-    """Turns scheduled work into arrays, runs the model over the paged KV cache and samples."""
+    """Turns scheduled work into arrays and runs the model over the paged KV cache (``execute``); then ``sample``."""
 
     def __init__(
         self,
@@ -29,39 +36,58 @@ class ModelRunner:
         self._batch = batch
         self._sampler = Sampler()
         self._kv_caches: list[KVCache] = backend.allocate(num_blocks, memory)
+        self._executed: tuple[StepInputs, Logits] | None = None  # between the two halves of a step
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes the scheduled tokens; a request draws a token once all that it has are computed.
+    def execute(self, step: SchedulerOutput) -> None:
+        """Computes the scheduled tokens, and the logits of each request whose known tokens all are computed then.
 
         After an exception no request is known any more: the scheduler, if it goes on, begins them anew.
         """
+        with self._forgetting_on_failure():
+            self._batch.update(step)
+            self._executed = None
+            if step.total_num_scheduled_tokens:
+                inputs = self._batch.prepare(step.num_scheduled_tokens)
+                self._executed = inputs, self._logits(inputs, self._forward(inputs))
+
+    @torch.inference_mode()
+    def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
+        """Draws the tokens of the step that was executed last, under what ``grammar`` allows."""
+        if self._executed is None:
+            return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
+        (inputs, logits), self._executed = self._executed, None
+        with self._forgetting_on_failure():
+            if grammar is not None:
+                allow_only(grammar, [inputs.req_ids[index] for index in inputs.sampled.tolist()], logits)
+            return ModelRunnerOutput(req_ids=inputs.req_ids, sampled_token_ids=self._sample(inputs, logits))
+
+    @contextlib.contextmanager
+    def _forgetting_on_failure(self) -> Iterator[None]:
         try:
-            return self._execute(step)
+            yield
         except BaseException:
             self._batch.clear()
             raise
-
-    def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        self._batch.update(step)
-        if not step.total_num_scheduled_tokens:
-            return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
-        inputs = self._batch.prepare(step.num_scheduled_tokens)
-        hidden = self._forward(inputs)
-        return ModelRunnerOutput(req_ids=inputs.req_ids, sampled_token_ids=self._sample(inputs, hidden))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
         return self._model.forward(token_ids, positions, self._kv_caches, plan)
 
-    def _sample(self, inputs: StepInputs, hidden: torch.Tensor) -> list[list[int]]:
+    def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> Logits:
+        """[S, vocab] of the rows that draw a token."""
+        if not len(inputs.sampled):
+            return np.empty((0, 0), dtype=np.float32)
+        last_rows = torch.from_numpy(inputs.cu_query_lens[1:][inputs.sampled] - 1)
+        logits: Logits = self._model.compute_logits(hidden[last_rows]).numpy()
+        return logits
+
+    def _sample(self, inputs: StepInputs, logits: Logits) -> list[list[int]]:
         """[R] the token of each request that draws one, nothing for one whose prompt goes on."""
         result: list[list[int]] = [[] for _ in inputs.req_ids]
         if not len(inputs.sampled):
             return result
-        last_rows = torch.from_numpy(inputs.cu_query_lens[1:][inputs.sampled] - 1)
-        logits = self._model.compute_logits(hidden[last_rows]).numpy()
         rows = inputs.rows[inputs.sampled]
         self._batch.logits_processors.apply(logits, rows)
         tokens = self._sampler.sample(logits, self._batch.sampling(inputs))

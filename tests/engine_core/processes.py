@@ -17,7 +17,7 @@ class FailingWorker(HashWorker):
     def execute_model(self, scheduler_output):
         if scheduler_output.scheduled_new_reqs:
             {failure}
-        return super().execute_model(scheduler_output)
+        super().execute_model(scheduler_output)
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--handshake")

@@ -16,7 +16,7 @@ from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, UtilityError
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import EngineCoreOutputs
-from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.scheduler_output import SchedulerOutput
 
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
 
@@ -146,7 +146,7 @@ async def test_a_killed_process_is_noticed_by_everyone_who_waits() -> None:
 
 
 class FailingWorker(HashWorker):
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         raise RuntimeError("broken")
 
 

@@ -5,7 +5,7 @@ from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import CoreReady, FinishReason
-from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.scheduler_output import SchedulerOutput
 
 
 def test_ready_says_what_was_settled() -> None:
@@ -91,11 +91,11 @@ class FailingWorker(HashWorker):
 
     num_steps = 0
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self.num_steps += 1
         if self.num_steps == 2:
             raise RuntimeError("the device is gone")
-        return super().execute_model(scheduler_output)
+        super().execute_model(scheduler_output)
 
 
 def test_a_failed_step_is_raised_and_can_be_run_again() -> None:

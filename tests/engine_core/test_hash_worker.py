@@ -2,13 +2,14 @@ import json
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, make_config
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.engine_core.scheduler_output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 
@@ -20,17 +21,26 @@ def make_worker() -> HashWorker:
     return worker
 
 
-def run(worker: HashWorker, *, block_ids: list[int], num_computed: int = 0, num_tokens: int = 6) -> list[list[int]]:
+def run(
+    worker: HashWorker,
+    *,
+    block_ids: list[int],
+    num_computed: int = 0,
+    num_tokens: int = 6,
+    grammar: GrammarOutput | None = None,
+) -> list[list[int]]:
     """One step of one new request."""
     new = NewRequestData("a", PROMPT, [], SamplingParams(max_tokens=9, seed=0), block_ids, num_computed)
-    return worker.execute_model(
+    worker.execute_model(
         SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": num_tokens}, num_tokens, [], [])
-    ).sampled_token_ids
+    )
+    return worker.sample_tokens(grammar).sampled_token_ids
 
 
 def go_on(worker: HashWorker, block_ids: list[int], num_computed: int, num_tokens: int = 1) -> list[list[int]]:
     cached = CachedRequestData(["a"], [block_ids], [num_computed], {})
-    return worker.execute_model(SchedulerOutput([], cached, {"a": num_tokens}, num_tokens, [], [])).sampled_token_ids
+    worker.execute_model(SchedulerOutput([], cached, {"a": num_tokens}, num_tokens, [], []))
+    return worker.sample_tokens(None).sampled_token_ids
 
 
 def test_tokens_do_not_depend_on_blocks_or_chunks() -> None:
@@ -68,6 +78,12 @@ def test_a_block_taken_by_another_changes_the_token() -> None:
     run(worker, block_ids=[0, 1])
     worker._cache[0] = (8, 0)
     assert go_on(worker, [], 6) != [expected_tokens(PROMPT, 2, VOCAB_SIZE)[1:]]
+
+
+def test_a_grammar_leaves_only_what_it_allows() -> None:
+    bitmask = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    bitmask[0, 2] = 1 << 5
+    assert run(make_worker(), block_ids=[0, 1], grammar=GrammarOutput.of(["a"], bitmask)) == [[2 * 32 + 5]]
 
 
 def test_order_matters() -> None:

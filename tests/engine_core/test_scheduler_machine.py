@@ -24,7 +24,7 @@ from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
-from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.scheduler_output import SchedulerOutput
 
 MAX_MODEL_LEN = 48
 
@@ -40,14 +40,13 @@ class MortalWorker(HashWorker):
         super().__init__(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
         self.dies = False
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        result = super().execute_model(scheduler_output)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        super().execute_model(scheduler_output)
         if self.dies:
             self.dies = False
             self._rows.clear()
             self._cache[:] = -1
             raise StepLostError
-        return result
 
 
 @dataclass

@@ -47,7 +47,8 @@ def test_loads_profiles_and_computes(dtype, itemsize, backend):
     worker.initialize_kv_cache(8)
     prompt = [5, 6, 7]
     new = NewRequestData("a", prompt, [], GREEDY, [2], 0)
-    output = worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    output = worker.sample_tokens(None)
     assert output.req_ids == ["a"]
     assert 0 <= output.sampled_token_ids[0][0] < info.vocab_size
     worker.shutdown()

@@ -61,9 +61,10 @@ def run(runner, scheduled, news=(), computed=None, resumed=None, preempted=(), f
     cached = CachedRequestData(
         list(known), [BLOCKS[r] if r in (resumed or {}) else [] for r in known], list(known.values()), resumed or {}
     )
-    output = runner.execute(
+    runner.execute(
         SchedulerOutput(list(news), cached, scheduled, sum(scheduled.values()), list(finished), list(preempted))
     )
+    output = runner.sample()
     return dict(zip(output.req_ids, output.sampled_token_ids, strict=True))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine, seconds
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.scheduler_output import SchedulerOutput
 from tokenloom.services.engine import connect_stream
 from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.channels import open_channel
@@ -292,12 +292,11 @@ class TestCredit:
 class SlowWorker(HashWorker):
     """Hangs in its third step."""
 
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        output = super().execute_model(scheduler_output)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        super().execute_model(scheduler_output)
         self.num_steps = getattr(self, "num_steps", 0) + 1
         if self.num_steps == 3:
             threading.Event().wait(1.7)
-        return output
 
 
 async def test_heartbeats_of_a_hung_loop_stand_still(socket_dir: Path) -> None:
@@ -310,11 +309,10 @@ async def test_heartbeats_of_a_hung_loop_stand_still(socket_dir: Path) -> None:
 
 
 class FailingWorker(HashWorker):
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        output = super().execute_model(scheduler_output)
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        super().execute_model(scheduler_output)
         if any(new.prompt_token_ids == [6, 6, 6] for new in scheduler_output.scheduled_new_reqs):
             raise RuntimeError("broken")
-        return output
 
 
 async def test_when_the_core_dies_every_live_request_hears_of_it(socket_dir: Path) -> None:

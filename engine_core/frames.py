@@ -1,0 +1,63 @@
+"""Messages over a ZMQ socket, with as few copies and as few new buffers as can be."""
+
+from collections import deque
+
+import zmq
+
+from .serialization import Frame, encode_into
+
+_COPY_BYTES = 64 << 10
+"""Below it a copy into ZMQ's own memory is cheaper than the bookkeeping of sending without one (as pyzmq has it)."""
+_MAX_IDLE = 4
+"""Buffers kept for reuse; a peer that lags behind makes more of them, which are dropped when they come back."""
+
+
+class FrameSender:
+    """Used from one thread. A buffer is used again only when ZMQ says that it was sent."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._idle: list[bytearray] = []
+        self._sending: deque[tuple[zmq.MessageTracker, bytearray]] = deque()  # in order; bounded by the socket's pipe
+
+    @property
+    def num_sending(self) -> int:
+        """Buffers that ZMQ may still read."""
+        return len(self._sending)
+
+    def send(self, message: object, *head: bytes) -> None:
+        """Sends ``head``, a frame each, and ``message``, whose arrays nobody may write to any more."""
+        body = self._take_buffer()
+        frames = [*head, *encode_into(message, body)]
+        if len(frames) == len(head) + 1 and len(body) < _COPY_BYTES:
+            self._socket.send_multipart(frames)
+            self._give_back(body)
+            return
+        last = len(frames) - 1
+        trackers = [self._send_frame(frame, 0 if index == last else zmq.SNDMORE) for index, frame in enumerate(frames)]
+        # Each frame's own: of a message's frames the small ones are copied, and so done, before the large ones.
+        self._sending.append((zmq.MessageTracker(*filter(None, trackers)), body))
+
+    def _send_frame(self, frame: Frame, flags: int) -> zmq.MessageTracker | None:
+        if len(frame) < _COPY_BYTES:
+            self._socket.send(frame, flags)
+            return None
+        return self._socket.send(frame, flags, copy=False, track=True)
+
+    def _take_buffer(self) -> bytearray:
+        while self._sending and self._sending[0][0].done:
+            self._give_back(self._sending.popleft()[1])
+        return self._idle.pop() if self._idle else bytearray()
+
+    def _give_back(self, body: bytearray) -> None:
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(body)
+
+
+def receive_frames(socket: zmq.Socket[bytes], num_small: int) -> list[Frame]:
+    """One message. Its first ``num_small`` frames are copied, which is cheaper for small ones; the others, the memory
+    of arrays, stay where ZMQ received them."""
+    frames: list[Frame] = [socket.recv()]
+    while socket.rcvmore:
+        frames.append(socket.recv() if len(frames) < num_small else socket.recv(copy=False).buffer)
+    return frames

@@ -15,6 +15,8 @@ from .request_limits import check_config, refusal
 from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
+from .structured_output.backend import GrammarError
+from .structured_output.manager import FIELD, ConstrainedRow, GrammarStep, StructuredOutputManager
 
 
 class Scheduler:
@@ -33,8 +35,10 @@ class Scheduler:
         *,
         connector: KVConnectorScheduler | None = None,
         kv_policy: str = "recompute",
+        grammars: StructuredOutputManager | None = None,
     ) -> None:
-        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``."""
+        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``; ``grammars``:
+        of structured outputs, which are refused without."""
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
@@ -49,6 +53,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
+        self._grammars = grammars
         self._is_stalled = False
         self._clock = clock
         self._stats = SchedulerStats()
@@ -70,7 +75,10 @@ class Scheduler:
             self._finish_early(request, status)
         else:
             self.requests[request.request_id] = request
-            self.waiting.append(request)
+            if request.sampling_params.structured_output is None:
+                self.waiting.append(request)
+            else:
+                self._wait_for_grammar(request)
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the tokens that it was added ahead of. Of an unknown id they are too late."""
@@ -89,7 +97,8 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._finish_early(request, status)
                 return
-        if not is_queued and self._remote.tokens_accepted(request):
+        is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_parked and self._remote.tokens_accepted(request):
             self.waiting.prepend(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -110,7 +119,9 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would do anything. Not while every request waits for what only others can bring."""
-        return bool(self._early_outputs) or (bool(self.requests) and not self._is_stalled)
+        if self._early_outputs or (self._grammars is not None and self._grammars.has_news()):
+            return True
+        return bool(self.requests) and not self._is_stalled
 
     def take_early_outputs(self) -> list[EngineCoreOutput]:
         """Outputs of requests that ended without a step."""
@@ -121,6 +132,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
+        if self._grammars is not None and self._grammars.has_news():
+            self._admit_compiled(self._grammars)
         plan = StepPlan(self._token_budget())
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
@@ -133,6 +146,30 @@ class Scheduler:
             self._preempted_req_ids += plan.preempted_req_ids
             self._is_stalled = not plan.preempted_req_ids
         return plan.output()
+
+    def start_grammar_step(self, scheduled: SchedulerOutput) -> GrammarStep | None:
+        """Has the bitmasks of the step's requests computed that draw a token under a grammar; None: there are none."""
+        if self._grammars is None or not self._grammars.live:
+            return None
+        rows = []
+        for request_id, grammar in self._grammars.live.items():
+            num_new_tokens = scheduled.num_scheduled_tokens.get(request_id)
+            request = self.requests[request_id]
+            if num_new_tokens is not None and request.num_computed_tokens + num_new_tokens == request.num_tokens:
+                num_seen = request.num_prompt_tokens + grammar.num_accepted
+                rows.append(ConstrainedRow(request_id, request.all_token_ids[num_seen:]))
+        return self._grammars.start_step(rows) if rows else None
+
+    def end_constrained(self, ended: dict[str, str]) -> None:
+        """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
+        for request_id, error in ended.items():
+            if (request := self.requests.get(request_id)) is None:
+                continue  # aborted while the step executed
+            self.running.remove(request)
+            if error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+            else:
+                self._finish_early(request, RequestStatus.FINISHED_STOPPED)
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
@@ -188,7 +225,7 @@ class Scheduler:
         """As it is now; counters grow over the scheduler's life."""
         counters = self._stats
         stats = SchedulerStats(
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + (self._grammars.num_compiling if self._grammars is not None else 0),
             num_running=len(self.running),
             num_waiting_tokens=self.waiting.num_tokens,
             kv_usage=self.kv.pool.usage,
@@ -279,6 +316,30 @@ class Scheduler:
         request.set_status(status)
         self.waiting.prepend(request)
 
+    # Grammars
+
+    def _wait_for_grammar(self, request: Request) -> None:
+        request.set_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+        if self._grammars is None:
+            error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
+            self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+            return
+        try:
+            self._grammars.compile(request.request_id, request.sampling_params)
+        except GrammarError as error:
+            self._finish_early(request, RequestStatus.FINISHED_ERROR, f"{FIELD}: {error}")
+
+    def _admit_compiled(self, grammars: StructuredOutputManager) -> None:
+        """Those whose grammar is there wait from now on like any other."""
+        self._is_stalled = False
+        for compiled in grammars.take_compiled():
+            request = self.requests[compiled.request_id]
+            if compiled.error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
+            else:
+                request.set_status(RequestStatus.WAITING)
+                self.waiting.append(request)
+
     # Parts of update_from_output() and add_request()
 
     def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
@@ -313,10 +374,12 @@ class Scheduler:
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
+        if self._grammars is not None and request.sampling_params.structured_output is not None:
+            self._grammars.forget(request.request_id)
 
-    def _finish_early(self, request: Request, status: RequestStatus, error: str = "") -> None:
-        """Ends a request without a step; it is in no queue."""
-        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error)
+    def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
+        """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""
+        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
         self._finish(request, status)
         _mark_finished(output, request, status)
         self._early_outputs.append(output)
@@ -324,7 +387,7 @@ class Scheduler:
 
 def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
     output.finish_reason = FINISH_REASONS[status]
-    if output.finish_reason is FinishReason.STOP:
+    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..config import StructuredOutputConfig
 from ..sampling_params import StructuredOutput
-from .backend import CompiledGrammar, GrammarError, StructuredOutputBackend
+from .backend import CompiledGrammar, StructuredOutputBackend
 from .compiler_process import CompilerProcess, CompilerUnavailable, Setup
 from .registry import make_backend
 
@@ -42,12 +42,14 @@ class GrammarCompiler:
             return self._backend
 
     def compile(self, constraint: StructuredOutput, done: Callable[[Future[CompiledGrammar]], None]) -> None:
-        """Calls ``done``, from any thread, with a future that has the grammar or a ``GrammarError``. Raises it at once
-        when too many constraints wait."""
+        """Calls ``done``, from any thread, with a future that has the grammar or a ``GrammarError``.
+
+        Raises ``CompilerUnavailable`` when too many constraints wait.
+        """
         future = self._known.get(constraint)
         if future is None or (future.done() and isinstance(future.exception(), CompilerUnavailable)):
             if sum(not known.done() for known in self._known.values()) >= MAX_PENDING:
-                raise GrammarError("too many grammars wait to be compiled")
+                raise CompilerUnavailable("too many grammars wait to be compiled")
             future = self._known[constraint] = self._pool.submit(self._compile, constraint)
             self._evict()
         self._known.move_to_end(constraint)

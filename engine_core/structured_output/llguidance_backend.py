@@ -87,12 +87,11 @@ class _Grammar:
 def _grammar(kind: GrammarKind, source: str) -> str:
     """A constraint as llguidance takes it."""
     compiler = llguidance.LLMatcher
-    options = llguidance.JsonCompileOptions(whitespace_pattern=_WHITESPACE)
     match kind:
         case GrammarKind.JSON:
-            return compiler.grammar_from_json_schema(source, defaults=options)
+            return compiler.grammar_from_json_schema(source, defaults={"whitespace_pattern": _WHITESPACE})
         case GrammarKind.JSON_OBJECT:
-            return compiler.grammar_from_json_schema('{"type": "object"}', defaults=options)
+            return _grammar(GrammarKind.JSON, '{"type": "object"}')
         case GrammarKind.REGEX:
             return compiler.grammar_from_regex(source)
         case GrammarKind.CHOICE:

@@ -12,6 +12,7 @@ from ..sampling_params import SamplingParams, StructuredOutput
 from ..scheduler_output import GrammarOutput
 from .backend import Bitmask, CompiledGrammar, GrammarError, StructuredOutputBackend
 from .compiler import GrammarCompiler
+from .compiler_process import CompilerUnavailable
 from .request_grammar import GrammarEnd, RequestGrammar, bitmask_of
 
 FIELD = "structured_outputs"
@@ -35,6 +36,8 @@ class Compiled(NamedTuple):
     request_id: str
     error: str
     """Why it cannot run; empty: it can."""
+    field: str = ""
+    """Of the request, that is at fault."""
 
 
 class ConstrainedRow(NamedTuple):
@@ -111,12 +114,13 @@ class StructuredOutputManager:
             request_id, future = self._done.popleft()
             if (params := self._compiling.pop(request_id, None)) is None:
                 continue  # ended meanwhile
-            error = ""
             try:
                 self._grammars[request_id] = self._start(future.result(), params)
-            except GrammarError as refusal:
-                error = f"{FIELD}: {refusal}"
-            news.append(Compiled(request_id, error))
+                news.append(Compiled(request_id, ""))
+            except CompilerUnavailable as error:
+                news.append(Compiled(request_id, f"{FIELD}: {error}"))
+            except GrammarError as error:
+                news.append(Compiled(request_id, f"{FIELD}: {error}", FIELD))
         return news
 
     def forget(self, request_id: str) -> None:

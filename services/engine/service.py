@@ -68,7 +68,7 @@ class EngineService:
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
         if settings.transports:
             observe = engine_metrics.kv.observe_recompute
-            self._kv = KVFront(settings, self._client, core, self._load, ready, epoch=host.epoch, on_recompute=observe)
+            self._kv = KVFront(settings, self._client, core, self._load, ready, host, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)
 
     async def drain(self) -> None:
@@ -107,7 +107,12 @@ class EngineService:
                 num_kv_blocks=ready.num_kv_blocks,
             )
             self._coordinator = CoordinatorLink(
-                settings.coordinator, hello, identity, self._load, self._on_drain, BY_NAME[settings.role]
+                host.channels.open(settings.coordinator, "coordinator"),
+                hello,
+                identity,
+                self._load,
+                self._on_drain,
+                BY_NAME[settings.role],
             )
         max_live = settings.max_num_seqs + settings.max_waiting
         self._admission = Admission(self._load, self._coordinator, max_live=max_live)

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,10 +26,19 @@ BACKLOG = 1024
 class HttpServer:
     """Serves an application on one address."""
 
-    def __init__(self, app: App, listen: str, *, insecure: bool) -> None:
-        """Binds. Raises :class:`errors.Unavailable` when it cannot."""
+    def __init__(
+        self, app: App, listen: str, *, insecure: bool, tls_cert: Path | None = None, tls_key: Path | None = None
+    ) -> None:
+        """Binds. Raises :class:`errors.Unavailable` when it cannot.
+
+        Args:
+            insecure: Other machines may talk to it in plain text.
+            tls_cert, tls_key: What clients are shown, PEM, already found to be good; None: plain text.
+        """
         address = addresses.parse(listen, field="http_listen")
-        addresses.check_closed(address, insecure=insecure, field="http_listen")
+        is_closed = insecure or tls_cert is not None
+        remedy = "give --public-tls-cert or an API key"
+        addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
         self._path = address.path
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
@@ -43,6 +53,8 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            ssl_certfile=tls_cert,
+            ssl_keyfile=tls_key,
         )
         self._server = _Server(config)
         self._served = asyncio.Event()

@@ -12,7 +12,8 @@ import grpc.aio
 
 from tokenloom.v1 import output_processor_pb2, output_processor_pb2_grpc, types_pb2
 
-from ..runtime import channels, errors, hello
+from ..runtime import errors, hello
+from ..runtime.channels import Channels
 from .collector import Collector
 
 log = logging.getLogger(__name__)
@@ -141,8 +142,9 @@ class ProcessStream:
 class OutputLink:
     """Keeps a stream to one output processor, whatever happens to the other side."""
 
-    def __init__(self, address: str, peer_id: str, epoch: int) -> None:
+    def __init__(self, address: str, peer_id: str, epoch: int, channels: Channels) -> None:
         self.address = address
+        self._channels = channels
         self._peer_id = peer_id
         self._epoch = epoch
         self._stream: ProcessStream | None = None
@@ -155,7 +157,7 @@ class OutputLink:
     async def run(self, fingerprint: types_pb2.Fingerprint) -> None:
         """Connects, serves and reconnects, until cancelled."""
         backoff = MIN_BACKOFF
-        async with channels.open_channel(self.address) as channel:
+        async with self._channels.open(self.address, "output_processor") as channel:
             stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
             while True:
                 connected = await self._connect(stub, fingerprint)

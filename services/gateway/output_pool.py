@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tokenloom.v1 import types_pb2
 
 from ..runtime import errors
+from ..runtime.channels import Channels
 from ..runtime.host import Host
 from .output_link import OutputLink, ProcessStream
 
@@ -12,8 +13,8 @@ from .output_link import OutputLink, ProcessStream
 class OutputPool:
     """Round-robin over the output processors whose stream is up."""
 
-    def __init__(self, addresses: Sequence[str], peer_id: str, epoch: int) -> None:
-        self._links = [OutputLink(address, peer_id, epoch) for address in addresses]
+    def __init__(self, addresses: Sequence[str], peer_id: str, epoch: int, channels: Channels) -> None:
+        self._links = [OutputLink(address, peer_id, epoch, channels) for address in addresses]
         self._turn = 0
 
     @property

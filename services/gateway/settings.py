@@ -1,10 +1,12 @@
 """What a gateway can be told."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field, field_validator
+import grpc
+from pydantic import Field, field_validator, model_validator
 
+from ..runtime import tls
 from ..runtime.settings import CommaList, ServiceSettings, check_address
 
 
@@ -22,12 +24,36 @@ class GatewaySettings(ServiceSettings):
         (), validate_default=False, description="Accepted API keys, comma-separated; unset, no file: none is needed."
     )
     api_key_file: Path | None = Field(None, description="File of accepted keys: one hex SHA-256 of a key a line.")
+    public_tls_cert: Path | None = Field(
+        None, description="Certificate chain shown to clients, over HTTP and gRPC, PEM."
+    )
+    public_tls_key: Path | None = Field(None, description="Its private key.")
     strict: bool = Field(False, description="Refuse request fields that are not known, instead of ignoring them.")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1, description="Largest request, over HTTP and gRPC.")
     max_live_requests: int = Field(
         2048, ge=1, description="Prompts in work at a time; more are refused for the moment."
     )
     request_timeout: float = Field(600.0, gt=0, description="Seconds that a request may take, at most.")
+
+    @property
+    def is_public(self) -> bool:
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        """A key keeps strangers out, wherever TLS ends."""
+        return self.insecure or bool(self.api_key) or self.api_key_file is not None
+
+    def public_credentials(self) -> grpc.ServerCredentials | None:
+        if self.public_tls_cert is None or self.public_tls_key is None:
+            return None
+        return tls.public_credentials(self.public_tls_cert, self.public_tls_key)
+
+    @model_validator(mode="after")
+    def _check_public_certificate(self) -> Self:
+        if (self.public_tls_cert is None) != (self.public_tls_key is None):
+            raise ValueError("public-tls-cert and public-tls-key are given together or not at all")
+        return self
 
     @property
     def max_message_bytes(self) -> int:

@@ -11,7 +11,8 @@ import grpc.aio
 
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
-from ..runtime import channels, errors
+from ..runtime import errors
+from ..runtime.channels import Channels
 from ..runtime.hello import fingerprint_difference
 from .job import Chat
 
@@ -26,8 +27,9 @@ T = TypeVar("T")
 class TokenizerClient:
     """Round-robin over the replicas that answer and agree with the first one on what they serve."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], channels: Channels) -> None:
         self._addresses = tuple(addresses)
+        self._channels = channels
         self._stubs: list[tokenizer_pb2_grpc.TokenizerAsyncStub] = []
         self._alive: set[int] = set()
         self._turn = 0
@@ -53,7 +55,7 @@ class TokenizerClient:
         """Holds the channels and probes every replica, until cancelled."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
             for index, address in enumerate(self._addresses):
-                channel = await stack.enter_async_context(channels.open_channel(address))
+                channel = await stack.enter_async_context(self._channels.open(address, "tokenizer"))
                 self._stubs.append(tokenizer_pb2_grpc.TokenizerStub(channel))
                 group.create_task(self._probe(index), name=f"probe tokenizer {address}")
 

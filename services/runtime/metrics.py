@@ -1,6 +1,7 @@
 """Prometheus metrics of one process, under vLLM's names where vLLM has one."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -56,12 +57,14 @@ def histogram(
 class MetricsServer:
     """Serves ``GET /metrics`` on its own daemon thread, so that a scrape works while the event loop is busy."""
 
-    def __init__(self, registry: CollectorRegistry, address: Address) -> None:
-        """Binds; ``OSError`` when it cannot."""
+    def __init__(self, registry: CollectorRegistry, address: Address, tls: ssl.SSLContext | None = None) -> None:
+        """Binds; ``OSError`` when it cannot. ``tls``: who scrapes needs a certificate of the mesh; None: plain text."""
         server_class = _Server6 if ":" in address.host else ThreadingHTTPServer
         handler = type("Handler", (_Handler,), {"registry": registry})
         self._server = server_class((address.host, address.port), handler)
         self._server.daemon_threads = True
+        if tls is not None:  # the handshake is the connection's own thread's: a silent client holds up nobody else
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, name="metrics", daemon=True
         )

@@ -37,8 +37,8 @@ class Scheduler:
         kv_policy: str = "recompute",
         grammars: StructuredOutputManager | None = None,
     ) -> None:
-        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``; ``grammars``:
-        of structured outputs, which are refused without."""
+        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``;
+        ``grammars``: of structured outputs, which are refused without."""
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len

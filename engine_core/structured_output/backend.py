@@ -1,4 +1,4 @@
-"""What a grammar backend does for the core: compiles a constraint, follows outputs through it, says what may come next."""
+"""What a grammar backend does for the core: compiles constraints, follows outputs through them, says what may come."""
 
 from collections.abc import Sequence
 from typing import Protocol

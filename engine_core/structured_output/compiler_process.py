@@ -1,8 +1,8 @@
 """``python -m tokenloom.engine_core.structured_output.compiler_process``: constraints tried in a process that can die.
 
 Speaks msgpack behind 4-byte big-endian lengths on stdin and stdout: first a ``Setup``, answered by a ``Reply`` without
-a grammar, then one ``Reply`` for each ``StructuredOutput``. Ends when stdin does, and at once when a constraint outlives
-its time or takes more than its memory.
+a grammar, then one ``Reply`` for each ``StructuredOutput``. Ends when stdin does, and at once when a constraint
+outlives its time or takes more than its memory.
 """
 
 import contextlib

@@ -22,12 +22,13 @@ class LLGuidanceBackend:
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """``vocab_size``: the model's. Raises ``ValueError`` for a tokenizer whose tokens' bytes it cannot tell."""
-        self._tokenizer = llguidance.LLTokenizer(
-            str(tokenizer_file), n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
-        )
+        eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._tokenizer = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
         self.eos_token_ids = tuple(self._tokenizer.eos_tokens)
         # Steps are bounded by the library's own defaults; a row of many optional properties is no attack.
-        self._limits = llguidance.LLParserLimits(max_items_in_row=10_000, max_lexer_states=100_000, verbose_errors=False)
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=10_000, max_lexer_states=100_000, verbose_errors=False
+        )
 
     def prepare(self, kind: GrammarKind, source: str) -> str:
         """Its own form of the grammar, after building it once and asking it for a bitmask."""
@@ -89,16 +90,24 @@ def _grammar(kind: GrammarKind, source: str) -> str:
     compiler = llguidance.LLMatcher
     match kind:
         case GrammarKind.JSON:
-            return compiler.grammar_from_json_schema(source, defaults={"whitespace_pattern": _WHITESPACE})
+            return _json_grammar(source)
         case GrammarKind.JSON_OBJECT:
-            return _grammar(GrammarKind.JSON, '{"type": "object"}')
+            return _json_grammar('{"type": "object"}')
         case GrammarKind.REGEX:
             return compiler.grammar_from_regex(source)
         case GrammarKind.CHOICE:
-            texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(source))
+            # Lark takes JSON's escapes, but DEL only as one.
+            texts = (json.dumps(text).replace("\x7f", "\\u007f") for text in json.loads(source))
             return compiler.grammar_from_lark(f"start: {' | '.join(texts)}")
         case GrammarKind.GRAMMAR:
             return compiler.grammar_from_lark(source if is_lark_syntax(source) else _lark_of_gbnf(source))
+
+
+def _json_grammar(schema: str) -> str:
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    except ValueError as error:
+        raise GrammarError(_shorten(str(error))) from None
 
 
 def _lark_of_gbnf(source: str) -> str:

@@ -43,10 +43,10 @@ class RequestGrammar:
         row &= ~self._eos
         if not may_stop:
             row &= ~self._stop
-        elif may_end:
-            row |= self._stop & self._eos
         if not row.any():
             self._end(row, may_end=may_end, may_stop=may_stop)
+        elif may_end and may_stop:
+            row |= self._stop & self._eos
 
     def _end(self, row: Bitmask, *, may_end: bool, may_stop: bool) -> None:
         """Nothing can follow but one of the stop tokens, if there is any."""

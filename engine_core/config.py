@@ -21,6 +21,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Hash and timed worker only: how long a step takes."""
     token_seconds: float = 0.0
     """Likewise: how much longer for each token that the step computes."""
+    profiler_dir: str = ""
+    """Where profiles are written; empty: there are none."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True):

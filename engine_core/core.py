@@ -1,12 +1,14 @@
 """The engine's loop without I/O."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from .config import EngineConfig
 from .core_kv import CoreKV
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -39,6 +41,7 @@ class EngineCore:
             kv_policy=config.kv.policy,
             grammars=self._grammars,
         )
+        self.pausing = Pausing(self.scheduler)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self.num_steps = 0
         self.ready = CoreReady(
@@ -57,6 +60,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
         self.scheduler.abort_requests(request_ids)
+        self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the first tokens that it was added ahead of."""
@@ -97,11 +101,22 @@ class EngineCore:
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         outputs += self.scheduler.take_early_outputs()
+        if self.pausing.is_settling:
+            self.pausing.settle()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run."""
-        return self.scheduler.reset_prefix_cache()
+    def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
+        """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""
+        return self.pausing.pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Goes on after a pause; without one nothing happens."""
+        self.pausing.resume()
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forgets all cached blocks. While requests run it is False, and nothing happens, unless they may be
+        preempted."""
+        return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def num_leases(self) -> int:
         """Promises to other engines that are open now."""
@@ -130,7 +145,7 @@ class EngineCore:
         self._connector.register_kv_caches(self.executor.kv_pool())
 
     def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        grammar = self.scheduler.start_grammar_step(scheduled)
+        grammar = self.scheduler.constrained.start_step(scheduled, self.scheduler.requests)
         try:
             self.executor.execute_model(scheduled)
             result = self.executor.sample_tokens(grammar.output() if grammar is not None else None)

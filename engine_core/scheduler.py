@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterable
 
 from .admission import Admission
 from .config import CacheConfig, SchedulerConfig
+from .constrained import ConstrainedRequests
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
 from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
+from .pausing import PauseState
 from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_limits import check_config, refusal
 from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
-from .structured_output.backend import GrammarError
-from .structured_output.manager import FIELD, ConstrainedRow, GrammarStep, StructuredOutputManager
+from .structured_output.manager import FIELD, StructuredOutputManager
 
 
 class Scheduler:
@@ -53,7 +54,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
-        self._grammars = grammars
+        self.constrained = ConstrainedRequests(grammars)
+        self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._clock = clock
         self._stats = SchedulerStats()
@@ -77,8 +79,8 @@ class Scheduler:
             self.requests[request.request_id] = request
             if request.sampling_params.structured_output is None:
                 self.waiting.append(request)
-            else:
-                self._wait_for_grammar(request)
+            elif refused := self.constrained.wait(request):
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, refused.error, refused.field)
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the tokens that it was added ahead of. Of an unknown id they are too late."""
@@ -117,9 +119,30 @@ class Scheduler:
         self.running = [request for request in self.running if not request.is_finished]
         self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
 
+    def abort_all(self) -> None:
+        """Ends every request with ``FinishReason.ABORT`` as its output."""
+        self._is_stalled = False
+        for request in list(self.requests.values()):
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                self.waiting.remove(request)
+            self._finish_early(request, RequestStatus.FINISHED_ABORTED)
+        self.running.clear()
+
+    def set_pause_state(self, state: PauseState) -> None:
+        """What is to be planned from now on. Paused, requests are taken in and ended as ever."""
+        self.pause_state = state
+        self._is_stalled = False
+
+    @property
+    def is_advancing(self) -> bool:
+        """Whether anybody runs, or was preempted and may run again, in the present pause state."""
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
+
     def has_work(self) -> bool:
         """Whether a step would do anything. Not while every request waits for what only others can bring."""
-        if self._early_outputs or (self._grammars is not None and self._grammars.has_news()):
+        if self._early_outputs or self.constrained.has_news():
             return True
         return bool(self.requests) and not self._is_stalled
 
@@ -132,9 +155,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
-        if self._grammars is not None and self._grammars.has_news():
-            self._admit_compiled(self._grammars)
-        plan = StepPlan(self._token_budget())
+        if self.constrained.has_news():
+            self._admit_compiled()
+        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._token_budget())
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
             self._schedule_waiting(plan)
@@ -146,19 +169,6 @@ class Scheduler:
             self._preempted_req_ids += plan.preempted_req_ids
             self._is_stalled = not plan.preempted_req_ids
         return plan.output()
-
-    def start_grammar_step(self, scheduled: SchedulerOutput) -> GrammarStep | None:
-        """Has the bitmasks of the step's requests computed that draw a token under a grammar; None: there are none."""
-        if self._grammars is None or not self._grammars.live:
-            return None
-        rows = []
-        for request_id, grammar in self._grammars.live.items():
-            num_new_tokens = scheduled.num_scheduled_tokens.get(request_id)
-            request = self.requests[request_id]
-            if num_new_tokens is not None and request.num_computed_tokens + num_new_tokens == request.num_tokens:
-                num_seen = request.num_prompt_tokens + grammar.num_accepted
-                rows.append(ConstrainedRow(request_id, request.all_token_ids[num_seen:]))
-        return self._grammars.start_step(rows) if rows else None
 
     def end_constrained(self, ended: dict[str, str]) -> None:
         """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
@@ -211,13 +221,28 @@ class Scheduler:
             if request.status is RequestStatus.PREEMPTED:
                 request.set_status(RequestStatus.WAITING)
         if self._remote is not None:
+            self._remote.lose_rows()
             self._remote.lose_hits()
         self.kv.pool.forget_all()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching."""
-        if self.running or self._remote:
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching.
+
+        ``preempt_running`` sends those back to waiting first, to be computed anew; who waits for blocks from elsewhere
+        computes them too. Blocks leased to others stay theirs until the lease ends.
+        """
+        if (self.running or self._remote) and not preempt_running:
             return False
+        self._is_stalled = False
+        for request in reversed(self.running):
+            self._requeue(request, RequestStatus.PREEMPTED)
+            self._preempted_req_ids.append(request.request_id)
+        self._stats.num_preemptions += len(self.running)
+        self.running.clear()
+        if self._remote is not None:
+            self._remote.lose_hits()
+            for request in self.waiting:
+                self.kv.free(request)  # what it loaded
         self.kv.pool.forget_all()
         return True
 
@@ -225,7 +250,7 @@ class Scheduler:
         """As it is now; counters grow over the scheduler's life."""
         counters = self._stats
         stats = SchedulerStats(
-            num_waiting=len(self.waiting) + (self._grammars.num_compiling if self._grammars is not None else 0),
+            num_waiting=len(self.waiting) + self.constrained.num_waiting,
             num_running=len(self.running),
             num_waiting_tokens=self.waiting.num_tokens,
             kv_usage=self.kv.pool.usage,
@@ -277,7 +302,8 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         while plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self._admission.next(plan.budget, others_run=bool(self.running))
+            only_begun = self.pause_state is not PauseState.UNPAUSED
+            request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)
             if request is None:
                 break
             self._start(request, plan)
@@ -316,23 +342,10 @@ class Scheduler:
         request.set_status(status)
         self.waiting.prepend(request)
 
-    # Grammars
-
-    def _wait_for_grammar(self, request: Request) -> None:
-        request.set_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
-        if self._grammars is None:
-            error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
-            self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
-            return
-        try:
-            self._grammars.compile(request.request_id, request.sampling_params)
-        except GrammarError as error:
-            self._finish_early(request, RequestStatus.FINISHED_ERROR, f"{FIELD}: {error}")
-
-    def _admit_compiled(self, grammars: StructuredOutputManager) -> None:
-        """Those whose grammar is there wait from now on like any other."""
+    def _admit_compiled(self) -> None:
+        """Whose grammar is there waits from now on like any other."""
         self._is_stalled = False
-        for compiled in grammars.take_compiled():
+        for compiled in self.constrained.take_compiled():
             request = self.requests[compiled.request_id]
             if compiled.error:
                 self._finish_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
@@ -374,8 +387,7 @@ class Scheduler:
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
-        if self._grammars is not None and request.sampling_params.structured_output is not None:
-            self._grammars.forget(request.request_id)
+        self.constrained.finished(request)
 
     def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
         """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""

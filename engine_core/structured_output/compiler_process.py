@@ -12,7 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
-from typing import BinaryIO, TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -146,13 +146,13 @@ def _data_bytes() -> int:
     return int(line.split()[1]) << 10
 
 
-def _write(stream: BinaryIO, message: msgspec.Struct) -> None:
+def _write(stream: IO[bytes], message: msgspec.Struct) -> None:
     data = msgspec.msgpack.encode(message)
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def _read(stream: BinaryIO, message_type: type[T]) -> T | None:
+def _read(stream: IO[bytes], message_type: type[T]) -> T | None:
     """The next message; None at the end."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:

@@ -1,6 +1,6 @@
 """What a grammar backend does for the core: compiles constraints, follows outputs through them, says what may come."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -62,3 +62,10 @@ class StructuredOutputBackend(Protocol):
 
     def load(self, prepared: str) -> CompiledGrammar:
         """The grammar. Raises ``GrammarError``."""
+
+
+def bitmask_of(token_ids: Iterable[int], num_words: int) -> Bitmask:
+    """[num_words] with the bits of these tokens set; ids beyond are left out."""
+    bits = np.zeros(num_words * 32, dtype=np.uint8)
+    bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)

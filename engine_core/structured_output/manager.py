@@ -10,10 +10,10 @@ import numpy as np
 from ..config import StructuredOutputConfig
 from ..sampling_params import SamplingParams, StructuredOutput
 from ..scheduler_output import GrammarOutput
-from .backend import Bitmask, CompiledGrammar, GrammarError, StructuredOutputBackend
+from .backend import Bitmask, CompiledGrammar, GrammarError, StructuredOutputBackend, bitmask_of
 from .compiler import GrammarCompiler
 from .compiler_process import CompilerUnavailable
-from .request_grammar import GrammarEnd, RequestGrammar, bitmask_of
+from .request_grammar import GrammarEnd, RequestGrammar
 
 FIELD = "structured_outputs"
 """What errors name."""

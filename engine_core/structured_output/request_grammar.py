@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from .backend import Bitmask, Grammar, GrammarError
+from .backend import Bitmask, Grammar, GrammarError, bitmask_of
 
 
 class GrammarEnd(Exception):
@@ -55,10 +53,3 @@ class RequestGrammar:
         if not may_stop or not self._stop.any():
             raise GrammarEnd
         row |= self._stop
-
-
-def bitmask_of(token_ids: Iterable[int], num_words: int) -> Bitmask:
-    """[num_words] with the bits of these tokens set; ids beyond are left out."""
-    bits = np.zeros(num_words * 32, dtype=np.uint8)
-    bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xgrammar
 
 from ..sampling_params import GrammarKind
-from .backend import Bitmask, GrammarError
+from .backend import Bitmask, GrammarError, bitmask_of
 
 _MAX_WHITESPACE = 40
 """As llguidance's backend has it."""
@@ -69,6 +70,8 @@ class _Compiled:
 class _Grammar:
     def __init__(self, compiled: Any) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._num_words = -(-compiled.tokenizer_info.vocab_size // 32)
+        self._eos = bitmask_of(self._matcher.stop_token_ids, self._num_words)
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         if not all(self._matcher.accept_token(token_id) for token_id in token_ids):
@@ -91,7 +94,9 @@ class _Grammar:
         self._matcher.reset()
 
     def is_terminated(self) -> bool:
-        return bool(self._matcher.is_completed() and not self._matcher.find_jump_forward_string())
+        row = np.zeros(self._num_words, dtype=np.int32)
+        self.fill_bitmask(row)
+        return not np.any(row & ~self._eos) and bool(np.any(row & self._eos))
 
     def fill_bitmask(self, row: Bitmask) -> None:
         self._matcher.fill_next_token_bitmask(row[None, :])

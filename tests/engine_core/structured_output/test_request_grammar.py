@@ -5,8 +5,8 @@ import pytest
 
 from tests.engine_core.structured_output.helpers import EOS, NUM_WORDS, encode, start
 from tokenloom.engine_core.sampling_params import GrammarKind
-from tokenloom.engine_core.structured_output.backend import GrammarError
-from tokenloom.engine_core.structured_output.request_grammar import GrammarEnd, RequestGrammar, bitmask_of
+from tokenloom.engine_core.structured_output.backend import GrammarError, bitmask_of
+from tokenloom.engine_core.structured_output.request_grammar import GrammarEnd, RequestGrammar
 
 NEWLINE = encode("\n")[0]
 

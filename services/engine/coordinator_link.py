@@ -132,7 +132,7 @@ class CoordinatorLink:
         picks, self._picks = self._picks, deque(maxlen=MAX_PICKS)
         return coordinator_pb2.EngineReport(
             role=self._role,
-            state=self._state,
+            state=self._present_state(),
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
@@ -141,6 +141,11 @@ class CoordinatorLink:
             picks_arrived=picks,
             step=load.step,
         )
+
+    def _present_state(self) -> coordinator_pb2.EngineState:
+        if self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING:
+            return coordinator_pb2.ENGINE_STATE_PAUSED
+        return self._state
 
 
 async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:

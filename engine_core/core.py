@@ -12,6 +12,7 @@ from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .sleeping import Sleeping
 from .worker import Executor
 
 
@@ -33,6 +34,7 @@ class EngineCore:
             config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
         )
         self.pausing = Pausing(self.scheduler)
+        self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self.num_steps = 0
         self.ready = CoreReady(
@@ -88,6 +90,8 @@ class EngineCore:
         outputs += self.scheduler.take_early_outputs()
         if self.pausing.is_settling:
             self.pausing.settle()
+        if self.sleeping.is_settling:
+            self.sleeping.settle()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
@@ -95,7 +99,9 @@ class EngineCore:
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
-        """Goes on after a pause; without one nothing happens."""
+        """Goes on after a pause; without one nothing happens. Raises ``ValueError`` while asleep."""
+        if self.sleeping.is_sleeping():
+            raise ValueError("the engine sleeps: wake it up")
         self.pausing.resume()
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:

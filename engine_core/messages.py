@@ -96,6 +96,14 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[float] = []
     """[n * k]"""
 
+    def extend(self, following: "Logprobs") -> None:
+        """Adds the positions that follow; they tell as many alternatives."""
+        self.sampled += following.sampled
+        self.rank += following.rank
+        self.token_ids += following.token_ids
+        self.logprobs += following.logprobs
+        self.top = following.top
+
 
 class EngineCoreEventType(enum.IntEnum):
     """What befell a request in the scheduler (as in vLLM V1)."""

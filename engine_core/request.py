@@ -3,7 +3,8 @@
 import enum
 
 from .kv_messages import KVTarget
-from .messages import EngineCoreRequest, FinishReason
+from .messages import EngineCoreRequest, FinishReason, Logprobs
+from .repetition import is_repeating
 
 
 class RequestStatus(enum.IntEnum):
@@ -22,6 +23,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ERROR = 7
     FINISHED_PREFILLED = 8
     """The first token is there, and another engine goes on."""
+    FINISHED_REPETITION = 9
+    """The output repeats itself."""
 
 
 _Status = RequestStatus
@@ -50,6 +53,7 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
     _Status.FINISHED_ABORTED: FinishReason.ABORT,
     _Status.FINISHED_ERROR: FinishReason.ERROR,
     _Status.FINISHED_PREFILLED: FinishReason.PREFILLED,
+    _Status.FINISHED_REPETITION: FinishReason.REPETITION,
 }
 
 
@@ -105,10 +109,13 @@ class Request:
         "num_registered_blocks",
         "num_tokens",
         "priority",
+        "prompt_logprobs",
         "prompt_token_ids",
         "remote",
+        "repetition_detection",
         "request_id",
         "sampling_params",
+        "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
     )
@@ -130,6 +137,7 @@ class Request:
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         self.limit_status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.num_computed_tokens = 0
+        self.repetition_detection = params.repetition_detection
 
         self.remote: RemoteKVState | None = None
         if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
@@ -137,6 +145,13 @@ class Request:
         if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
             self.max_num_tokens = self.num_tokens + 1  # the rest is for whoever takes up the lease
             self.limit_status = RequestStatus.FINISHED_PREFILLED
+
+        self.prompt_logprobs: Logprobs | None = None
+        """So far, while any are to be told; whoever continues an output does not tell them again."""
+        if params.prompt_logprobs is not None and not message.accepted_token_ids and not self.is_decode_leg:
+            self.prompt_logprobs = Logprobs([], [])
+        # What is not computed has no logits.
+        self.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
 
         # Kept by the KV cache manager.
         self.block_ids: list[int] = []
@@ -147,6 +162,11 @@ class Request:
         self.arrival_ns = arrival_ns
         self.first_scheduled_ns: int | None = None
         self.first_output_sent = False
+
+    @property
+    def is_decode_leg(self) -> bool:
+        """Whether its KV, or its first tokens, are still to come from another engine."""
+        return self.remote is not None and (self.remote.target is not None or self.remote.awaits_tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -186,9 +206,13 @@ class Request:
 
 
 def finish_status(request: Request) -> RequestStatus | None:
-    """Whether the newest output token ends the request, and how. A stop token wins over a limit."""
+    """Whether the newest output token ends the request, and how. A stop token comes before a limit."""
     if request.num_tokens > request.num_prompt_tokens and request.all_token_ids[-1] in request.stop_token_ids:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return request.limit_status
+    if request.repetition_detection is not None and is_repeating(
+        request.all_token_ids, request.num_prompt_tokens, request.repetition_detection
+    ):
+        return RequestStatus.FINISHED_REPETITION
     return None

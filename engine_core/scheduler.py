@@ -11,6 +11,7 @@ from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
 from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
 from .pausing import PauseState
+from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_limits import check_config, refusal
@@ -167,6 +168,7 @@ class Scheduler:
         outputs: list[EngineCoreOutput] = []
         any_finished = False
         num_scheduled_tokens = scheduled.num_scheduled_tokens
+        prompt_logprobs = collect_prompt_logprobs(self.requests, scheduled, result) if result.prompt_logprobs else {}
         assert len(result.req_ids) == len(num_scheduled_tokens), "the worker left requests out"
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if (request := self.requests.get(request_id)) is None:
@@ -176,6 +178,10 @@ class Scheduler:
                 output = self._accept_tokens(request, token_ids)
                 any_finished |= output.finish_reason is not None
                 outputs.append(output)
+        if result.logprobs or prompt_logprobs:
+            for output in outputs:
+                output.new_logprobs = result.logprobs.get(output.request_id)
+                output.new_prompt_logprobs = prompt_logprobs.get(output.request_id)
         if any_finished:
             self.running = [request for request in self.running if not request.is_finished]
         return outputs
@@ -226,6 +232,11 @@ class Scheduler:
                 self.kv.free(request)  # what it loaded
         self.kv.pool.forget_all()
         return True
+
+    def end_leases(self) -> None:
+        """Takes back what is held for other engines; they compute it themselves."""
+        while self._remote is not None and self._remote.revoke_oldest():
+            pass
 
     def stats(self) -> SchedulerStats:
         """As it is now; counters grow over the scheduler's life."""
@@ -301,7 +312,7 @@ class Scheduler:
         request.first_scheduled_ns = self._clock()
         # Accepted tokens of an earlier attempt are looked up too, but it is the prompt that is counted.
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self.kv.enable_prefix_caching:
+        if self.kv.enable_prefix_caching and not request.skip_reading_prefix_cache:
             self._stats.prefix_cache_queries += request.num_prompt_tokens
             self._stats.prefix_cache_hits += request.num_cached_tokens
         if (remote := request.remote) is not None:

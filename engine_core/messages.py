@@ -144,6 +144,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """NaN logits of the rows that ``new_token_ids`` were drawn from; 0 unless they are counted."""
     events: list[EngineCoreEvent] = []
     """What befell the request since its last output; only when events are logged."""
+    error_field: str = ""
+    """With ``error``: the field of the request that is at fault, so that trying again does not help."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

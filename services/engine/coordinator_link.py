@@ -19,7 +19,8 @@ from .task_group import task_group
 
 log = logging.getLogger(__name__)
 
-MIN_REPORT_SECONDS = 0.01
+MIN_REPORT_SECONDS = 0.03
+"""Between two reports. The coordinator counts its picks itself, at once: what it hears late is that requests ended."""
 MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0

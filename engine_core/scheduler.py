@@ -20,7 +20,7 @@ from .request_queue import SchedulingPolicy, make_queue, priority_key
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
 from .structured_output.manager import FIELD, StructuredOutputManager
->>>>>>> main
+from .token_budget import TokenBudget
 
 
 class Scheduler:
@@ -59,12 +59,8 @@ class Scheduler:
         self.waiting = make_queue(self._policy)
         self._budget = TokenBudget(config)
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
-<<<<<<< HEAD
         self._admission = Admission(self.waiting, self.kv, self._remote, config)
-=======
-        self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
         self.constrained = ConstrainedRequests(grammars)
->>>>>>> main
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._clock = clock
@@ -165,8 +161,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
-<<<<<<< HEAD
-from .token_budget import TokenBudget
+        if self.constrained.has_news():
+            self._admit_compiled()
+        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._budget.of_step(self.running))
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
             self._schedule_waiting(plan)

@@ -13,6 +13,7 @@ from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .sleeping import Sleeping
+from .structured_output.manager import StructuredOutputManager
 from .worker import Executor
 
 
@@ -30,8 +31,16 @@ class EngineCore:
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
+        self._grammars: StructuredOutputManager | None = None
+        if config.structured_output is not None:
+            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size)
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
+            config.scheduler,
+            config.cache,
+            kv_cache,
+            connector=self._connector,
+            kv_policy=config.kv.policy,
+            grammars=self._grammars,
         )
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
@@ -67,10 +76,16 @@ class EngineCore:
         """Whether any request is live."""
         return bool(self.scheduler.requests)
 
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return self._grammars is not None and self._grammars.num_compiling > 0
+
     def on_news(self, callback: Callable[[], None]) -> None:
         """``callback`` is called, from any thread, when there may be work that no call to this core brought."""
         if self._connector is not None:
             self._connector.on_news(callback)
+        if self._grammars is not None:
+            self._grammars.on_news(callback)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
         """Schedule, execute, update. ``take_aborts`` gives the requests that were aborted while the step executed."""
@@ -121,6 +136,8 @@ class EngineCore:
         """Gives the executor's resources back. Idempotent."""
         if self._connector is not None:
             self._connector.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
         self.executor.shutdown()
 
     def _initialize_kv_cache(self, config: EngineConfig, num_blocks: int, bytes_per_token: int) -> None:
@@ -134,9 +151,15 @@ class EngineCore:
         self._connector.register_kv_caches(self.executor.kv_pool())
 
     def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        grammar = self.scheduler.constrained.start_step(scheduled, self.scheduler.requests)
         try:
             self.executor.execute_model(scheduled)
-            return self.executor.sample_tokens(None)
+            result = self.executor.sample_tokens(grammar.output() if grammar is not None else None)
         except Exception:
+            if grammar is not None:
+                grammar.output()  # whoever goes on finds it at rest
             self.scheduler.recover_from_failed_step()
             raise
+        if grammar is not None:
+            self.scheduler.end_constrained(grammar.ended)
+        return result

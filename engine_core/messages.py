@@ -48,6 +48,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     accepted_token_ids: list[int] = []
     """Output tokens of earlier attempts: indices, limits, penalties and random numbers count them."""
     priority: int = 0
+    """Lower runs first; other than 0 only with the scheduling policy ``priority``."""
     cache_salt: bytes = b""
     """Part of every block hash of this request; requests of different salts never share blocks."""
     client_index: int = 0
@@ -143,6 +144,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """NaN logits of the rows that ``new_token_ids`` were drawn from; 0 unless they are counted."""
     events: list[EngineCoreEvent] = []
     """What befell the request since its last output; only when events are logged."""
+    error_field: str = ""
+    """With ``error``: the field of the request that is at fault, so that trying again does not help."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

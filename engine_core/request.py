@@ -17,13 +17,15 @@ class RequestStatus(enum.IntEnum):
     """Waits again: it lost its blocks, the worker still knows its parameters."""
     WAITING_FOR_REMOTE_KVS = 3
     """Not to be scheduled before blocks, or tokens, have come from another engine."""
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
-    FINISHED_PREFILLED = 8
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 4
+    """In no queue: the grammar of its output is being compiled."""
+    FINISHED_STOPPED = 16
+    FINISHED_LENGTH_CAPPED = 17
+    FINISHED_ABORTED = 18
+    FINISHED_ERROR = 19
+    FINISHED_PREFILLED = 20
     """The first token is there, and another engine goes on."""
-    FINISHED_REPETITION = 9
+    FINISHED_REPETITION = 21
     """The output repeats itself."""
 
 
@@ -33,7 +35,8 @@ _FINISHED = frozenset(status for status in _Status if status >= _Status.FINISHED
 # The only changes there are. WAITING ends at once when accepted tokens meet an end condition or the request is refused;
 # a failed step sends everybody back to WAITING.
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _Status.WAITING: _FINISHED | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS},
+    _Status.WAITING: _FINISHED
+    | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS, _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
     _Status.RUNNING: _FINISHED | {_Status.PREEMPTED, _Status.WAITING},
     _Status.PREEMPTED: frozenset(
         {
@@ -45,6 +48,7 @@ _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
         }
     ),
     _Status.WAITING_FOR_REMOTE_KVS: _FINISHED | {_Status.WAITING, _Status.PREEMPTED},
+    _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FINISHED | {_Status.WAITING},
 } | {status: frozenset() for status in _FINISHED}
 
 FINISH_REASONS: dict[RequestStatus, FinishReason] = {
@@ -108,6 +112,7 @@ class Request:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "priority",
         "prompt_logprobs",
         "prompt_token_ids",
         "remote",
@@ -126,6 +131,7 @@ class Request:
         self.sampling_params = params
         self.stop_token_ids = frozenset(params.stop_token_ids)
         self.cache_salt = message.cache_salt
+        self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are output like any other, so indices and limits need no second count.
@@ -177,6 +183,10 @@ class Request:
         return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
+    def ends_with_stop_token(self) -> bool:
+        return self.num_tokens > self.num_prompt_tokens and self.all_token_ids[-1] in self.stop_token_ids
+
+    @property
     def is_finished(self) -> bool:
         return self.status >= RequestStatus.FINISHED_STOPPED
 
@@ -205,7 +215,7 @@ class Request:
 
 def finish_status(request: Request) -> RequestStatus | None:
     """Whether the newest output token ends the request, and how. A stop token comes before a limit."""
-    if request.num_tokens > request.num_prompt_tokens and request.all_token_ids[-1] in request.stop_token_ids:
+    if request.ends_with_stop_token:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return request.limit_status

@@ -1,10 +1,12 @@
 """Decides what each step computes: a token budget spent on letting every request catch up with its tokens."""
 
+import bisect
 import time
 from collections.abc import Callable, Iterable
 
 from .admission import Admission
 from .config import CacheConfig, SchedulerConfig
+from .constrained import ConstrainedRequests
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
@@ -14,13 +16,15 @@ from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_limits import check_config, refusal
-from .request_queue import RequestQueue
+from .request_queue import SchedulingPolicy, make_queue, priority_key
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
+from .structured_output.manager import FIELD, StructuredOutputManager
+from .token_budget import TokenBudget
 
 
 class Scheduler:
-    """First come, first served, running before waiting, preemption from the tail.
+    """In the order of its policy; running before waiting, preemption from the tail.
 
     ``schedule`` and ``update_from_output`` alternate; requests are added and aborted between steps. No step costs time
     in proportion to the length of a sequence.
@@ -35,8 +39,10 @@ class Scheduler:
         *,
         connector: KVConnectorScheduler | None = None,
         kv_policy: str = "recompute",
+        grammars: StructuredOutputManager | None = None,
     ) -> None:
-        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``."""
+        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``;
+        ``grammars``: of structured outputs, which are refused without."""
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
@@ -48,9 +54,13 @@ class Scheduler:
         )
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting = RequestQueue()
+        """In the order of the policy, like ``waiting``: the last is preempted first."""
+        self._policy = SchedulingPolicy(config.policy)
+        self.waiting = make_queue(self._policy)
+        self._budget = TokenBudget(config)
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
-        self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
+        self._admission = Admission(self.waiting, self.kv, self._remote, config)
+        self.constrained = ConstrainedRequests(grammars)
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._clock = clock
@@ -67,13 +77,16 @@ class Scheduler:
         request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
         self._is_stalled = False
         moves_kv = self._remote is not None
-        if error := refusal(request, message.priority, self.kv, self.max_model_len, moves_kv=moves_kv):
+        if error := refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
             self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
         elif status := finish_status(request):
             self._finish_early(request, status)
         else:
             self.requests[request.request_id] = request
-            self.waiting.append(request)
+            if request.sampling_params.structured_output is None:
+                self.waiting.append(request)
+            elif refused := self.constrained.wait(request):
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, refused.error, refused.field)
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the tokens that it was added ahead of. Of an unknown id they are too late."""
@@ -92,7 +105,8 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._finish_early(request, status)
                 return
-        if not is_queued and self._remote.tokens_accepted(request):
+        is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_parked and self._remote.tokens_accepted(request):
             self.waiting.prepend(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -134,7 +148,9 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would do anything. Not while every request waits for what only others can bring."""
-        return bool(self._early_outputs) or (bool(self.requests) and not self._is_stalled)
+        if self._early_outputs or self.constrained.has_news():
+            return True
+        return bool(self.requests) and not self._is_stalled
 
     def take_early_outputs(self) -> list[EngineCoreOutput]:
         """Outputs of requests that ended without a step."""
@@ -145,7 +161,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
-        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._token_budget())
+        if self.constrained.has_news():
+            self._admit_compiled()
+        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._budget.of_step(self.running))
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
             self._schedule_waiting(plan)
@@ -157,6 +175,17 @@ class Scheduler:
             self._preempted_req_ids += plan.preempted_req_ids
             self._is_stalled = not plan.preempted_req_ids
         return plan.output()
+
+    def end_constrained(self, ended: dict[str, str]) -> None:
+        """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
+        for request_id, error in ended.items():
+            if (request := self.requests.get(request_id)) is None:
+                continue  # aborted while the step executed
+            self.running.remove(request)
+            if error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+            else:
+                self._finish_early(request, RequestStatus.FINISHED_STOPPED)
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
@@ -237,7 +266,7 @@ class Scheduler:
         """As it is now; counters grow over the scheduler's life."""
         counters = self._stats
         stats = SchedulerStats(
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + self.constrained.num_waiting,
             num_running=len(self.running),
             num_waiting_tokens=self.waiting.num_tokens,
             kv_usage=self.kv.pool.usage,
@@ -252,22 +281,12 @@ class Scheduler:
 
     # Parts of schedule()
 
-    def _token_budget(self) -> int:
-        """Smaller while anything decodes, so that a long prompt does not hold up everybody's next token."""
-        config = self.config
-        if config.decode_batched_tokens is None or not config.enable_chunked_prefill or not self._is_decoding():
-            return config.max_num_batched_tokens
-        return min(config.max_num_batched_tokens, max(config.decode_batched_tokens, len(self.running)))
-
-    def _is_decoding(self) -> bool:
-        # Only the tail can have more than its next token left, so this looks at one request, two at most.
-        return any(request.num_tokens - request.num_computed_tokens == 1 for request in self.running)
-
     def _schedule_running(self, plan: StepPlan) -> None:
         index = 0
         while index < len(self.running) and plan.budget > 0:
             request = self.running[index]
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+            num_after = len(self.running) - index - 1  # each of whom gets a token
+            num_new_tokens = self._budget.chunk(request, plan.budget - num_after)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
             if new_block_ids is None:
                 break
@@ -298,10 +317,13 @@ class Scheduler:
     def _start(self, request: Request, plan: StepPlan) -> None:
         if self._remote is not None:
             self._remote.starts(request)
-        num_new_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+        num_new_tokens = self._budget.chunk(request, plan.budget)
         new_block_ids = self.kv.allocate(request, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
-        self.running.append(request)
+        if self._policy is SchedulingPolicy.PRIORITY:
+            bisect.insort(self.running, request, key=priority_key)
+        else:
+            self.running.append(request)
         if request.first_scheduled_ns is None:
             self._note_first_schedule(request, num_new_tokens)
         if request.status is RequestStatus.PREEMPTED:
@@ -328,6 +350,17 @@ class Scheduler:
         self.kv.free(request)
         request.set_status(status)
         self.waiting.prepend(request)
+
+    def _admit_compiled(self) -> None:
+        """Whose grammar is there waits from now on like any other."""
+        self._is_stalled = False
+        for compiled in self.constrained.take_compiled():
+            request = self.requests[compiled.request_id]
+            if compiled.error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
+            else:
+                request.set_status(RequestStatus.WAITING)
+                self.waiting.append(request)
 
     # Parts of update_from_output() and add_request()
 
@@ -363,10 +396,11 @@ class Scheduler:
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
+        self.constrained.finished(request)
 
-    def _finish_early(self, request: Request, status: RequestStatus, error: str = "") -> None:
-        """Ends a request without a step; it is in no queue."""
-        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error)
+    def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
+        """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""
+        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
         self._finish(request, status)
         _mark_finished(output, request, status)
         self._early_outputs.append(output)
@@ -374,7 +408,7 @@ class Scheduler:
 
 def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
     output.finish_reason = FINISH_REASONS[status]
-    if output.finish_reason is FinishReason.STOP:
+    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]
 
 

@@ -175,7 +175,7 @@ class Attempts:
             attempt.prefill_stats = output.prefill_stats
         attempt.kv_wait_ns += output.kv_wait_ns
         if output.finish_reason is FinishReason.ERROR:
-            self.fail(attempt.slot, errors.Unavailable(output.error or "the engine failed this request"))
+            self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
             self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id)
 
@@ -277,3 +277,8 @@ def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:
         token_id=logprobs.token_ids,
         logprob=logprobs.logprobs,
     )
+
+
+def _failure(output: EngineCoreOutput) -> errors.TokenloomError:
+    message = output.error or "the engine failed this request"
+    return errors.InvalidArgument(message, output.error_field) if output.error_field else errors.Unavailable(message)

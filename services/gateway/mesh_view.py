@@ -51,6 +51,7 @@ class MeshView:
                 max_model_len=min(limit.max_model_len for limit in limits),
                 vocab_size=min(limit.vocab_size for limit in limits),
                 max_logprobs=min(map(max_logprobs, limits)),
+                priorities=all(limit.priorities for limit in limits),
             )
         return self._limits
 

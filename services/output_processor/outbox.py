@@ -14,7 +14,7 @@ class Outbox:
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
-        """``on_news``: called when there is something to take."""
+        """``on_news``: called when there is something to take, once until it is taken."""
         self._on_news = on_news
         self._rows: dict[Key, tuple[str, int, Sequence[int]]] = {}
         self._logprobs: list[SlotTextLogprobs] = []
@@ -26,10 +26,12 @@ class Outbox:
 
     def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
         """New text and tokens of a sample; they follow what was added before."""
-        if (row := self._rows.get(key)) is not None:
+        rows = self._rows
+        if not rows:
+            self._on_news()
+        elif (row := rows.get(key)) is not None:
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
-        self._rows[key] = (text, token_index, token_ids)
-        self._on_news()
+        rows[key] = (text, token_index, token_ids)
 
     def tell(self, key: Key, logprobs: SlotTextLogprobs) -> None:
         """Log probabilities of a sample's newest tokens, or of its prompt."""

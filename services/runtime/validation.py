@@ -58,6 +58,16 @@ def check_generate(
         check_accepted(accepted_token_ids, len(token_ids), limits)
 
 
+def check_priority(priority: int, limits: types_pb2.ModelLimits) -> None:
+    """Refuses what an engine would have to ignore."""
+    if priority and not limits.priorities:
+        raise InvalidArgument(
+            f"priority is {priority}, but requests are served first come, first served "
+            "(engines take priorities with --scheduling-policy priority)",
+            "priority",
+        )
+
+
 def check_accepted(accepted_token_ids: Sequence[int], num_before: int, limits: types_pb2.ModelLimits) -> None:
     """Checks tokens of earlier attempts, at least one, that follow ``num_before`` others."""
     field = "accepted_token_ids"
@@ -85,7 +95,8 @@ def check_prompt(
             field,
         )
     _check_token_ids(token_ids, limits, field)
-    _check_min_tokens(params)
+    if params.min_tokens:  # once more: max_tokens may have been filled in since
+        _check_min_tokens(params, limits, "min_tokens")
     if params.HasField("max_tokens") and length + params.max_tokens > limits.max_model_len:
         raise InvalidArgument(
             f"max_tokens is {params.max_tokens}, but {field} has {length} tokens and the model's context is "
@@ -164,10 +175,10 @@ def _check_stop_token_ids(params: types_pb2.SamplingParams, limits: types_pb2.Mo
     _check_token_ids(params.stop_token_ids, limits, field)
 
 
-def _check_min_tokens(params: types_pb2.SamplingParams) -> None:
+def _check_min_tokens(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         raise InvalidArgument(
-            f"min_tokens is {params.min_tokens}, more than max_tokens, which is {params.max_tokens}", "min_tokens"
+            f"{field} is {params.min_tokens}, more than max_tokens, which is {params.max_tokens}", field
         )
 
 
@@ -246,6 +257,7 @@ def _check_token_ids(token_ids: Collection[int], limits: types_pb2.ModelLimits, 
 # Of fields that are set only; those of no entry are checked with the numbers, or may be anything that the wire carries.
 _CHECKS: dict[str, Callable[[types_pb2.SamplingParams, types_pb2.ModelLimits, str], None]] = {
     "stop_token_ids": _check_stop_token_ids,
+    "min_tokens": _check_min_tokens,
     "logprobs": _check_logprobs,
     "prompt_logprobs": _check_logprobs,
     "logprob_token_ids": _check_logprob_token_ids,

@@ -56,6 +56,7 @@ def test_defaults_are_vllms():
         ("stream_interval", 0),
         ("thinking_token_budget", 5),
         ("extra_args", {"a": 1}),
+        ("min_tokens", 17),
     ],
 )
 def test_a_wrong_or_later_value_is_named(name, value):

@@ -8,6 +8,7 @@ from tokenloom.v1 import engine_pb2, types_pb2
 
 from ..runtime import validation
 from ..runtime.errors import DeadlineExceeded, InvalidArgument
+from .structured_output import to_core_structured_output
 
 LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
@@ -46,6 +47,7 @@ def to_core_sampling(params: types_pb2.SamplingParams, *, default_max_tokens: in
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
         stop_token_ids=tuple(params.stop_token_ids),
+        structured_output=to_core_structured_output(params),
     )
 
 

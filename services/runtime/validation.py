@@ -13,6 +13,7 @@ from .errors import InvalidArgument
 from .narrowing import MIN_TEMPERATURE
 from .narrowing import narrow_sampling as narrow_sampling
 from .narrowing import narrow_token_ids as narrow_token_ids
+from .structured_outputs import check_structured_outputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -29,7 +30,6 @@ _LATER = (
     "bad_words",
     "logprob_token_ids",
     "repetition_detection",
-    "structured_outputs",
     "skip_reading_prefix_cache",
 )
 _FLOATS = (
@@ -106,6 +106,8 @@ def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimi
         raise InvalidArgument(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
     if params.stop_token_ids:
         _check_token_ids(params.stop_token_ids, limits, "stop_token_ids")
+    if params.HasField("structured_outputs"):
+        check_structured_outputs(params.structured_outputs)
     check_supported(params)
 
 

@@ -108,7 +108,7 @@ def test_parameters_of_later_versions_are_refused(name: str, value: object) -> N
 
 def test_every_parameter_is_checked_or_refused() -> None:
     """A field that is added to the contract must be added to the validator."""
-    known = {*FLOATS, "max_tokens", "top_k", "seed", "stop_token_ids", *validation._LATER}
+    known = {*FLOATS, "max_tokens", "top_k", "seed", "stop_token_ids", "structured_outputs", *validation._LATER}
     assert {field.name for field in SamplingParams.DESCRIPTOR.fields} == known
 
 

@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -62,7 +62,6 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "documents": (None, []),
     "add_special_tokens": (None,),
     "detokenize": (None, True),
-    "priority": (None, 0),
     "cache_salt": (None,),
     "kv_transfer_params": (None,),
 }
@@ -109,6 +108,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
     response_format: Any = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
 
 Fields = TypeVar("Fields", bound=CommonFields)

@@ -47,7 +47,8 @@ def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.St
         return types_pb2.StructuredOutputs(json_object=True)
     if kind == "choice":
         return _choice(part, field)
-    return types_pb2.StructuredOutputs(**{kind: _text(part, kind, field)})
+    text = _text(part, kind, field)
+    return types_pb2.StructuredOutputs(regex=text) if kind == "regex" else types_pb2.StructuredOutputs(grammar=text)
 
 
 def json_schema_constraint(schema: object, field: str = FIELD) -> types_pb2.StructuredOutputs:

@@ -31,9 +31,13 @@ SAMPLING_FIELDS = frozenset(
         "repetition_penalty",
         "stop_token_ids",
         "prompt_logprobs",
+        "logprob_token_ids",
         "logit_bias",
         "allowed_token_ids",
-        "bad_words",
+        "repetition_detection",
+        "skip_reading_prefix_cache",
+        "thinking_token_budget",
+        "extra_args",
         "structured_outputs",
     }
 )
@@ -41,6 +45,7 @@ SAMPLING_FIELDS = frozenset(
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
+    "bad_words": (None, []),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),

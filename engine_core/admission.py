@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from .kv_cache_manager import KVCacheManager
 from .remote_kv import RemoteKV
-from .request import Request
+from .request import Request, RequestStatus
 from .request_queue import RequestQueue
 
 
@@ -29,14 +29,13 @@ class Admission:
         self._watermark = kv.pool.num_blocks // 100
         self._blocked: _Blocked | None = None
 
-    def next(self, max_tokens: int, *, others_run: bool) -> Request | None:
+    def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
         """Takes the next request that may run out of the queue, with the blocks that hold its beginning.
 
         On the way, requests whose KV is elsewhere are sent to wait for it. None: nobody may run with ``max_tokens``
-        left of the step.
+        left of the step. ``only_begun``: nobody but who ran before and was preempted.
         """
-        while self._queue:
-            request = self._queue.peek()
+        while (request := self._head_begun() if only_begun else self._queue.peek()) is not None:
             if others_run and self._is_still_blocked(request):
                 return None
             hits = [] if request.block_ids else self._kv.find_cached_blocks(request)
@@ -63,6 +62,9 @@ class Admission:
             self._remote.load(request, num_external_tokens)
         return None
 
+    def _head_begun(self) -> Request | None:
+        return next((request for request in self._queue if request.status is RequestStatus.PREEMPTED), None)
+
     def _let_in(self, request: Request, hits: list[int]) -> None:
         self._blocked = None
         self._queue.remove(request)
@@ -82,6 +84,8 @@ class Admission:
     def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens to load after those that are here; None: not known yet. Not again for one that loaded already."""
         if self._remote is None or request.block_ids:
+            return 0
+        if request.skip_reading_prefix_cache and not request.is_decode_leg:
             return 0
         return self._remote.num_external_tokens(request, num_computed_tokens)
 

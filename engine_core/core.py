@@ -1,15 +1,19 @@
 """The engine's loop without I/O."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from .config import EngineConfig
 from .core_kv import CoreKV
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .sleeping import Sleeping
+from .structured_output.manager import StructuredOutputManager
 from .worker import Executor
 
 
@@ -27,9 +31,19 @@ class EngineCore:
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
+        self._grammars: StructuredOutputManager | None = None
+        if config.structured_output is not None:
+            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size)
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
+            config.scheduler,
+            config.cache,
+            kv_cache,
+            connector=self._connector,
+            kv_policy=config.kv.policy,
+            grammars=self._grammars,
         )
+        self.pausing = Pausing(self.scheduler)
+        self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self.num_steps = 0
         self.ready = CoreReady(
@@ -48,6 +62,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
         self.scheduler.abort_requests(request_ids)
+        self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the first tokens that it was added ahead of."""
@@ -61,10 +76,16 @@ class EngineCore:
         """Whether any request is live."""
         return bool(self.scheduler.requests)
 
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return self._grammars is not None and self._grammars.num_compiling > 0
+
     def on_news(self, callback: Callable[[], None]) -> None:
         """``callback`` is called, from any thread, when there may be work that no call to this core brought."""
         if self._connector is not None:
             self._connector.on_news(callback)
+        if self._grammars is not None:
+            self._grammars.on_news(callback)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
         """Schedule, execute, update. ``take_aborts`` gives the requests that were aborted while the step executed."""
@@ -82,11 +103,26 @@ class EngineCore:
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         outputs += self.scheduler.take_early_outputs()
+        if self.pausing.is_settling:
+            self.pausing.settle()
+        if self.sleeping.is_settling:
+            self.sleeping.settle()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run."""
-        return self.scheduler.reset_prefix_cache()
+    def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
+        """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""
+        return self.pausing.pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Goes on after a pause; without one nothing happens. Raises ``ValueError`` while asleep."""
+        if self.sleeping.is_sleeping():
+            raise ValueError("the engine sleeps: wake it up")
+        self.pausing.resume()
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forgets all cached blocks. While requests run it is False, and nothing happens, unless they may be
+        preempted."""
+        return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def num_leases(self) -> int:
         """Promises to other engines that are open now."""
@@ -100,6 +136,8 @@ class EngineCore:
         """Gives the executor's resources back. Idempotent."""
         if self._connector is not None:
             self._connector.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
         self.executor.shutdown()
 
     def _initialize_kv_cache(self, config: EngineConfig, num_blocks: int, bytes_per_token: int) -> None:
@@ -113,9 +151,15 @@ class EngineCore:
         self._connector.register_kv_caches(self.executor.kv_pool())
 
     def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        grammar = self.scheduler.constrained.start_step(scheduled, self.scheduler.requests)
         try:
             self.executor.execute_model(scheduled)
-            return self.executor.sample_tokens(None)
+            result = self.executor.sample_tokens(grammar.output() if grammar is not None else None)
         except Exception:
+            if grammar is not None:
+                grammar.output()  # whoever goes on finds it at rest
             self.scheduler.recover_from_failed_step()
             raise
+        if grammar is not None:
+            self.scheduler.end_constrained(grammar.ended)
+        return result

@@ -5,16 +5,20 @@ from collections.abc import Callable, Iterable
 
 from .admission import Admission
 from .config import CacheConfig, SchedulerConfig
+from .constrained import ConstrainedRequests
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
 from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
+from .pausing import PauseState
+from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_limits import check_config, refusal
 from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
+from .structured_output.manager import FIELD, StructuredOutputManager
 
 
 class Scheduler:
@@ -33,8 +37,10 @@ class Scheduler:
         *,
         connector: KVConnectorScheduler | None = None,
         kv_policy: str = "recompute",
+        grammars: StructuredOutputManager | None = None,
     ) -> None:
-        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``."""
+        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``;
+        ``grammars``: of structured outputs, which are refused without."""
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
@@ -49,6 +55,8 @@ class Scheduler:
         self.waiting = RequestQueue()
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
+        self.constrained = ConstrainedRequests(grammars)
+        self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._clock = clock
         self._stats = SchedulerStats()
@@ -70,7 +78,10 @@ class Scheduler:
             self._finish_early(request, status)
         else:
             self.requests[request.request_id] = request
-            self.waiting.append(request)
+            if request.sampling_params.structured_output is None:
+                self.waiting.append(request)
+            elif refused := self.constrained.wait(request):
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, refused.error, refused.field)
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the tokens that it was added ahead of. Of an unknown id they are too late."""
@@ -89,7 +100,8 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._finish_early(request, status)
                 return
-        if not is_queued and self._remote.tokens_accepted(request):
+        is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_parked and self._remote.tokens_accepted(request):
             self.waiting.prepend(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -108,9 +120,32 @@ class Scheduler:
         self.running = [request for request in self.running if not request.is_finished]
         self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
 
+    def abort_all(self) -> None:
+        """Ends every request with ``FinishReason.ABORT`` as its output."""
+        self._is_stalled = False
+        for request in list(self.requests.values()):
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                self.waiting.remove(request)
+            self._finish_early(request, RequestStatus.FINISHED_ABORTED)
+        self.running.clear()
+
+    def set_pause_state(self, state: PauseState) -> None:
+        """What is to be planned from now on. Paused, requests are taken in and ended as ever."""
+        self.pause_state = state
+        self._is_stalled = False
+
+    @property
+    def is_advancing(self) -> bool:
+        """Whether anybody runs, or was preempted and may run again, in the present pause state."""
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
+
     def has_work(self) -> bool:
         """Whether a step would do anything. Not while every request waits for what only others can bring."""
-        return bool(self._early_outputs) or (bool(self.requests) and not self._is_stalled)
+        if self._early_outputs or self.constrained.has_news():
+            return True
+        return bool(self.requests) and not self._is_stalled
 
     def take_early_outputs(self) -> list[EngineCoreOutput]:
         """Outputs of requests that ended without a step."""
@@ -121,7 +156,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
-        plan = StepPlan(self._token_budget())
+        if self.constrained.has_news():
+            self._admit_compiled()
+        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._token_budget())
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
             self._schedule_waiting(plan)
@@ -134,11 +171,23 @@ class Scheduler:
             self._is_stalled = not plan.preempted_req_ids
         return plan.output()
 
+    def end_constrained(self, ended: dict[str, str]) -> None:
+        """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
+        for request_id, error in ended.items():
+            if (request := self.requests.get(request_id)) is None:
+                continue  # aborted while the step executed
+            self.running.remove(request)
+            if error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+            else:
+                self._finish_early(request, RequestStatus.FINISHED_STOPPED)
+
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
         outputs: list[EngineCoreOutput] = []
         any_finished = False
         num_scheduled_tokens = scheduled.num_scheduled_tokens
+        prompt_logprobs = collect_prompt_logprobs(self.requests, scheduled, result) if result.prompt_logprobs else {}
         assert len(result.req_ids) == len(num_scheduled_tokens), "the worker left requests out"
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if (request := self.requests.get(request_id)) is None:
@@ -148,6 +197,10 @@ class Scheduler:
                 output = self._accept_tokens(request, token_ids)
                 any_finished |= output.finish_reason is not None
                 outputs.append(output)
+        if result.logprobs or prompt_logprobs:
+            for output in outputs:
+                output.new_logprobs = result.logprobs.get(output.request_id)
+                output.new_prompt_logprobs = prompt_logprobs.get(output.request_id)
         if any_finished:
             self.running = [request for request in self.running if not request.is_finished]
         return outputs
@@ -174,21 +227,41 @@ class Scheduler:
             if request.status is RequestStatus.PREEMPTED:
                 request.set_status(RequestStatus.WAITING)
         if self._remote is not None:
+            self._remote.lose_rows()
             self._remote.lose_hits()
         self.kv.pool.forget_all()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching."""
-        if self.running or self._remote:
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching.
+
+        ``preempt_running`` sends those back to waiting first, to be computed anew; who waits for blocks from elsewhere
+        computes them too. Blocks leased to others stay theirs until the lease ends.
+        """
+        if (self.running or self._remote) and not preempt_running:
             return False
+        self._is_stalled = False
+        for request in reversed(self.running):
+            self._requeue(request, RequestStatus.PREEMPTED)
+            self._preempted_req_ids.append(request.request_id)
+        self._stats.num_preemptions += len(self.running)
+        self.running.clear()
+        if self._remote is not None:
+            self._remote.lose_hits()
+            for request in self.waiting:
+                self.kv.free(request)  # what it loaded
         self.kv.pool.forget_all()
         return True
+
+    def end_leases(self) -> None:
+        """Takes back what is held for other engines; they compute it themselves."""
+        while self._remote is not None and self._remote.revoke_oldest():
+            pass
 
     def stats(self) -> SchedulerStats:
         """As it is now; counters grow over the scheduler's life."""
         counters = self._stats
         stats = SchedulerStats(
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + self.constrained.num_waiting,
             num_running=len(self.running),
             num_waiting_tokens=self.waiting.num_tokens,
             kv_usage=self.kv.pool.usage,
@@ -240,7 +313,8 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         while plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self._admission.next(plan.budget, others_run=bool(self.running))
+            only_begun = self.pause_state is not PauseState.UNPAUSED
+            request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)
             if request is None:
                 break
             self._start(request, plan)
@@ -264,7 +338,7 @@ class Scheduler:
         request.first_scheduled_ns = self._clock()
         # Accepted tokens of an earlier attempt are looked up too, but it is the prompt that is counted.
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self.kv.enable_prefix_caching:
+        if self.kv.enable_prefix_caching and not request.skip_reading_prefix_cache:
             self._stats.prefix_cache_queries += request.num_prompt_tokens
             self._stats.prefix_cache_hits += request.num_cached_tokens
         if (remote := request.remote) is not None:
@@ -278,6 +352,17 @@ class Scheduler:
         self.kv.free(request)
         request.set_status(status)
         self.waiting.prepend(request)
+
+    def _admit_compiled(self) -> None:
+        """Whose grammar is there waits from now on like any other."""
+        self._is_stalled = False
+        for compiled in self.constrained.take_compiled():
+            request = self.requests[compiled.request_id]
+            if compiled.error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
+            else:
+                request.set_status(RequestStatus.WAITING)
+                self.waiting.append(request)
 
     # Parts of update_from_output() and add_request()
 
@@ -313,10 +398,11 @@ class Scheduler:
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
+        self.constrained.finished(request)
 
-    def _finish_early(self, request: Request, status: RequestStatus, error: str = "") -> None:
-        """Ends a request without a step; it is in no queue."""
-        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error)
+    def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
+        """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""
+        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
         self._finish(request, status)
         _mark_finished(output, request, status)
         self._early_outputs.append(output)
@@ -324,7 +410,7 @@ class Scheduler:
 
 def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
     output.finish_reason = FINISH_REASONS[status]
-    if output.finish_reason is FinishReason.STOP:
+    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]
 
 

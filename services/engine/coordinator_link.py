@@ -19,7 +19,8 @@ from .task_group import task_group
 
 log = logging.getLogger(__name__)
 
-MIN_REPORT_SECONDS = 0.01
+MIN_REPORT_SECONDS = 0.03
+"""Between two reports. The coordinator counts its picks itself, at once: what it hears late is that requests ended."""
 MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
@@ -132,7 +133,7 @@ class CoordinatorLink:
         picks, self._picks = self._picks, deque(maxlen=MAX_PICKS)
         return coordinator_pb2.EngineReport(
             role=self._role,
-            state=self._state,
+            state=self._present_state(),
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
@@ -141,6 +142,11 @@ class CoordinatorLink:
             picks_arrived=picks,
             step=load.step,
         )
+
+    def _present_state(self) -> coordinator_pb2.EngineState:
+        if self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING:
+            return coordinator_pb2.ENGINE_STATE_PAUSED
+        return self._state
 
 
 async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:

@@ -7,11 +7,13 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..runtime import addresses, errors
+from . import direct_writer
 from .app import App
 
 log = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Closes a connection whose request head has no end."""
+    """Closes a connection whose request head has no end; lets the application write to the connection itself."""
 
     _in_head = False
     _head_bytes = 0
@@ -103,6 +105,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # the application begins at the loop's next turn
+            direct_writer.offer(cast(direct_writer.Scope, self.scope), self.cycle)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

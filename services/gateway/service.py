@@ -6,6 +6,7 @@ import logging
 from tokenloom.v1 import inference_pb2_grpc
 
 from ..runtime.host import Host
+from ..runtime.members import Members
 from .app import App, Routes
 from .auth import ApiKeys
 from .chat import ChatApi
@@ -44,9 +45,9 @@ class GatewayService:
         """Ready when a request would be answered: until then this waits, and HTTP says what is missing."""
         settings = self._settings
         keys = ApiKeys.load(settings.api_key, settings.api_key_file)
-        tokenizers = TokenizerClient(settings.tokenizers, host.channels)
+        tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
         mesh = MeshView(settings.coordinator, host.channels)
-        outputs = OutputPool(settings.output_processors, settings.instance_id, host.epoch, host.channels)
+        outputs = OutputPool(Members(settings.output_processors), settings.instance_id, host.epoch, host.channels)
         self._health = health = MeshHealth(tokenizers, outputs, mesh)
         host.spawn(tokenizers.run(), name="tokenizer probes")
         host.spawn(mesh.run(), name="coordinator watch")

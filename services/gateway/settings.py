@@ -7,6 +7,8 @@ import grpc
 from pydantic import Field, field_validator, model_validator
 
 from ..runtime import tls
+from ..runtime.errors import InvalidArgument
+from ..runtime.members import parse_member
 from ..runtime.settings import CommaList, ServiceSettings, check_address
 
 
@@ -16,8 +18,11 @@ class GatewaySettings(ServiceSettings):
     service: ClassVar[str] = "gateway"
 
     http_listen: str = Field("127.0.0.1:8000", description="Where the OpenAI API is served: host:port or unix:/path.")
-    tokenizers: CommaList = Field(description="Addresses of tokenizer replicas, comma-separated.", min_length=1)
-    output_processors: CommaList = Field(description="Addresses of output processors, comma-separated.", min_length=1)
+    tokenizers: CommaList = Field(
+        description="Addresses of tokenizers, comma-separated; dns:///name:port: all that DNS has for the name.",
+        min_length=1,
+    )
+    output_processors: CommaList = Field(description="Addresses of output processors, likewise.", min_length=1)
     coordinator: str = Field(description="Address of the coordinator.")
     served_model_name: str = Field("", description="Model name for clients. (default: what the tokenizer serves)")
     api_key: CommaList = Field(
@@ -76,4 +81,7 @@ class GatewaySettings(ServiceSettings):
     @field_validator("tokenizers", "output_processors")
     @classmethod
     def _check_address_lists(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(check_address, values))
+        try:
+            return tuple(map(parse_member, values))
+        except InvalidArgument as error:
+            raise ValueError(error.message) from None

@@ -172,7 +172,7 @@ class EngineLink:
 
     def _receive(self, frame: EngineFrame) -> None:
         self._silent_ticks = 0
-        if frame.step != self._step:
+        if frame.step != self._step or frame.paused:
             self._step = frame.step
             self._still_ticks = 0
         for grant in frame.kv_granted:

@@ -35,10 +35,10 @@ def make_config(
     )
 
 
-def make_core(**settings: object) -> EngineCore:
+def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore:
     """Takes the keywords of ``make_config``."""
     config = make_config(**settings)  # type: ignore[arg-type]
-    return EngineCore(config, HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256))
+    return EngineCore(config, HashWorker(config, vocab_size=vocab_size, max_model_len=256))
 
 
 def make_request(

@@ -7,6 +7,7 @@ tables: a wrong block, slot, position or order anywhere changes the tokens.
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,11 +17,14 @@ import numpy.typing as npt
 from .config import EngineConfig
 from .kv_transport import KVPool, KVRegion
 from .pool_memory import PoolMemory
+from .prompt_embeds import EmbedsSpan
 from .scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .worker import ModelInfo
 
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_MAX_MODEL_LEN = 4096
+HIDDEN_SIZE = 8
+"""Of prompt embeddings."""
 _BYTES_PER_TOKEN = 8
 _AVAILABLE_BYTES = 64 << 20
 
@@ -44,6 +48,7 @@ class HashWorker:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._rows: dict[str, _Row] = {}
+        self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._executed: list[str] = []
         self._cache = np.empty((0, 2), dtype=np.int32)
         self._memory: PoolMemory | None = None
@@ -59,6 +64,7 @@ class HashWorker:
             kv_bytes_per_token=_BYTES_PER_TOKEN,
             kv_layout=self._kv_layout,
             numerics="hash",
+            hidden_size=HIDDEN_SIZE,
         )
 
     def determine_available_memory(self) -> int:
@@ -123,8 +129,13 @@ class HashWorker:
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         for req_id in scheduler_output.finished_req_ids + scheduler_output.preempted_req_ids:
             self._rows.pop(req_id, None)
+        for req_id in scheduler_output.finished_req_ids if self._embeds else ():
+            self._embeds.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._rows[new.req_id] = _Row.of_new(new, self._block_size)
+            if new.prompt_embeds:
+                self._embeds[new.req_id] = new.prompt_embeds
+                self._rows[new.req_id].take_embeds(new.prompt_embeds)
         self._update_cached(scheduler_output.scheduled_cached_reqs)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
@@ -132,6 +143,7 @@ class HashWorker:
         for req_id, block_ids, num_computed in columns:
             if req_id in cached.resumed_token_ids:
                 self._rows[req_id] = _Row(cached.resumed_token_ids[req_id], num_computed, self._block_size)
+                self._rows[req_id].take_embeds(self._embeds.get(req_id, []))
             row = self._rows[req_id]
             row.add_blocks(block_ids)
             row.num_computed = num_computed
@@ -170,6 +182,11 @@ class _Row:
         row.add_blocks(new.block_ids)
         return row
 
+    def take_embeds(self, spans: list[EmbedsSpan]) -> None:
+        """Rows of prompt embeddings count as ids, too."""
+        for span in spans:
+            self.token_ids[span.position : span.position + len(span.rows)] = embeds_ids(span)
+
     def add_blocks(self, block_ids: list[int]) -> None:
         if block_ids:
             first_slots = np.array(block_ids, dtype=np.int32)[:, None] * self._block_size
@@ -183,6 +200,11 @@ def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, 
         return {}
     rows = grammar.allowed(vocab_size)
     return {req_id: np.flatnonzero(row) for req_id, row in zip(grammar.req_ids, rows, strict=True)}
+
+
+def embeds_ids(span: EmbedsSpan) -> list[int]:
+    """What the rows of a span are in the hashed prefix."""
+    return [zlib.crc32(row.tobytes()) >> 1 for row in span.rows]
 
 
 def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:

@@ -113,6 +113,7 @@ class Request:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "priority",
         "prompt_embeds",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -133,6 +134,8 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids)
         self.cache_salt = content_salt(message.cache_salt, message.prompt_embeds)
         self.prompt_embeds = message.prompt_embeds
+        self.cache_salt = message.cache_salt
+        self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are output like any other, so indices and limits need no second count.

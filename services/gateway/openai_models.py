@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -30,15 +30,20 @@ SAMPLING_FIELDS = frozenset(
         "repetition_penalty",
         "stop_token_ids",
         "prompt_logprobs",
+        "logprob_token_ids",
         "logit_bias",
         "allowed_token_ids",
-        "bad_words",
+        "repetition_detection",
+        "skip_reading_prefix_cache",
+        "thinking_token_budget",
+        "extra_args",
     }
 )
 """Fields that :func:`validation.narrow_sampling` reads, the same for both endpoints."""
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
+    "bad_words": (None, []),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),
@@ -66,7 +71,6 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "documents": (None, []),
     "add_special_tokens": (None,),
     "detokenize": (None, True),
-    "priority": (None, 0),
     "cache_salt": (None,),
     "kv_transfer_params": (None,),
 }
@@ -107,6 +111,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
 
 Fields = TypeVar("Fields", bound=CommonFields)

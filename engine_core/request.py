@@ -134,7 +134,6 @@ class Request:
         self.stop_token_ids = frozenset(params.stop_token_ids)
         self.cache_salt = content_salt(message.cache_salt, message.prompt_embeds)
         self.prompt_embeds = message.prompt_embeds
-        self.cache_salt = message.cache_salt
         self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids

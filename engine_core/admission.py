@@ -37,6 +37,8 @@ class Admission:
         """
         while self._queue:
             request = self._queue.peek()
+            if request.num_output_placeholders:  # it comes back with a token that it drew before it was preempted
+                return None
             if others_run and self._is_still_blocked(request):
                 return None
             hits = [] if request.block_ids else self._kv.find_cached_blocks(request)

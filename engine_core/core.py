@@ -1,16 +1,21 @@
 """The engine's loop without I/O."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
 
+from .batch_queue import BatchQueue
 from .config import EngineConfig
 from .core_kv import CoreKV
+from .executor.interface import Executor
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .worker import Executor
+
+log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -31,6 +36,7 @@ class EngineCore:
             config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
         )
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
+        self._batch_queue = self._make_batch_queue()
         self.num_steps = 0
         self.ready = CoreReady(
             num_kv_blocks=kv_cache.num_blocks,
@@ -55,7 +61,11 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Not while every request waits for KV from elsewhere: see ``on_news``."""
-        return self.scheduler.has_work() or (self._connector is not None and self._connector.has_news())
+        return (
+            self.scheduler.has_work()
+            or bool(self._batch_queue)
+            or (self._connector is not None and self._connector.has_news())
+        )
 
     def has_requests(self) -> bool:
         """Whether any request is live."""
@@ -67,22 +77,51 @@ class EngineCore:
             self._connector.on_news(callback)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
-        """Schedule, execute, update. ``take_aborts`` gives the requests that were aborted while the step executed."""
+        """One turn of the loop. ``take_aborts`` gives the requests that were aborted while a step executed."""
+        outputs = self._step(take_aborts) if self._batch_queue is None else self._step_with_batch_queue(take_aborts)
+        outputs += self.scheduler.take_early_outputs()
+        return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
+
+    def _step(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
+        """Schedule, execute, update."""
         outputs: list[EngineCoreOutput] = []
         scheduled = self.scheduler.schedule()
         if self._connector is not None:
             start_transfers(self._connector, scheduled)
         if scheduled.total_num_scheduled_tokens:
-            result = self._compute(scheduled)
+            with self._recovering():
+                self.executor.execute_model(scheduled)
+                result = self.executor.sample_tokens(None).result()
             if self._connector is not None:
                 self._connector.wait_for_save()
-            self.scheduler.abort_requests(take_aborts())
-            outputs = self.scheduler.update_from_output(scheduled, result)
-            self.num_steps += 1
+            outputs = self._update(scheduled, result, take_aborts)
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
-        outputs += self.scheduler.take_early_outputs()
-        return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
+        return outputs
+
+    def _step_with_batch_queue(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
+        """Schedules the next step while the last one runs; takes in the oldest when no other can begin before."""
+        queue = self._batch_queue
+        assert queue is not None
+        scheduled = self.scheduler.schedule()
+        with self._recovering():
+            if scheduled.total_num_scheduled_tokens:
+                self.executor.execute_model(scheduled)
+                queue.put(scheduled, self.executor.sample_tokens(None))
+                if not queue.is_full:
+                    return []
+            if not queue:
+                return []
+            oldest = queue.take_oldest()
+            result = oldest.pending.result()
+        return self._update(oldest.scheduled, result, take_aborts)
+
+    def _update(
+        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
+    ) -> list[EngineCoreOutput]:
+        self.scheduler.abort_requests(take_aborts())
+        self.num_steps += 1
+        return self.scheduler.update_from_output(scheduled, result)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks; False, and nothing happens, while requests run."""
@@ -112,10 +151,22 @@ class EngineCore:
         self.executor.initialize_kv_cache(num_blocks, memory)
         self._connector.register_kv_caches(self.executor.kv_pool())
 
-    def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def _make_batch_queue(self) -> BatchQueue | None:
+        """None: steps do not overlap. Not where KV moves, either: only between steps is it known who writes where."""
+        if self.executor.max_concurrent_batches == 1:
+            return None
+        if self._connector is not None:
+            log.warning("async scheduling has no effect here: an engine that moves KV computes one step at a time")
+            return None
+        return BatchQueue(self.executor.max_concurrent_batches)
+
+    @contextlib.contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """A step that fails leaves the scheduler as if the worker had never known any request."""
         try:
-            self.executor.execute_model(scheduled)
-            return self.executor.sample_tokens(None)
+            yield
         except Exception:
+            if self._batch_queue is not None:
+                self._batch_queue.abandon()
             self.scheduler.recover_from_failed_step()
             raise

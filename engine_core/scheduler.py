@@ -15,6 +15,7 @@ from .request_limits import check_config, refusal
 from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
+from .steps_in_flight import StepsInFlight
 
 
 class Scheduler:
@@ -50,6 +51,7 @@ class Scheduler:
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
         self._is_stalled = False
+        self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
         self._stats = SchedulerStats()
         self._finished_req_ids: list[str] = []
@@ -132,18 +134,22 @@ class Scheduler:
         else:
             self._preempted_req_ids += plan.preempted_req_ids
             self._is_stalled = not plan.preempted_req_ids
-        return plan.output()
+        scheduled = plan.output()
+        if self._in_flight is not None and plan.num_scheduled_tokens:
+            self._in_flight.begin(scheduled, self.running)
+        return scheduled
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
         outputs: list[EngineCoreOutput] = []
         any_finished = False
-        num_scheduled_tokens = scheduled.num_scheduled_tokens
-        assert len(result.req_ids) == len(num_scheduled_tokens), "the worker left requests out"
+        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
+        if self._in_flight is not None:
+            self._is_stalled = False
+            result = self._in_flight.end(result, self.requests)
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            request.num_computed_tokens += num_scheduled_tokens[request_id]
             if token_ids:
                 output = self._accept_tokens(request, token_ids)
                 any_finished |= output.finish_reason is not None
@@ -167,6 +173,9 @@ class Scheduler:
 
         Blocks can be hit once they are scheduled, so after a step that failed nothing tells which of them were written.
         """
+        if self._in_flight is not None:
+            self._in_flight.abandon(self.requests.values())
+            self._is_stalled = False
         for request in reversed(self.running):
             self._requeue(request, RequestStatus.WAITING)
         self.running.clear()
@@ -212,13 +221,16 @@ class Scheduler:
 
     def _is_decoding(self) -> bool:
         # Only the tail can have more than its next token left, so this looks at one request, two at most.
-        return any(request.num_tokens - request.num_computed_tokens == 1 for request in self.running)
+        return any(_num_left(request) == 1 for request in self.running)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         index = 0
         while index < len(self.running) and plan.budget > 0:
             request = self.running[index]
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+            if request.num_output_placeholders and request.will_be_full:
+                index += 1
+                continue
+            num_new_tokens = min(_num_left(request), plan.budget)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
             if new_block_ids is None:
                 break
@@ -288,13 +300,21 @@ class Scheduler:
             if status := finish_status(request):
                 output.new_token_ids = token_ids[:count]
                 _mark_finished(output, request, status)
-                self._finish(request, status)
                 break
+        if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
+            self._note_tokens_while_waiting(request, len(output.new_token_ids), ends=status is not None)
+        if status is not None:
+            self._finish(request, status)
         if not request.first_output_sent:
             request.first_output_sent = True
             output.prefill_stats = self._prefill_stats(request)
             output.kv_wait_ns = request.kv_wait_ns
         return output
+
+    def _note_tokens_while_waiting(self, request: Request, num_tokens: int, *, ends: bool) -> None:
+        self.waiting.note_growth(num_tokens)
+        if ends:
+            self.waiting.remove(request)
 
     def _prefill_stats(self, request: Request) -> PrefillStats:
         assert request.first_scheduled_ns is not None
@@ -310,6 +330,8 @@ class Scheduler:
         if request.is_known_to_worker:
             self._finished_req_ids.append(request.request_id)
         request.set_status(status)
+        if self._in_flight is not None:
+            self._in_flight.request_ended(request.request_id)
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
@@ -326,6 +348,11 @@ def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestSt
     output.finish_reason = FINISH_REASONS[status]
     if output.finish_reason is FinishReason.STOP:
         output.stop_token_id = request.all_token_ids[-1]
+
+
+def _num_left(request: Request) -> int:
+    """Tokens to compute, known ones and ones in flight."""
+    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
 
 
 def _grant(request: Request) -> EngineCoreOutput:

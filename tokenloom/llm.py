@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.executor.registry import make_executor
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
 from tokenloom.services.engine.core_request import to_core_sampling
@@ -94,7 +95,7 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )
-        self._client = InprocClient(config, CPUWorker(config))
+        self._client = InprocClient(config, make_executor(config, CPUWorker))
         ready = self._client.ready
         self._limits = types_pb2.ModelLimits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
         self._random = random.Random(seed)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.registry import make_executor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ def make_config(
     decode_budget: int | None = None,
     chunked: bool = True,
     max_model_len: int | None = None,
+    async_scheduling: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
@@ -30,6 +32,7 @@ def make_config(
             max_num_batched_tokens=budget,
             decode_batched_tokens=decode_budget,
             enable_chunked_prefill=chunked,
+            async_scheduling=async_scheduling,
         ),
         max_model_len=max_model_len,
     )
@@ -38,7 +41,11 @@ def make_config(
 def make_core(**settings: object) -> EngineCore:
     """Takes the keywords of ``make_config``."""
     config = make_config(**settings)  # type: ignore[arg-type]
-    return EngineCore(config, HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256))
+    return EngineCore(config, make_executor(config, make_worker))
+
+
+def make_worker(config: EngineConfig) -> HashWorker:
+    return HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
 
 
 def make_request(

@@ -18,10 +18,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
 from tokenloom.engine_core.scheduler_output import SchedulerOutput
@@ -102,6 +104,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 64),
         decode_budget=st.none() | st.integers(1, 16),
+        overlaps=st.booleans(),
     )
     def start(
         self,
@@ -112,6 +115,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         decode_budget: int | None,
+        overlaps: bool,
     ) -> None:
         config = make_config(
             block_size=block_size,
@@ -122,9 +126,10 @@ class CoreMachine(RuleBasedStateMachine):
             budget=budget if chunked else MAX_MODEL_LEN,
             decode_budget=decode_budget,
             max_model_len=MAX_MODEL_LEN,
+            async_scheduling=overlaps,
         )
         self.worker = MortalWorker(config)
-        self.core = EngineCore(config, self.worker)
+        self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 
@@ -152,12 +157,16 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def lose_a_step(self) -> None:
         self.worker.dies = True
-        try:
-            self._step()
-        except StepLostError:
-            pass
-        else:
-            raise AssertionError("requests were live, but nothing was executed")
+        for _ in range(3):  # overlapping steps: computed one or two turns after it is scheduled
+            try:
+                self._step()
+            except StepLostError:
+                return
+            assert self.core._batch_queue is not None, "requests were live, but nothing was executed"
+            if not self.core.scheduler.requests:
+                break  # all ended by what was in flight
+        assert not self.core.scheduler.requests, "requests were live, but nothing was executed"
+        self.worker.dies = False
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -167,9 +176,10 @@ class CoreMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         scheduler = self.core.scheduler
         check_scheduler(scheduler)
-        assert self.worker._rows.keys() <= {*scheduler.requests, *scheduler._finished_req_ids}, (
-            "the worker keeps the dead"
-        )
+        to_forget = {*scheduler._finished_req_ids}
+        for step in self.core._batch_queue.steps if self.core._batch_queue is not None else ():
+            to_forget.update(step.scheduled.finished_req_ids)
+        assert self.worker._rows.keys() <= {*scheduler.requests, *to_forget}, "the worker keeps the dead"
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from .kv_cache_manager import KVCacheManager
 from .remote_kv import RemoteKV
-from .request import Request
+from .request import Request, RequestStatus
 from .request_queue import RequestQueue
 
 
@@ -29,14 +29,13 @@ class Admission:
         self._watermark = kv.pool.num_blocks // 100
         self._blocked: _Blocked | None = None
 
-    def next(self, max_tokens: int, *, others_run: bool) -> Request | None:
+    def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
         """Takes the next request that may run out of the queue, with the blocks that hold its beginning.
 
         On the way, requests whose KV is elsewhere are sent to wait for it. None: nobody may run with ``max_tokens``
-        left of the step.
+        left of the step. ``only_begun``: nobody but who ran before and was preempted.
         """
-        while self._queue:
-            request = self._queue.peek()
+        while (request := self._head_begun() if only_begun else self._queue.peek()) is not None:
             if request.num_output_placeholders:  # it comes back with a token that it drew before it was preempted
                 return None
             if others_run and self._is_still_blocked(request):
@@ -64,6 +63,9 @@ class Admission:
             assert self._remote is not None
             self._remote.load(request, num_external_tokens)
         return None
+
+    def _head_begun(self) -> Request | None:
+        return next((request for request in self._queue if request.status is RequestStatus.PREEMPTED), None)
 
     def _let_in(self, request: Request, hits: list[int]) -> None:
         self._blocked = None

@@ -21,6 +21,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Hash and timed worker only: how long a step takes."""
     token_seconds: float = 0.0
     """Likewise: how much longer for each token that the step computes."""
+    profiler_dir: str = ""
+    """Where profiles are written; empty: there are none."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -53,6 +55,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Whether the next step is scheduled while one runs, before its tokens are known."""
 
 
+class TLSFiles(msgspec.Struct, frozen=True):
+    """Where a part's certificate is, in PEM."""
+
+    ca: str
+    cert: str
+    key: str
+    peer_name: str
+    """What the certificates of those who may connect, or be connected to, name."""
+
+
 class KVConfig(msgspec.Struct, frozen=True):
     """KV blocks that move: between engines under leases, and out of the pool and back."""
 
@@ -62,6 +74,10 @@ class KVConfig(msgspec.Struct, frozen=True):
     """Ways to read another engine's blocks, best first, or ``auto``; empty: blocks do not move between engines."""
     socket_listen: str = ""
     """Where the transport ``socket`` serves: ``host:port``; empty: a unix socket, for readers on this host."""
+    socket_advertise: str = ""
+    """The host that readers connect to, where it is not the one that is listened on."""
+    socket_tls: TLSFiles | None = None
+    """None: the socket transport stays on this host."""
     policy: str = "recompute"
     """When blocks cannot be loaded: ``recompute`` them here, or ``fail`` the request with an error worth a retry."""
     checksum: bool = False

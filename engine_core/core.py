@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 
 from .batch_queue import BatchQueue
 from .config import EngineConfig
@@ -11,6 +12,7 @@ from .executor.interface import Executor
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -35,6 +37,7 @@ class EngineCore:
         self.scheduler = Scheduler(
             config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
         )
+        self.pausing = Pausing(self.scheduler)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self._batch_queue = self._make_batch_queue()
         self.num_steps = 0
@@ -54,6 +57,7 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
         self.scheduler.abort_requests(request_ids)
+        self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the first tokens that it was added ahead of."""
@@ -80,6 +84,8 @@ class EngineCore:
         """One turn of the loop. ``take_aborts`` gives the requests that were aborted while a step executed."""
         outputs = self._step(take_aborts) if self._batch_queue is None else self._step_with_batch_queue(take_aborts)
         outputs += self.scheduler.take_early_outputs()
+        if self.pausing.is_settling:
+            self.pausing.settle()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
     def _step(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
@@ -123,9 +129,18 @@ class EngineCore:
         self.num_steps += 1
         return self.scheduler.update_from_output(scheduled, result)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run."""
-        return self.scheduler.reset_prefix_cache()
+    def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
+        """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""
+        return self.pausing.pause(mode, clear_cache=clear_cache)
+
+    def resume(self) -> None:
+        """Goes on after a pause; without one nothing happens."""
+        self.pausing.resume()
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forgets all cached blocks. While requests run it is False, and nothing happens, unless they may be
+        preempted."""
+        return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def num_leases(self) -> int:
         """Promises to other engines that are open now."""

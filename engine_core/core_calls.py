@@ -17,8 +17,9 @@ class CoreCalls:
         self._utilities = Utilities(methods_of(core))
 
     def refuse_new(self) -> None:
-        """From now on requests are answered with an error."""
+        """From now on requests are answered with an error; those that a pause would keep for ever are ended."""
         self._accepting = False
+        self._core.pausing.end_frozen()
 
     def add(self, request: EngineCoreRequest) -> EngineCoreOutputs | None:
         """Gives the request to the core; what it refuses is answered at once."""

@@ -94,6 +94,23 @@ class HashWorker:
         tokens = [self._sample(self._rows[req_id], allowed.get(req_id)) for req_id in self._executed]
         return ModelRunnerOutput(self._executed, tokens)
 
+    def sleep(self, level: int) -> None:
+        assert self._memory is not None, "initialize_kv_cache comes first"
+        self._memory.discard()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        if "kv_cache" in tags:
+            self._cache[:] = -1
+
+    def reload_weights(self, path: str) -> None:
+        """There are none; but a checkpoint that a model could not take is refused here too."""
+        vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+        if vocab_size != self._vocab_size:
+            raise ValueError(f"vocab_size is {vocab_size} there and {self._vocab_size} here: not the same architecture")
+
+    def profile(self, start: bool) -> None:
+        raise ValueError("this worker has nothing to profile")
+
     def shutdown(self) -> None:
         self._rows.clear()
 

@@ -10,9 +10,7 @@ import mmap
 import os
 import weakref
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SEAL_FUTURE_WRITE = 0x10
-"""``F_SEAL_FUTURE_WRITE`` of linux/fcntl.h (5.1), which the fcntl module does not name: no new writable mapping."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class PoolMemory:
@@ -22,6 +20,7 @@ class PoolMemory:
         """Takes over both; :meth:`allocate` makes them."""
         self._buffer = buffer
         self._fd = fd
+        self._is_shared = fd is not None
         # An open descriptor keeps the bytes, so it goes with this object at the latest.
         self._close = weakref.finalize(self, os.close, fd) if fd is not None else None
 
@@ -46,12 +45,10 @@ class PoolMemory:
             os.ftruncate(fd, nbytes)
             buffer = mmap.mmap(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # a reader's mapping can never end in a bus error
-            with contextlib.suppress(OSError):  # an older kernel: readers still map it read-only
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(buffer, fd)
+            # Readers get a descriptor that cannot write. A seal against writing would also forbid ``discard``.
+            return cls(buffer, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+        finally:
+            os.close(fd)  # the mapping stays
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +64,10 @@ class PoolMemory:
     def fd(self) -> int | None:
         """Of the sealed memfd, to pass to readers; None when it is not shared, or closed."""
         return self._fd if self._close is not None and self._close.alive else None
+
+    def discard(self) -> None:
+        """Gives the pages back to the system: all bytes are zero, for every mapping, until they are written again."""
+        self._buffer.madvise(mmap.MADV_REMOVE if self._is_shared else mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """No reader can be let in any more; the owner's views go on working. Idempotent."""

@@ -120,10 +120,15 @@ class RemoteKV:
         return f"the prompt's KV could not be loaded from the engine that computed it: {request.remote.failure}"
 
     def lose_hits(self) -> None:
-        """A step failed: the blocks that waiting requests found here may never have been written."""
+        """What waiting requests found here, or load, counts for nothing: they will compute it."""
         for request in self._waiting.values():
             assert request.remote is not None
             request.remote.hits_lost = True
+
+    def lose_rows(self) -> None:
+        """The worker knows none of the waiting requests any more."""
+        for request in self._waiting.values():
+            assert request.remote is not None
             request.remote.resume_status = RequestStatus.WAITING
 
     def fill_stats(self, stats: SchedulerStats) -> None:
@@ -166,6 +171,7 @@ class RemoteKV:
         remote = request.remote
         assert remote is not None
         if remote.hits_lost:
+            remote.hits_lost = False
             self._kv.free(request)
         elif request.block_ids:
             # The last token is computed here in any case: its logits are the next token.

@@ -35,9 +35,9 @@ class RequestQueue:
         """A request here has so many tokens more."""
         self.num_tokens += num_tokens
 
-    def peek(self) -> Request:
-        """The head; the queue is not empty."""
-        return next(iter(self))
+    def peek(self) -> Request | None:
+        """The head, if there is one."""
+        return next(iter(self), None)
 
     def remove(self, request: Request) -> None:
         del self._requests[request.request_id]

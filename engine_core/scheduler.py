@@ -9,6 +9,7 @@ from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
 from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
+from .pausing import PauseState
 from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_limits import check_config, refusal
@@ -50,6 +51,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
+        self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
@@ -110,6 +112,29 @@ class Scheduler:
         self.running = [request for request in self.running if not request.is_finished]
         self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
 
+    def abort_all(self) -> None:
+        """Ends every request with ``FinishReason.ABORT`` as its output."""
+        self._is_stalled = False
+        for request in list(self.requests.values()):
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                self.waiting.remove(request)
+            self._finish_early(request, RequestStatus.FINISHED_ABORTED)
+        self.running.clear()
+
+    def set_pause_state(self, state: PauseState) -> None:
+        """What is to be planned from now on. Paused, requests are taken in and ended as ever."""
+        self.pause_state = state
+        self._is_stalled = False
+
+    @property
+    def is_advancing(self) -> bool:
+        """Whether anybody runs, or was preempted and may run again, in the present pause state."""
+        if self._in_flight:
+            return True
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
+
     def has_work(self) -> bool:
         """Whether a step would do anything. Not while every request waits for what only others can bring."""
         return bool(self._early_outputs) or (bool(self.requests) and not self._is_stalled)
@@ -123,7 +148,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
-        plan = StepPlan(self._token_budget())
+        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._token_budget())
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
             self._schedule_waiting(plan)
@@ -183,13 +208,28 @@ class Scheduler:
             if request.status is RequestStatus.PREEMPTED:
                 request.set_status(RequestStatus.WAITING)
         if self._remote is not None:
+            self._remote.lose_rows()
             self._remote.lose_hits()
         self.kv.pool.forget_all()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching."""
-        if self.running or self._remote:
+    def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
+        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching.
+
+        ``preempt_running`` sends those back to waiting first, to be computed anew; who waits for blocks from elsewhere
+        computes them too. Blocks leased to others stay theirs until the lease ends.
+        """
+        if (self.running or self._remote) and not preempt_running:
             return False
+        self._is_stalled = False
+        for request in reversed(self.running):
+            self._requeue(request, RequestStatus.PREEMPTED)
+            self._preempted_req_ids.append(request.request_id)
+        self._stats.num_preemptions += len(self.running)
+        self.running.clear()
+        if self._remote is not None:
+            self._remote.lose_hits()
+            for request in self.waiting:
+                self.kv.free(request)  # what it loaded
         self.kv.pool.forget_all()
         return True
 
@@ -252,7 +292,8 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         while plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self._admission.next(plan.budget, others_run=bool(self.running))
+            only_begun = self.pause_state is not PauseState.UNPAUSED
+            request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)
             if request is None:
                 break
             self._start(request, plan)
@@ -302,7 +343,9 @@ class Scheduler:
                 _mark_finished(output, request, status)
                 break
         if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
-            self._note_tokens_while_waiting(request, len(output.new_token_ids), ends=status is not None)
+            self.waiting.note_growth(len(output.new_token_ids))
+            if status is not None:
+                self.waiting.remove(request)
         if status is not None:
             self._finish(request, status)
         if not request.first_output_sent:
@@ -310,11 +353,6 @@ class Scheduler:
             output.prefill_stats = self._prefill_stats(request)
             output.kv_wait_ns = request.kv_wait_ns
         return output
-
-    def _note_tokens_while_waiting(self, request: Request, num_tokens: int, *, ends: bool) -> None:
-        self.waiting.note_growth(num_tokens)
-        if ends:
-            self.waiting.remove(request)
 
     def _prefill_stats(self, request: Request) -> PrefillStats:
         assert request.first_scheduled_ns is not None

@@ -26,6 +26,8 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
     """What a client may call on this core, by name."""
     return {
         "reset_prefix_cache": core.reset_prefix_cache,
+        "pause": core.pause,
+        "resume": core.resume,
         "failpoints_fired": core.failpoints_fired,
         "num_leases": core.num_leases,
     }

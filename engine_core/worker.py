@@ -1,5 +1,6 @@
 """The protocols that a worker and an executor fulfil (``gpu_worker`` and ``hash_worker`` do)."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -51,6 +52,31 @@ class Worker(Protocol):
         """Ends the step that was executed last: draws a token for every request of it whose tokens are all computed.
 
         Apart from the forward pass, so that what grammars allow is worked out while the model runs.
+        """
+
+    def sleep(self, level: int) -> None:
+        """Gives memory back to the system: the KV pool's content, and the weights. No request holds a block.
+
+        Args:
+            level: 1: the weights come back with :meth:`wake_up`; 2: only :meth:`reload_weights` brings some.
+        """
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Takes ``weights`` or ``kv_cache``, which is empty then, or both into use again; what is awake stays so.
+
+        Raises ``ValueError`` when the weights cannot be the same again; nothing has changed then.
+        """
+
+    def reload_weights(self, path: str) -> None:
+        """Takes the weights of another checkpoint of the same architecture, awake or asleep. No request holds a block.
+
+        Raises ``ValueError`` naming what is wrong with it; the old weights stay then.
+        """
+
+    def profile(self, start: bool) -> None:
+        """Starts to record what the worker computes, or stops and writes it to the configured directory.
+
+        Raises ``ValueError`` without one, or when it was not the other's turn.
         """
 
     def shutdown(self) -> None:

@@ -1,6 +1,7 @@
 """The worker on a CPU: loads a checkpoint, measures memory, runs steps."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,11 +16,13 @@ from .attention.cache import kv_layout, make_kv_pool
 from .attention.interface import AttentionBackend
 from .attention.registry import make_attention_backend
 from .input_batch import InputBatch
-from .memory import available_memory, peak_of
+from .memory import available_memory, peak_of, return_freed
 from .model_runner import ModelRunner
+from .model_slot import ModelSlot
 from .models.interface import Model
 from .models.registry import load_model
 from .ops.registry import make_ops
+from .profiler import Profiler
 
 _CPU = torch.device("cpu")
 _SHARE = 0.5
@@ -31,17 +34,19 @@ class CPUWorker:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._model: Model | None = None
+        self._slot: ModelSlot | None = None
         self._backend: AttentionBackend | None = None
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
+        self._profiler = Profiler(config.worker.profiler_dir)
 
     def load_model(self) -> ModelInfo:
         """Loads the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
         config = self._config.worker
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        self._model = load_model(Path(config.model), config.dtype, _CPU, make_ops(config.attention_backend, _CPU))
+        ops = make_ops(config.attention_backend, _CPU)
+        self._slot = ModelSlot(Path(config.model), config.dtype, lambda path: load_model(path, config.dtype, _CPU, ops))
         model_config = self._model.config
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, _CPU)
@@ -77,7 +82,6 @@ class CPUWorker:
 
     def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
         """Makes the pool and computes one token, so that the first request finds warm code."""
-        assert self._model is not None, "load_model comes first"
         model_config, block_size = self._model.config, self._config.cache.block_size
         if memory is None:
             memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
@@ -97,17 +101,51 @@ class CPUWorker:
         assert self._runner is not None, "initialize_kv_cache comes first"
         return self._runner.sample(grammar)
 
+    def sleep(self, level: int) -> None:
+        """Drops the weights, which are read from the files again, and the KV pool's pages."""
+        assert self._slot is not None, "load_model comes first"
+        self._slot.drop(restorable=level == 1)
+        self._take_model()
+        self.kv_pool().memory.discard()
+        return_freed()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        assert self._slot is not None, "load_model comes first"
+        if "weights" in tags:  # the KV pool's pages come back as they are written
+            self._slot.restore()
+            self._take_model()
+
+    def reload_weights(self, path: str) -> None:
+        assert self._slot is not None, "load_model comes first"
+        self._slot.replace(Path(path))
+        self._take_model()
+        return_freed()
+
+    def profile(self, start: bool) -> None:
+        if start:
+            self._profiler.start()
+        else:
+            self._profiler.stop()
+
     def shutdown(self) -> None:
-        self._model = self._backend = self._runner = self._pool = None
+        self._profiler.close()
+        self._slot = self._backend = self._runner = self._pool = None
+
+    @property
+    def _model(self) -> Model:
+        assert self._slot is not None, "load_model comes first"
+        return self._slot.model
+
+    def _take_model(self) -> None:
+        assert self._runner is not None, "initialize_kv_cache comes first"
+        self._runner.set_model(self._model)
 
     @property
     def _max_model_len(self) -> int:
-        assert self._model is not None, "load_model comes first"
         return min(self._model.config.max_model_len, self._config.max_model_len or sys.maxsize)
 
     def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
-        assert self._model is not None
-        assert self._backend is not None
+        assert self._backend is not None, "load_model comes first"
         config = self._config
         batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
         return ModelRunner(self._model, self._backend, batch, num_blocks, memory)

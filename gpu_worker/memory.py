@@ -26,6 +26,12 @@ def peak_of(call: Callable[[], None]) -> int:
     return max(0, _status("VmHWM") - before)
 
 
+def return_freed() -> None:
+    """Has the allocator give what is free, in whole pages, back to the system."""
+    with contextlib.suppress(AttributeError):  # of glibc only
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def forget_mapped(paths: Iterable[Path]) -> None:
     """Drops this process's resident pages of its mappings of these files: touched again, they are read again.
 

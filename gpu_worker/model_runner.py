@@ -38,6 +38,10 @@ class ModelRunner:
         self._kv_caches: list[KVCache] = backend.allocate(num_blocks, memory)
         self._executed: tuple[StepInputs, Logits] | None = None  # between the two halves of a step
 
+    def set_model(self, model: Model) -> None:
+        """Computes with other weights of the same shapes from now on."""
+        self._model = model
+
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Computes the scheduled tokens, and the logits of each request whose known tokens all are computed then.

@@ -85,6 +85,16 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
+FileStamps = tuple[tuple[str, int, int, int], ...]
+
+
+def file_stamps(directory: Path) -> FileStamps:
+    """(name, size, time of change, inode) of a checkpoint's configuration and weight files: equal ones mean equal
+    weights, as the cache of fingerprints has it. Raises ``ValueError`` if a file is missing."""
+    stats = [(path.name, path.stat()) for path in (directory / "config.json", *weight_files(directory))]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
 def stored_dtype(directory: Path) -> str:
     """Name of the dtype of the first tensor, for a configuration that declares none."""
     with _open(weight_files(directory)[0]) as file:

@@ -8,7 +8,9 @@ import msgspec
 from ..serialization import call_with_raw, to_raw
 from ..worker import Worker
 
-WORKER_METHODS: Final = frozenset({"load_model", "determine_available_memory", "initialize_kv_cache"})
+WORKER_METHODS: Final = frozenset(
+    {"load_model", "determine_available_memory", "initialize_kv_cache", "sleep", "wake_up", "reload_weights", "profile"}
+)
 """What may be called by name; arguments and results are msgspec types."""
 
 

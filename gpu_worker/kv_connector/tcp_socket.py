@@ -38,6 +38,8 @@ class TLS:
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+    peer_name: str = ""
+    """That certificates of the other side must name; empty: the host that is connected to, and anybody's."""
 
 
 class _Endpoint(msgspec.Struct, array_like=True):
@@ -89,7 +91,7 @@ class SocketTransport:
     def serve(self, pool: KVPool) -> bytes:
         assert self._listener is None, "a transport serves one pool"
         server, address = self._bind()
-        owner = _Owner(pool, secrets.token_bytes(16))
+        owner = _Owner(pool, secrets.token_bytes(16), self._tls.peer_name if self._tls else "")
         self._listener = Listener(
             server,
             owner.serve,
@@ -136,8 +138,9 @@ class SocketTransport:
 class _Owner:
     """Serves one pool: the other end of :class:`SocketReader`."""
 
-    def __init__(self, pool: KVPool, token: bytes) -> None:
+    def __init__(self, pool: KVPool, token: bytes, peer_name: str) -> None:
         self.token = token
+        self._peer_name = peer_name
         self._pool = pool
 
     def serve(self, connection: socket.socket) -> None:
@@ -145,7 +148,7 @@ class _Owner:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         with contextlib.suppress(msgspec.DecodeError, KVTransferError):
             hello = receive_frame(connection, _Hello)
-            if not hmac.compare_digest(hello.token, self.token):
+            if not hmac.compare_digest(hello.token, self.token) or not _is_named(connection, self._peer_name):
                 return
             pool = self._pool
             sizes = [region.block_bytes for region in pool.regions]
@@ -267,7 +270,15 @@ def _dial(address: str, tls: TLS | None) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     if tls is None or connection.family == socket.AF_UNIX:
         return connection
-    return tls.client.wrap_socket(connection, server_hostname=address.rpartition(":")[0])
+    return tls.client.wrap_socket(connection, server_hostname=tls.peer_name or address.rpartition(":")[0])
+
+
+def _is_named(connection: socket.socket, name: str) -> bool:
+    """Whether the peer's certificate names ``name``; of a connection without TLS there is none to ask for."""
+    if not name or not isinstance(connection, ssl.SSLSocket):
+        return True
+    names = (connection.getpeercert() or {}).get("subjectAltName", ())
+    return ("DNS", name) in tuple(names)
 
 
 def _is_loopback(host: str) -> bool:

@@ -17,6 +17,7 @@ STANDSTILL_SECONDS = 60.0
 """How long a step may take, by far: a loop that stands still for longer with work to do hangs."""
 
 _DEAD = EngineState.ENGINE_STATE_DEAD
+_PAUSED = EngineState.ENGINE_STATE_PAUSED
 _SERVING = EngineState.ENGINE_STATE_SERVING
 
 
@@ -54,7 +55,7 @@ class EngineRecord:
     def update(self, report: EngineReport, coordinator_epoch: int, now: float) -> bool:
         """Takes a report. False when nothing of interest changed: only the loop's step."""
         previous, self.report = self.report, report
-        if report.step != previous.step or report.running + report.waiting == 0:
+        if report.step != previous.step or report.running + report.waiting == 0 or previous.state == _PAUSED:
             self._progressed_at = now
         self._reported_at = now
         before = len(self._counted)
@@ -90,8 +91,10 @@ class EngineRecord:
 
     def state(self, now: float) -> EngineState:
         """What it says of itself, unless it fell silent or its loop stands still with work to do."""
-        silent = now - self._reported_at > SILENT_SECONDS
-        return _DEAD if silent or now - self._progressed_at > STANDSTILL_SECONDS else self.report.state
+        if now - self._reported_at > SILENT_SECONDS:
+            return _DEAD
+        stands_still = now - self._progressed_at > STANDSTILL_SECONDS
+        return _DEAD if stands_still and self.report.state != _PAUSED else self.report.state
 
     def is_serving(self, now: float) -> bool:
         return bool(self.state(now) == _SERVING)

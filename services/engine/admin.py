@@ -1,14 +1,15 @@
 """The ``EngineAdmin`` service: what an operator asks of one engine."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 from tokenloom.engine_core.async_client import AsyncClient
 from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.messages import CoreReady
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
-from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable, Unimplemented
+from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from .load import LoadTracker
+from .pause import Pause
 from .role import Role
 
 
@@ -22,9 +23,11 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         fingerprint: types_pb2.Fingerprint,
         load: LoadTracker,
         role: Role | None,
+        pause: Pause,
     ) -> None:
         """``role``: None when the engine cannot have another, for it moves no KV."""
         self._role = role
+        self._pause = pause
         self._client = client
         self._ready = ready
         self._fingerprint = fingerprint
@@ -40,26 +43,29 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
             max_model_len=self._ready.max_model_len,
             waiting=load.waiting,
             running=load.running,
+            pause_mode=self._pause.mode,
         )
 
     async def ResetPrefixCache(
         self, request: engine_pb2.ResetPrefixCacheRequest, context: Any
     ) -> engine_pb2.ResetPrefixCacheResponse:
-        if request.preempt_running:
-            raise Unimplemented("preempt_running is not supported yet", field="preempt_running")
         try:
-            done = await self._client.call_utility("reset_prefix_cache")
+            done = await self._client.call_utility("reset_prefix_cache", request.preempt_running)
         except EngineDeadError:
             raise Unavailable("the engine failed") from None
         if not done:
-            raise FailedPrecondition("requests are running; the prefix cache can be reset when none is")
+            raise FailedPrecondition(
+                "requests are running; the cache can be reset when none is, or with preempt_running"
+            )
         return engine_pb2.ResetPrefixCacheResponse()
 
-    async def Pause(self, request: engine_pb2.PauseRequest, context: Any) -> NoReturn:
-        raise Unimplemented("pausing comes in a later version")
+    async def Pause(self, request: engine_pb2.PauseRequest, context: Any) -> engine_pb2.PauseResponse:
+        await self._pause.begin(request.mode, clear_cache=request.clear_cache)
+        return engine_pb2.PauseResponse()
 
-    async def Resume(self, request: engine_pb2.ResumeRequest, context: Any) -> NoReturn:
-        raise Unimplemented("pausing comes in a later version")
+    async def Resume(self, request: engine_pb2.ResumeRequest, context: Any) -> engine_pb2.ResumeResponse:
+        await self._pause.end()
+        return engine_pb2.ResumeResponse()
 
     async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
         if request.role not in types_pb2.EngineRole.values() or not request.role:

@@ -99,10 +99,15 @@ class ConnectStream:
         self._changed.set()  # the writer looks
         await self._idle.wait()
 
-    def close(self, error: TokenloomError) -> None:
-        """Fails what is live, sends what credit allows, and ends the stream with ``error``."""
+    def fail_live(self, error: TokenloomError) -> None:
+        """Ends what is live with ``error``; the stream goes on."""
         for attempt in self._attempts.live:
             self._fail(attempt.slot, error)
+        self._changed.set()
+
+    def close(self, error: TokenloomError) -> None:
+        """Fails what is live, sends what credit allows, and ends the stream with ``error``."""
+        self.fail_live(error)
         self._closing = error
         self._changed.set()
 
@@ -172,7 +177,8 @@ class ConnectStream:
             if self._builder.has_data and self._credit.take():
                 await self._send(context, self._builder.take(self._core.step))
             elif self._is_beat_due():
-                await self._send(context, engine_pb2.EngineFrame(step=self._core.step))
+                beat = engine_pb2.EngineFrame(step=self._core.step, paused=self._core.is_paused)
+                await self._send(context, beat)
             else:
                 if self.is_idle:
                     self._idle.set()

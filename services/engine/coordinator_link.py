@@ -12,7 +12,6 @@ import grpc.aio
 
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2, types_pb2
 
-from ..runtime.channels import open_channel
 from ..runtime.errors import Aborted, TokenloomError, Unavailable, of_exception
 from ..runtime.hello import check_hello
 from .load import LoadTracker
@@ -36,15 +35,19 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        address: str,
+        channel: grpc.aio.Channel,
         hello: types_pb2.Hello,
         identity: coordinator_pb2.EngineIdentity,
         load: LoadTracker,
         on_drain: Callable[[float], None],
         role: types_pb2.EngineRole = types_pb2.ENGINE_ROLE_BOTH,
     ) -> None:
-        """``on_drain`` gets the seconds of grace when the coordinator asks the engine to leave."""
-        self._address = address
+        """
+        Args:
+            channel: To the coordinator; closed with :meth:`run`.
+            on_drain: Gets the seconds of grace when the coordinator asks the engine to leave.
+        """
+        self._channel = channel
         self._hello = hello
         self._identity = identity
         self._load = load
@@ -71,7 +74,7 @@ class CoordinatorLink:
     async def run(self) -> None:
         """Joins, and joins again; returns only when a newer engine of this name has joined."""
         backoff = MIN_BACKOFF_SECONDS
-        async with open_channel(self._address) as channel:
+        async with self._channel as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
                 joined_at = time.monotonic()
@@ -129,7 +132,7 @@ class CoordinatorLink:
         picks, self._picks = self._picks, deque(maxlen=MAX_PICKS)
         return coordinator_pb2.EngineReport(
             role=self._role,
-            state=self._state,
+            state=self._present_state(),
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
@@ -138,6 +141,11 @@ class CoordinatorLink:
             picks_arrived=picks,
             step=load.step,
         )
+
+    def _present_state(self) -> coordinator_pb2.EngineState:
+        if self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING:
+            return coordinator_pb2.ENGINE_STATE_PAUSED
+        return self._state
 
 
 async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:

@@ -44,6 +44,11 @@ class CoreLink:
         return self._load.step
 
     @property
+    def is_paused(self) -> bool:
+        """Its step may stand still."""
+        return self._load.is_paused
+
+    @property
     def num_prefill_legs(self) -> int:
         """Live attempts that will leave KV held for others."""
         return sum(1 for attempt, _ in self._live.values() if attempt.lease_id)

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core_process import run_engine_core
@@ -15,6 +16,7 @@ from tokenloom.engine_core.kv_transport import KVTransport
 from tokenloom.engine_core.worker import Worker
 
 from ..runtime import logs
+from ..runtime.tls import CertificateFiles, MeshTLS
 
 
 def make_worker(config: EngineConfig) -> Worker:
@@ -30,8 +32,16 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
     if not config.kv.transports:
         return []
     from tokenloom.gpu_worker.kv_connector import registry
+    from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS
 
-    return registry.make_transports(config.kv.transports, socket_listen=config.kv.socket_listen)
+    kv = config.kv
+    tls = None
+    if (files := kv.socket_tls) is not None:
+        mesh = MeshTLS(CertificateFiles(Path(files.ca), Path(files.cert), Path(files.key)))
+        tls = TLS(mesh.server_context(), mesh.client_context(), files.peer_name)
+    return registry.make_transports(
+        kv.transports, socket_listen=kv.socket_listen, socket_advertise=kv.socket_advertise, tls=tls
+    )
 
 
 def main() -> int:

@@ -1,12 +1,13 @@
 """The engine's metrics, under vLLM's names, labelled ``model_name`` and ``engine``."""
 
-from typing import Any
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.engine_core.messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
 from ..runtime import metrics
+from ..runtime.fast_metrics import Histogram
 from .attempts import Attempt
 from .kv_metrics import KVMetrics
 
@@ -120,5 +121,6 @@ class EngineMetrics:
     def _counter(self, name: str, text: str) -> Counter:
         return metrics.counter(self._registry, name, text, _LABELS).labels(*self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: Any = metrics.LATENCY_SECONDS) -> Any:
-        return metrics.histogram(self._registry, name, text, _LABELS, buckets).labels(*self._labels)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = metrics.LATENCY_SECONDS) -> Histogram:
+        labels = dict(zip(_LABELS, self._labels, strict=True))
+        return metrics.histogram(self._registry, name, text, labels, buckets)

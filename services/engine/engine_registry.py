@@ -10,7 +10,7 @@ import grpc.aio
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-from ..runtime.channels import open_channel
+from ..runtime.channels import Channels
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,10 @@ class Owner:
 class EngineRegistry:
     """Watches the coordinator; while that is away, what it said last holds."""
 
-    def __init__(self, coordinator: str) -> None:
+    def __init__(self, coordinator: str, channels: Channels) -> None:
         """``coordinator``: its address; empty: there is none, and no engine is ever found."""
         self._coordinator = coordinator
+        self._channels = channels
         self._owners: dict[str, Owner] = {}  # by engine_id
         self._changed = asyncio.Condition()
 
@@ -42,7 +43,7 @@ class EngineRegistry:
         """Watches and reconnects, until cancelled."""
         if not self._coordinator:
             return
-        async with open_channel(self._coordinator) as channel:
+        async with self._channels.open(self._coordinator, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
                 call = stub.Watch(coordinator_pb2.WatchRequest())

@@ -8,7 +8,7 @@ import grpc.aio
 
 from tokenloom.v1 import kv_transfer_pb2_grpc
 
-from ..runtime.channels import open_channel
+from ..runtime.channels import Channels
 from .engine_registry import EngineRegistry
 from .kv_reading import Stub
 
@@ -22,8 +22,9 @@ class _Shared:
 class KVChannels:
     """Opened at the first use; closed when unused and the engine has left the registry."""
 
-    def __init__(self, registry: EngineRegistry) -> None:
+    def __init__(self, registry: EngineRegistry, channels: Channels) -> None:
         self._registry = registry
+        self._channels = channels
         self._shared: dict[str, _Shared] = {}  # by address: as many as there are engines, and such as are still read
 
     @asynccontextmanager
@@ -31,7 +32,7 @@ class KVChannels:
         """Of the engine that serves there."""
         shared = self._shared.get(address)
         if shared is None:
-            shared = self._shared[address] = _Shared(open_channel(address))
+            shared = self._shared[address] = _Shared(self._channels.open(address, "engine"))
         shared.num_users += 1
         try:
             yield kv_transfer_pb2_grpc.KVTransferStub(shared.channel)

@@ -8,6 +8,7 @@ from tokenloom.engine_core.messages import CoreReady
 from tokenloom.gpu_worker.kv_connector.registry import expanded
 from tokenloom.v1 import coordinator_pb2
 
+from ..runtime.host import Host
 from .core_link import CoreLink
 from .engine_registry import EngineRegistry
 from .kv_link import KVLink
@@ -38,23 +39,23 @@ class KVFront:
         core: CoreLink,
         load: LoadTracker,
         ready: CoreReady,
+        host: Host,
         *,
-        epoch: int,
         on_recompute: Callable[[str], None],
     ) -> None:
         """Binds the KV port; raises as :class:`KVServer`."""
         self._core = core
         self._load = load
         self._link = KVLink(client)
-        self._registry = EngineRegistry(settings.coordinator)
+        self._registry = EngineRegistry(settings.coordinator, host.channels)
         self._server: KVServer | None = None
         self.owner: coordinator_pb2.EngineRef | None = None
         self.address = ""
         if settings.kv_listen:
-            servicer = KVTransferServicer(self._link, epoch)
-            self._server = KVServer(settings.kv_listen, servicer, insecure=settings.insecure)
+            servicer = KVTransferServicer(self._link, host.epoch)
+            self._server = KVServer(settings.kv_listen, servicer, host.tls, insecure=settings.insecure)
             self.address = settings.kv_advertise_address or self._server.address
-            self.owner = coordinator_pb2.EngineRef(engine_id=settings.instance_id, epoch=epoch)
+            self.owner = coordinator_pb2.EngineRef(engine_id=settings.instance_id, epoch=host.epoch)
         self.lease_seconds = settings.kv_lease_seconds
         reader = ReaderConfig(
             host=socket.gethostname(),
@@ -63,7 +64,7 @@ class KVFront:
             transports=expanded(settings.transports),
             must_load=settings.kv_policy == "fail",
         )
-        self.loads = KVLoads(reader, core, self._link, self._registry, on_recompute)
+        self.loads = KVLoads(reader, core, self._link, self._registry, host.channels, on_recompute)
 
     async def run(self) -> None:
         """Serves the port, until cancelled or the core is dead."""

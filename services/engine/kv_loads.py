@@ -14,6 +14,7 @@ from tokenloom.engine_core.leases import prompt_digest
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.v1 import engine_pb2, kv_transfer_pb2
 
+from ..runtime.channels import Channels
 from ..runtime.errors import Unavailable, of_exception
 from ..runtime.tasks import Tasks
 from .attempts import Attempt
@@ -65,6 +66,7 @@ class KVLoads:
         core: CoreLink,
         link: KVLink,
         registry: EngineRegistry,
+        channels: Channels,
         on_recompute: Callable[[str], None],
     ) -> None:
         """``on_recompute`` gets the reason when a request goes to the core without its KV."""
@@ -73,7 +75,7 @@ class KVLoads:
         self._link = link
         self._registry = registry
         self._on_recompute = on_recompute
-        self._channels = KVChannels(registry)
+        self._channels = KVChannels(registry, channels)
         self._paths = KVPaths(config.transports, config.host)
         self._loads: dict[str, _Load] = {}  # by the attempt's key
         self._tasks = Tasks(_log_bug)

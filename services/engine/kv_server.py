@@ -4,10 +4,10 @@ import grpc.aio
 
 from tokenloom.v1 import kv_transfer_pb2_grpc
 
-from ..runtime import addresses
+from ..runtime.callers import check_caller
 from ..runtime.edge import Edge
-from ..runtime.errors import Unavailable
-from ..runtime.host import SERVER_OPTIONS
+from ..runtime.host import SERVER_OPTIONS, bind
+from ..runtime.tls import MeshTLS
 from .kv_servicer import KVTransferServicer
 
 MAX_CALLS = 4096
@@ -18,18 +18,12 @@ class KVServer:
     """Binds when made. Raises ``InvalidArgument`` for an address that other machines can reach, ``Unavailable`` for one
     that cannot be had."""
 
-    def __init__(self, listen: str, servicer: KVTransferServicer, *, insecure: bool) -> None:
-        address = addresses.parse(listen, field="kv_listen")
-        addresses.check_closed(address, insecure=insecure, field="kv_listen")
-        self._server = grpc.aio.server(
-            options=SERVER_OPTIONS, interceptors=[Edge(lambda: True)], maximum_concurrent_rpcs=MAX_CALLS
-        )
+    def __init__(self, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool) -> None:
+        edge = Edge(lambda: True, check_caller if tls is not None else None)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[edge], maximum_concurrent_rpcs=MAX_CALLS)
         kv_transfer_pb2_grpc.add_KVTransferServicer_to_server(servicer, self._server)
-        try:
-            port = self._server.add_insecure_port(str(address))
-        except RuntimeError:
-            raise Unavailable(f"kv_listen: cannot bind {address}; is it taken, or its folder missing?") from None
-        self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
+        credentials = tls.server_credentials() if tls is not None else None
+        self.address = bind(self._server, listen, credentials, insecure=insecure, field="kv_listen")
 
     async def start(self) -> None:
         """Answers from now on."""

@@ -29,6 +29,7 @@ class LoadTracker:
         self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role
         self._stats = SchedulerStats()
         self._step = 0
+        self._is_paused = False
         self._num_live = 0
         self._num_covered = 0
         self._uncovered: deque[int] = (
@@ -39,6 +40,11 @@ class LoadTracker:
     def num_live(self) -> int:
         """Accepted and not ended."""
         return self._num_live
+
+    @property
+    def is_paused(self) -> bool:
+        """An operator holds the engine still."""
+        return self._is_paused
 
     @property
     def stats(self) -> SchedulerStats:
@@ -53,6 +59,11 @@ class LoadTracker:
     def started(self, num_blocks: int) -> None:
         """The core is up, with all its blocks free."""
         self._stats = SchedulerStats(num_free_blocks=num_blocks)
+
+    def set_paused(self, is_paused: bool) -> None:
+        """A pause began or ended."""
+        self._is_paused = is_paused
+        self.changed.set()
 
     def accepted(self) -> None:
         """A request was accepted."""

@@ -21,6 +21,7 @@ from .core_link import CoreLink
 from .engine_metrics import EngineMetrics
 from .kv_front import KVFront
 from .load import LoadTracker
+from .pause import Pause
 from .role import BY_NAME, NAMES, Role
 from .servicer import EngineServicer
 from .settings import EngineSettings
@@ -38,6 +39,7 @@ class EngineService:
         self._load = LoadTracker()
         self._admission: Admission | None = None
         self._servicer: EngineServicer | None = None
+        self._pause: Pause | None = None
         self._kv: KVFront | None = None
         self._coordinator: CoordinatorLink | None = None
         self._host: Host | None = None
@@ -68,7 +70,7 @@ class EngineService:
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
         if settings.transports:
             observe = engine_metrics.kv.observe_recompute
-            self._kv = KVFront(settings, self._client, core, self._load, ready, epoch=host.epoch, on_recompute=observe)
+            self._kv = KVFront(settings, self._client, core, self._load, ready, host, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)
 
     async def drain(self) -> None:
@@ -77,6 +79,8 @@ class EngineService:
             return
         self._admission.refuse_new("the engine is draining; another may take the request")
         self._tell_coordinator(coordinator_pb2.ENGINE_STATE_DRAINING)
+        if self._pause is not None and self._pause.leave():
+            self._servicer.fail_live(Unavailable("the engine leaves while paused; another may take the request"))
         await self._servicer.idle()
         if self._kv is not None:
             await self._kv.leases_ended()
@@ -107,13 +111,19 @@ class EngineService:
                 num_kv_blocks=ready.num_kv_blocks,
             )
             self._coordinator = CoordinatorLink(
-                settings.coordinator, hello, identity, self._load, self._on_drain, BY_NAME[settings.role]
+                host.channels.open(settings.coordinator, "coordinator"),
+                hello,
+                identity,
+                self._load,
+                self._on_drain,
+                BY_NAME[settings.role],
             )
         max_live = settings.max_num_seqs + settings.max_waiting
         self._admission = Admission(self._load, self._coordinator, max_live=max_live)
         self._servicer = EngineServicer(hello, limits, core, self._admission, self._kv)
         engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, host.server)
-        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load, self._role(host))
+        self._pause = Pause(self._client, self._load)
+        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load, self._role(host), self._pause)
         engine_pb2_grpc.add_EngineAdminServicer_to_server(admin, host.server)
         host.spawn(self._run_core(core), name="engine-core")
         host.spawn(core.run_aborts(), name="engine-aborts")

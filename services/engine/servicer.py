@@ -50,6 +50,11 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             del self._streams[stream]
             ended.set()
 
+    def fail_live(self, error: TokenloomError) -> None:
+        """Ends every live request with ``error``."""
+        for stream in self._streams:
+            stream.fail_live(error)
+
     async def idle(self) -> None:
         """Returns once every request is answered and the answers are sent."""
         while busy := [stream for stream in self._streams if not stream.is_idle]:

@@ -4,10 +4,18 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    EngineConfig,
+    KVConfig,
+    SchedulerConfig,
+    TLSFiles,
+    WorkerConfig,
+)
 from tokenloom.gpu_worker.kv_connector import registry
 
 from ..runtime.settings import CommaList, ServiceSettings, check_address
+from ..runtime.tls import dns_name
 from .role import RoleName
 
 
@@ -56,6 +64,7 @@ class EngineSettings(ServiceSettings):
     kv_socket_listen: str = Field(
         "", description="Where the socket transport serves KV: host:port; by default for engines on this host only."
     )
+    kv_socket_advertise: str = Field("", description="Host that engines connect to for that; by default the same.")
     kv_listen: str = Field("127.0.0.1:0", description="Where engines ask for KV: host:port or unix:/path; empty: off.")
     kv_advertise_address: str = Field("", description="Where engines reach that; by default where it listens.")
     kv_policy: Literal["recompute", "fail"] = Field(
@@ -86,6 +95,12 @@ class EngineSettings(ServiceSettings):
         """Ways in which KV moves; empty: it does not."""
         return self.kv_transports or (() if self.role == "both" else ("auto",))
 
+    def _socket_tls(self) -> TLSFiles | None:
+        files = self.certificate
+        if files is None:
+            return None
+        return TLSFiles(str(files.ca), str(files.cert), str(files.key), dns_name(self.service))
+
     def engine_config(self, checkpoint: str) -> EngineConfig:
         """The core's part of it, for the checkpoint in this directory."""
         return EngineConfig(
@@ -114,6 +129,8 @@ class EngineSettings(ServiceSettings):
                 role=self.role,
                 transports=self.transports,
                 socket_listen=self.kv_socket_listen,
+                socket_advertise=self.kv_socket_advertise,
+                socket_tls=self._socket_tls(),
                 policy=self.kv_policy,
                 checksum=self.kv_checksum,
                 lease_seconds=self.kv_lease_seconds,

@@ -58,6 +58,7 @@ class ChatAnswer:
         self._token_ids: list[int] = []
         # What makes an event without text worth sending.
         self._tells_all = base.options.return_token_ids or base.options.continuous_usage
+        self._text_event = self._writer.text_event(0, b'"delta":{"content":', b"}")
 
     def first_events(self) -> bytes:
         extra = b""
@@ -67,6 +68,8 @@ class ChatAnswer:
         return self._writer.event(role, extra, self._base.usage_of(0))
 
     def events(self, delta: Delta) -> bytes:
+        if delta.finished is None and not self._tells_all:
+            return self._text_event(delta.text) if delta.text else b""
         events = b""
         if delta.text or (self._tells_all and delta.token_ids):
             ids = sse.token_ids_member(delta.token_ids) if self._base.options.return_token_ids else b""

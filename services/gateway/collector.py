@@ -1,6 +1,7 @@
 """What arrived for one client request and is not sent yet: merged, so that a slow client costs its own output only."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tokenloom.v1 import output_processor_pb2
@@ -20,6 +21,10 @@ class Delta:
     finished: output_processor_pb2.RequestFinished | None = None
 
 
+Outlet = Callable[[Delta], bool]
+"""Takes output on its way to the client at once; False: not now, the client is slow."""
+
+
 class Collector:
     """Joins the outputs of one client request (one index for each prompt) for its only reader.
 
@@ -33,25 +38,31 @@ class Collector:
         self._live = num_outputs
         self._error: errors.TokenloomError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._outlet: Outlet | None = None
 
     @property
     def done(self) -> bool:
         """Whether every index has ended and all of it was taken."""
         return self._live == 0 and not self._pending
 
-    def put(self, index: int, text: str, token_index: int, token_ids: list[int]) -> None:
-        """Adds output. Tokens that are missing or doubled fail the whole request: wrong text is worse than an error."""
+    def put(self, index: int, text: str, token_index: int, token_ids: list[int], *, ends: bool = False) -> None:
+        """Adds output. Tokens that are missing or doubled fail the whole request: wrong text is worse than an error.
+
+        ``ends``: :meth:`finish` follows at once; both then become one delta.
+        """
         if token_index != self._num_tokens[index]:
             self.fail(errors.Internal(f"output token {self._num_tokens[index]} expected, {token_index} arrived"))
             return
         self._num_tokens[index] += len(token_ids)
         delta = self._pending.get(index)
-        if delta is None:
-            self._pending[index] = Delta(index, token_index, text, token_ids)
-        else:
+        if delta is not None:
             delta.text += text
             delta.token_ids += token_ids
-        self._wake()
+            return
+        delta = Delta(index, token_index, text, token_ids)
+        if ends or self._pending or self._outlet is None or not self._pour(delta, self._outlet):
+            self._pending[index] = delta
+            self._wake()
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         """Ends an index. An error of one index is an error of the request."""
@@ -75,21 +86,33 @@ class Collector:
             self._error = error
             self._wake()
 
-    async def take(self) -> list[Delta]:
-        """Waits for output and takes all of it, at most one delta an index. Raises what :meth:`fail` was given."""
+    async def take(self, outlet: Outlet | None = None) -> list[Delta]:
+        """Waits for output and takes all of it, at most one delta an index. Raises what :meth:`fail` was given.
+
+        While it waits, what ``outlet`` takes is done with: the reader wakes for an end, an error or a slow client.
+        """
         while not self._pending and self._error is None:
             assert self._waiter is None, "a collector has one reader"
             self._waiter = asyncio.get_running_loop().create_future()
+            self._outlet = outlet
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter = self._outlet = None
         if self._error is not None:
             raise self._error
         taken = list(self._pending.values())
         self._pending = {}
         return taken
 
+    def _pour(self, delta: Delta, outlet: Outlet) -> bool:
+        try:
+            return outlet(delta)
+        except Exception as error:  # one request's fault never ends the stream of all
+            self.fail(errors.of_exception(error))
+            return True
+
     def _wake(self) -> None:
+        self._outlet = None  # what comes before the reader does waits for it
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -49,11 +49,14 @@ class CompletionAnswer:
         self._live = num_prompts
         self._begun: set[int] = set()
         self._tells_all = base.options.return_token_ids or base.options.continuous_usage
+        self._text_events = [self._writer.text_event(index, b'"text":') for index in range(num_prompts)]
 
     def first_events(self) -> bytes:
         return b""
 
     def events(self, delta: Delta) -> bytes:
+        if delta.finished is None and not self._tells_all:
+            return self._text_events[delta.index](delta.text) if delta.text else b""
         if not (delta.text or delta.finished is not None or (self._tells_all and delta.token_ids)):
             return b""
         extra, finish, timeline = self._ids(delta), b"null", b""

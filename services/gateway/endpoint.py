@@ -4,6 +4,7 @@ from ..runtime import errors
 from . import sse
 from .answer import Answer, Api
 from .body import decode_object, read_body
+from .collector import Delta
 from .disconnect import until_disconnected
 from .exchange import Exchange
 from .generation import Generation, Generator
@@ -43,6 +44,15 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer) ->
     deltas = await generation.take()  # what fails before the first output still gets a status of its own
     await exchange.start(200, sse.HEADERS)
     events = answer.first_events()
+
+    def write_now(delta: Delta) -> bool:
+        if not exchange.writable:
+            return False
+        generation.count(delta)
+        if events := answer.events(delta):
+            exchange.write_now(events)
+        return True
+
     while True:
         events += b"".join(map(answer.events, deltas))
         if generation.done:
@@ -51,7 +61,7 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer) ->
         if events:
             await exchange.write(events)
             events = b""
-        deltas = await generation.take()
+        deltas = await generation.take(write_now)
 
 
 async def _whole(exchange: Exchange, generation: Generation, answer: Answer) -> None:

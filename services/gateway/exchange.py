@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from ..runtime import errors
-from . import sse
+from . import direct_writer, sse
 from .body import Receive
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -35,6 +35,12 @@ class Exchange:
         self.request_id = request_id
         self.started = False
         self._send = send
+        self._direct = direct_writer.find(scope)
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`write_now` may be called: a stream has begun, and the client keeps up with it."""
+        return self._direct is not None and self._direct.is_open
 
     async def start(self, status: int, headers: Headers) -> None:
         """Sends status and headers."""
@@ -45,6 +51,11 @@ class Exchange:
     async def write(self, body: bytes) -> None:
         """Sends a piece of the body; waits while the client does not read."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def write_now(self, body: bytes) -> None:
+        """As :meth:`write`, without waiting; only while :attr:`writable`."""
+        assert self._direct is not None
+        self._direct.write(body)
 
     async def finish(self, body: bytes = b"") -> None:
         """Sends the last piece."""

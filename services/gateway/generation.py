@@ -10,7 +10,7 @@ from typing import cast
 from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..runtime import errors, validation
-from .collector import Collector, Delta
+from .collector import Collector, Delta, Outlet
 from .job import Chat, Job
 from .mesh_view import MeshView
 from .metrics import GatewayMetrics
@@ -42,7 +42,7 @@ class Generation:
         self._tokenize_ns = tokenize_ns
         self._collector = Collector(len(submits))
         self._tickets: list[Ticket] = []
-        self._watch = metrics.watch(sum(map(len, self.prompts)), started_ns)
+        self._watch = metrics.watch(sum(map(len, self.prompts)), len(submits), started_ns)
 
     @property
     def done(self) -> bool:
@@ -77,15 +77,20 @@ class Generation:
             submit.timeout.FromNanoseconds(round(max(timeout, 0.0) * 1e9))
             self._tickets.append(pool.pick().submit(submit, self._collector, index))
 
-    async def take(self) -> list[Delta]:
-        """Waits for output; at most one delta a prompt. Raises what ended the request early."""
-        deltas = await self._collector.take()
+    async def take(self, outlet: Outlet | None = None) -> list[Delta]:
+        """Waits for output; at most one delta a prompt. Raises what ended the request early. ``outlet``: as in
+        :meth:`Collector.take`; it calls :meth:`count` for what it takes."""
+        deltas = await self._collector.take(outlet)
         for delta in deltas:
-            self.completion_tokens[delta.index] += len(delta.token_ids)
-            if delta.finished is not None:
-                self.finished[delta.index] = delta.finished
-            self._watch.output(delta)
+            self.count(delta)
         return deltas
+
+    def count(self, delta: Delta) -> None:
+        """Some output is on its way to the client."""
+        self.completion_tokens[delta.index] += len(delta.token_ids)
+        if delta.finished is not None:
+            self.finished[delta.index] = delta.finished
+        self._watch.output(delta)
 
     def close(self) -> None:
         """Cancels what still runs."""

@@ -6,11 +6,14 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..runtime import addresses, errors
+from . import direct_writer
 from .app import App
 
 log = logging.getLogger(__name__)
@@ -25,10 +28,19 @@ BACKLOG = 1024
 class HttpServer:
     """Serves an application on one address."""
 
-    def __init__(self, app: App, listen: str, *, insecure: bool) -> None:
-        """Binds. Raises :class:`errors.Unavailable` when it cannot."""
+    def __init__(
+        self, app: App, listen: str, *, insecure: bool, tls_cert: Path | None = None, tls_key: Path | None = None
+    ) -> None:
+        """Binds. Raises :class:`errors.Unavailable` when it cannot.
+
+        Args:
+            insecure: Other machines may talk to it in plain text.
+            tls_cert, tls_key: What clients are shown, PEM, already found to be good; None: plain text.
+        """
         address = addresses.parse(listen, field="http_listen")
-        addresses.check_closed(address, insecure=insecure, field="http_listen")
+        is_closed = insecure or tls_cert is not None
+        remedy = "give --public-tls-cert or an API key"
+        addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
         self._path = address.path
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
@@ -43,6 +55,8 @@ class HttpServer:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            ssl_certfile=tls_cert,
+            ssl_keyfile=tls_key,
         )
         self._server = _Server(config)
         self._served = asyncio.Event()
@@ -79,7 +93,7 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Closes a connection whose request head has no end."""
+    """Closes a connection whose request head has no end; lets the application write to the connection itself."""
 
     _in_head = False
     _head_bytes = 0
@@ -91,6 +105,8 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:  # the application begins at the loop's next turn
+            direct_writer.offer(cast(direct_writer.Scope, self.scope), self.cycle)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -9,7 +9,7 @@ import grpc.aio
 
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
-from ..runtime import channels
+from ..runtime.channels import Channels
 from ..runtime.hello import fingerprint_difference
 
 log = logging.getLogger(__name__)
@@ -22,8 +22,9 @@ POOL_FIELDS = ("model", "tokenizer")
 class MeshView:
     """Watches the coordinator. Off the data path: while it is away the last complete snapshot stays."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, channels: Channels) -> None:
         self._address = address
+        self._channels = channels
         self._snapshot = coordinator_pb2.Snapshot()
         self._limits: types_pb2.ModelLimits | None = None
         self.connected = False
@@ -53,7 +54,7 @@ class MeshView:
 
     async def run(self) -> None:
         """Watches and reconnects, until cancelled."""
-        async with channels.open_channel(self._address) as channel:
+        async with self._channels.open(self._address, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
                 call = stub.Watch(coordinator_pb2.WatchRequest())

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.v1 import types_pb2
 
 from ..runtime import metrics
+from ..runtime.fast_metrics import Histogram
 from .collector import Delta
 from .mesh_view import MeshView
 
@@ -32,10 +33,12 @@ class GatewayMetrics:
             return metrics.counter(registry, name, text, labels).labels(model_name)
 
         def histogram(name: str, text: str, buckets: Sequence[float] = metrics.LATENCY_SECONDS) -> Histogram:
-            return metrics.histogram(registry, name, text, labels, buckets).labels(model_name)
+            return metrics.histogram(registry, name, text, {"model_name": model_name}, buckets)
 
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
-        self.generation_tokens = counter("generation_tokens", "Output tokens sent on to clients.")
+        self.generation_tokens = metrics.fast_counter(
+            registry, "generation_tokens", "Output tokens sent on to clients.", {"model_name": model_name}
+        )
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between outputs of one prompt.")
         self.e2e_latency = histogram(
@@ -46,29 +49,28 @@ class GatewayMetrics:
         )
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
 
-    def watch(self, num_prompt_tokens: int, started_ns: int) -> "RequestWatch":
+    def watch(self, num_prompt_tokens: int, num_outputs: int, started_ns: int) -> "RequestWatch":
         """Measures one request from here on."""
         self.prompt_tokens.inc(num_prompt_tokens)
-        return RequestWatch(self, started_ns)
+        return RequestWatch(self, num_outputs, started_ns)
 
 
 class RequestWatch:
     """The times of one request."""
 
-    def __init__(self, gateway: GatewayMetrics, started_ns: int) -> None:
+    def __init__(self, gateway: GatewayMetrics, num_outputs: int, started_ns: int) -> None:
         self._gateway = gateway
         self._started = started_ns
-        self._last: dict[int, int] = {}  # one for each prompt
+        self._last = [0] * num_outputs  # when each had its last tokens; 0: none yet
 
     def output(self, delta: Delta) -> None:
         """Some output of a prompt is on its way to the client."""
         now = time.monotonic_ns()
         if delta.token_ids:
-            last = self._last.get(delta.index)
-            if last is None:
-                self._gateway.time_to_first_token.observe((now - self._started) / 1e9)
-            else:
+            if last := self._last[delta.index]:
                 self._gateway.inter_token_latency.observe((now - last) / 1e9)
+            else:
+                self._gateway.time_to_first_token.observe((now - self._started) / 1e9)
             self._last[delta.index] = now
             self._gateway.generation_tokens.inc(len(delta.token_ids))
         if delta.finished is not None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +12,8 @@ import grpc.aio
 
 from tokenloom.v1 import output_processor_pb2, output_processor_pb2_grpc, types_pb2
 
-from ..runtime import channels, errors, hello
+from ..runtime import errors, hello
+from ..runtime.channels import Channels
 from .collector import Collector
 
 log = logging.getLogger(__name__)
@@ -110,11 +111,12 @@ class ProcessStream:
         counts = list(frame.num_tokens) or [1] * n
         if not n == len(frame.text) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
             raise errors.FailedPrecondition("a frame's columns differ in length")
+        ending = {finished.slot for finished in frame.finished}
         start = 0
         for slot, text, token_index, count in zip(frame.slot, frame.text, frame.token_index, counts, strict=True):
             end = start + count
             if (target := self._slots.get(slot)) is not None:
-                target[0].put(target[1], text, token_index, token_ids[start:end])
+                target[0].put(target[1], text, token_index, token_ids[start:end], ends=slot in ending)
             start = end
         for finished in frame.finished:
             if (target := self._slots.pop(finished.slot, None)) is not None:
@@ -141,8 +143,9 @@ class ProcessStream:
 class OutputLink:
     """Keeps a stream to one output processor, whatever happens to the other side."""
 
-    def __init__(self, address: str, peer_id: str, epoch: int) -> None:
+    def __init__(self, address: str, peer_id: str, epoch: int, channels: Channels) -> None:
         self.address = address
+        self._channels = channels
         self._peer_id = peer_id
         self._epoch = epoch
         self._stream: ProcessStream | None = None
@@ -152,12 +155,12 @@ class OutputLink:
         """The live stream, once both sides said hello."""
         return self._stream
 
-    async def run(self, fingerprint: types_pb2.Fingerprint) -> None:
-        """Connects, serves and reconnects, until cancelled."""
+    async def run(self, fingerprint: types_pb2.Fingerprint, while_true: Callable[[], bool] = lambda: True) -> None:
+        """Connects, serves and reconnects for as long as ``while_true`` says so; what is begun goes on to its end."""
         backoff = MIN_BACKOFF
-        async with channels.open_channel(self.address) as channel:
+        async with self._channels.open(self.address, "output_processor") as channel:
             stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
-            while True:
+            while while_true():
                 connected = await self._connect(stub, fingerprint)
                 backoff = MIN_BACKOFF if connected else min(backoff * 2, MAX_BACKOFF)
                 await asyncio.sleep(backoff)

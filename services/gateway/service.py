@@ -6,6 +6,7 @@ import logging
 from tokenloom.v1 import inference_pb2_grpc
 
 from ..runtime.host import Host
+from ..runtime.members import Members
 from .app import App, Routes
 from .auth import ApiKeys
 from .chat import ChatApi
@@ -44,9 +45,9 @@ class GatewayService:
         """Ready when a request would be answered: until then this waits, and HTTP says what is missing."""
         settings = self._settings
         keys = ApiKeys.load(settings.api_key, settings.api_key_file)
-        tokenizers = TokenizerClient(settings.tokenizers)
-        mesh = MeshView(settings.coordinator)
-        outputs = OutputPool(settings.output_processors, settings.instance_id, host.epoch)
+        tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
+        mesh = MeshView(settings.coordinator, host.channels)
+        outputs = OutputPool(Members(settings.output_processors), settings.instance_id, host.epoch, host.channels)
         self._health = health = MeshHealth(tokenizers, outputs, mesh)
         host.spawn(tokenizers.run(), name="tokenizer probes")
         host.spawn(mesh.run(), name="coordinator watch")
@@ -68,12 +69,19 @@ class GatewayService:
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
         status = StatusRoutes(health, host.metrics, model)
         app = App({**status.routes(), **self._endpoints(generator, model)}, keys)
-        self._http = HttpServer(app, settings.http_listen, insecure=settings.insecure)
+        self._http = HttpServer(
+            app,
+            settings.http_listen,
+            insecure=settings.is_open,
+            tls_cert=settings.public_tls_cert,
+            tls_key=settings.public_tls_key,
+        )
         self.http_address = self._http.address
         host.spawn(self._http.serve(), name="http server")
         host.publish(http=self.http_address, model=model)
         await self._wait_whole(health)
-        log.info("serving %s on http://%s", model, self.http_address)
+        scheme = "http" if settings.public_tls_cert is None else "https"
+        log.info("serving %s on %s://%s", model, scheme, self.http_address)
 
     async def drain(self) -> None:
         assert self._health is not None

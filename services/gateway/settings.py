@@ -1,10 +1,14 @@
 """What a gateway can be told."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field, field_validator
+import grpc
+from pydantic import Field, field_validator, model_validator
 
+from ..runtime import tls
+from ..runtime.errors import InvalidArgument
+from ..runtime.members import parse_member
 from ..runtime.settings import CommaList, ServiceSettings, check_address
 
 
@@ -14,20 +18,47 @@ class GatewaySettings(ServiceSettings):
     service: ClassVar[str] = "gateway"
 
     http_listen: str = Field("127.0.0.1:8000", description="Where the OpenAI API is served: host:port or unix:/path.")
-    tokenizers: CommaList = Field(description="Addresses of tokenizer replicas, comma-separated.", min_length=1)
-    output_processors: CommaList = Field(description="Addresses of output processors, comma-separated.", min_length=1)
+    tokenizers: CommaList = Field(
+        description="Addresses of tokenizers, comma-separated; dns:///name:port: all that DNS has for the name.",
+        min_length=1,
+    )
+    output_processors: CommaList = Field(description="Addresses of output processors, likewise.", min_length=1)
     coordinator: str = Field(description="Address of the coordinator.")
     served_model_name: str = Field("", description="Model name for clients. (default: what the tokenizer serves)")
     api_key: CommaList = Field(
         (), validate_default=False, description="Accepted API keys, comma-separated; unset, no file: none is needed."
     )
     api_key_file: Path | None = Field(None, description="File of accepted keys: one hex SHA-256 of a key a line.")
+    public_tls_cert: Path | None = Field(
+        None, description="Certificate chain shown to clients, over HTTP and gRPC, PEM."
+    )
+    public_tls_key: Path | None = Field(None, description="Its private key.")
     strict: bool = Field(False, description="Refuse request fields that are not known, instead of ignoring them.")
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1, description="Largest request, over HTTP and gRPC.")
     max_live_requests: int = Field(
         2048, ge=1, description="Prompts in work at a time; more are refused for the moment."
     )
     request_timeout: float = Field(600.0, gt=0, description="Seconds that a request may take, at most.")
+
+    @property
+    def is_public(self) -> bool:
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        """A key keeps strangers out, wherever TLS ends."""
+        return self.insecure or bool(self.api_key) or self.api_key_file is not None
+
+    def public_credentials(self) -> grpc.ServerCredentials | None:
+        if self.public_tls_cert is None or self.public_tls_key is None:
+            return None
+        return tls.public_credentials(self.public_tls_cert, self.public_tls_key)
+
+    @model_validator(mode="after")
+    def _check_public_certificate(self) -> Self:
+        if (self.public_tls_cert is None) != (self.public_tls_key is None):
+            raise ValueError("public-tls-cert and public-tls-key are given together or not at all")
+        return self
 
     @property
     def max_message_bytes(self) -> int:
@@ -50,4 +81,7 @@ class GatewaySettings(ServiceSettings):
     @field_validator("tokenizers", "output_processors")
     @classmethod
     def _check_address_lists(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(check_address, values))
+        try:
+            return tuple(map(parse_member, values))
+        except InvalidArgument as error:
+            raise ValueError(error.message) from None

@@ -19,6 +19,19 @@ encode_json = msgspec.json.Encoder().encode
 """UTF-8 JSON; strings come out escaped and on one line."""
 
 
+class TextEvent:
+    """An event of which only the text differs from one to the next: what most tokens come as."""
+
+    __slots__ = ("_head", "_tail")
+
+    def __init__(self, head: bytes, tail: bytes) -> None:
+        self._head = head
+        self._tail = tail
+
+    def __call__(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._head, encode_json(text), self._tail)
+
+
 class EventWriter:
     """Events of one response; what they share is encoded once."""
 
@@ -32,6 +45,11 @@ class EventWriter:
         """One event with one choice, or none, and further members of the object with their leading comma."""
         tail = self._null_usage if usage is None else b',"usage":' + encode_json(usage_object(usage))
         return b"%b%b]%b%b}\n\n" % (self._head, choice, tail, extra)
+
+    def text_event(self, index: int, member: bytes, close: bytes = b"") -> TextEvent:
+        """Events with text and no more: ``member`` is what stands before the text in the choice, ``close`` after it."""
+        head, tail = self.event(choice(index, b"%b\0%b" % (member, close))).split(b"\0")
+        return TextEvent(head, tail)
 
 
 def choice(index: int, content: bytes, finish: bytes = b"null", extra: bytes = b"") -> bytes:

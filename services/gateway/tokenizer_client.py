@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
 from typing import TypeVar
 
 import grpc
@@ -11,8 +10,10 @@ import grpc.aio
 
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
-from ..runtime import channels, errors
+from ..runtime import errors
+from ..runtime.channels import Channels
 from ..runtime.hello import fingerprint_difference
+from ..runtime.members import Members
 from .job import Chat
 
 log = logging.getLogger(__name__)
@@ -26,10 +27,11 @@ T = TypeVar("T")
 class TokenizerClient:
     """Round-robin over the replicas that answer and agree with the first one on what they serve."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._addresses = tuple(addresses)
-        self._stubs: list[tokenizer_pb2_grpc.TokenizerAsyncStub] = []
-        self._alive: set[int] = set()
+    def __init__(self, members: Members, channels: Channels) -> None:
+        self._members = members
+        self._channels = channels
+        self._stubs: dict[str, tokenizer_pb2_grpc.TokenizerAsyncStub] = {}  # by address: as many as there are replicas
+        self._alive: set[str] = set()
         self._turn = 0
         self._known = asyncio.Event()
         self._info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
@@ -51,11 +53,13 @@ class TokenizerClient:
 
     async def run(self) -> None:
         """Holds the channels and probes every replica, until cancelled."""
-        async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-            for index, address in enumerate(self._addresses):
-                channel = await stack.enter_async_context(channels.open_channel(address))
-                self._stubs.append(tokenizer_pb2_grpc.TokenizerStub(channel))
-                group.create_task(self._probe(index), name=f"probe tokenizer {address}")
+        async with asyncio.TaskGroup() as group:
+
+            def joined(address: str) -> None:
+                if address not in self._stubs:
+                    group.create_task(self._keep(address), name=f"probe tokenizer {address}")
+
+            await self._members.watch(joined)
 
     async def encode(self, texts: Sequence[str]) -> list[tokenizer_pb2.TokenizedPrompt]:
         """Token ids and block hashes of each text, with special tokens."""
@@ -78,39 +82,53 @@ class TokenizerClient:
         The request's own deadline cancels the call from outside.
         """
         self._turn += 1
-        candidates = sorted(self._alive) or range(len(self._stubs))
+        candidates = sorted(self._alive) or list(self._stubs)
         error: errors.TokenloomError = errors.Unavailable("no tokenizer is connected; try again")
         for step in range(len(candidates)):
-            index = candidates[(self._turn + step) % len(candidates)]
+            address = candidates[(self._turn + step) % len(candidates)]
+            if (stub := self._stubs.get(address)) is None:
+                continue  # it left while another was asked
             try:
-                return await send(self._stubs[index])
+                return await send(stub)
             except grpc.aio.AioRpcError as failure:
                 error = errors.from_rpc(failure)
                 if failure.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise error from failure
-                self._alive.discard(index)
+                self._alive.discard(address)
         raise error
 
-    async def _probe(self, index: int) -> None:
-        while True:
+    async def _keep(self, address: str) -> None:
+        """Probes a replica until it neither answers nor is a member any more."""
+        async with self._channels.open(address, "tokenizer") as channel:
+            self._stubs[address] = tokenizer_pb2_grpc.TokenizerStub(channel)
             try:
-                info: tokenizer_pb2.GetTokenizerInfoResponse = await self._stubs[index].GetTokenizerInfo(
-                    tokenizer_pb2.GetTokenizerInfoRequest(), timeout=PROBE_SECONDS
-                )
-                self._learn(index, info)
-            except grpc.aio.AioRpcError as error:
-                if index in self._alive:
-                    log.warning("tokenizer %s: %s", self._addresses[index], error.code().name)
-                self._alive.discard(index)
-            await asyncio.sleep(PROBE_SECONDS if index in self._alive else PROBE_SECONDS / 5)
+                while await self._probe(address) or address in self._members:  # noqa: ASYNC110
+                    await asyncio.sleep(PROBE_SECONDS if address in self._alive else PROBE_SECONDS / 5)
+            finally:
+                self._alive.discard(address)
+                del self._stubs[address]
 
-    def _learn(self, index: int, info: tokenizer_pb2.GetTokenizerInfoResponse) -> None:
+    async def _probe(self, address: str) -> bool:
+        """Whether the replica answers."""
+        try:
+            info: tokenizer_pb2.GetTokenizerInfoResponse = await self._stubs[address].GetTokenizerInfo(
+                tokenizer_pb2.GetTokenizerInfoRequest(), timeout=PROBE_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            if address in self._alive:
+                log.warning("tokenizer %s: %s", address, error.code().name)
+            self._alive.discard(address)
+            return False
+        self._learn(address, info)
+        return True
+
+    def _learn(self, address: str, info: tokenizer_pb2.GetTokenizerInfoResponse) -> None:
         if self._info is None:
             self._info = info
             self._known.set()
         difference = fingerprint_difference(self._info.fingerprint, info.fingerprint)
         if difference is None:
-            self._alive.add(index)
+            self._alive.add(address)
         else:
-            self._alive.discard(index)
-            log.error("tokenizer %s serves something else: %s", self._addresses[index], difference)
+            self._alive.discard(address)
+            log.error("tokenizer %s serves something else: %s", address, difference)

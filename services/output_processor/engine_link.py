@@ -13,7 +13,7 @@ from tokenloom.v1.engine_pb2_grpc import EngineStub
 from tokenloom.v1.types_pb2 import Hello
 
 from ..runtime import errors
-from ..runtime.channels import open_channel
+from ..runtime.channels import Channels
 from ..runtime.hello import SILENCE_SECONDS, check_hello
 from ..runtime.tasks import Tasks
 
@@ -45,10 +45,11 @@ class AttemptSink(Protocol):
 class EngineLink:
     """Opened by ``run``; dead as soon as ``run`` returns, and then never used again."""
 
-    def __init__(self, identity: EngineIdentity, hello: Hello, *, hang_seconds: float) -> None:
+    def __init__(self, identity: EngineIdentity, hello: Hello, channels: Channels, *, hang_seconds: float) -> None:
         """``hello``: ours, naming this engine as the peer. ``hang_seconds``: how long its step may stand still."""
         self.identity = identity
         self._hello = hello
+        self._channels = channels
         self._hang_ticks = max(1, round(hang_seconds / _TICK_SECONDS))
         self._opened = asyncio.Event()
         self._error: errors.TokenloomError | None = None
@@ -113,7 +114,7 @@ class EngineLink:
     async def run(self) -> None:
         """Connects and serves until either side ends; every live attempt is then lost. Raises nothing of the peer's."""
         helpers = Tasks(self._end)
-        async with open_channel(self.identity.address) as channel:
+        async with self._channels.open(self.identity.address, "engine") as channel:
             self._call = EngineStub(channel).Connect()
             try:
                 await self._greet(self._call)
@@ -171,7 +172,7 @@ class EngineLink:
 
     def _receive(self, frame: EngineFrame) -> None:
         self._silent_ticks = 0
-        if frame.step != self._step:
+        if frame.step != self._step or frame.paused:
             self._step = frame.step
             self._still_ticks = 0
         for grant in frame.kv_granted:
@@ -226,11 +227,13 @@ class EngineLinks:
         self,
         make_hello: Callable[[EngineIdentity], Hello],
         on_failure: Callable[[BaseException], None],
+        channels: Channels,
         *,
         hang_seconds: float,
     ) -> None:
         """``on_failure``: a link ended by a bug of ours, so that nobody may hear of its requests any more."""
         self._make_hello = make_hello
+        self._channels = channels
         self._hang_seconds = hang_seconds
         self._links: dict[tuple[str, int], EngineLink] = {}  # as many as engines in the registry; the dead leave
         self._tasks = Tasks(on_failure)
@@ -244,7 +247,7 @@ class EngineLinks:
         key = (identity.engine_id, identity.epoch)
         link = self._links.get(key)
         if link is None or link.is_dead:
-            link = EngineLink(identity, self._make_hello(identity), hang_seconds=self._hang_seconds)
+            link = EngineLink(identity, self._make_hello(identity), self._channels, hang_seconds=self._hang_seconds)
             self._links[key] = link
             self._tasks.spawn(self._run(key, link), name=f"engine-link {identity.engine_id}")
         await link.opened()

@@ -15,7 +15,6 @@ from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 from ..runtime import errors
-from ..runtime.channels import open_channel
 from .engine_link import EngineLink, EngineLinks
 from .last_snapshot import EngineKey, LastSnapshot
 
@@ -45,8 +44,9 @@ class Placement:
 class Placer:
     """Places legs of requests on engines that answer."""
 
-    def __init__(self, coordinator: str, fingerprint: Fingerprint, links: EngineLinks) -> None:
-        self._channel = open_channel(coordinator)
+    def __init__(self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: EngineLinks) -> None:
+        """``coordinator``: a channel to it, closed by :meth:`close`."""
+        self._channel = coordinator
         self._stub = CoordinatorStub(self._channel)
         self._fingerprint = fingerprint
         self._links = links

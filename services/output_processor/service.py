@@ -48,8 +48,8 @@ class OutputProcessorService:
                 initial_credit=INITIAL_CREDIT,
             )
 
-        links = self._links = EngineLinks(greet, host.failed, hang_seconds=settings.engine_hang_timeout)
-        placer = self._placer = Placer(settings.coordinator, fingerprint, links)
+        links = self._links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
+        placer = self._placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
         metrics = Metrics(host.metrics, self._admission, links)
         parts = Parts(
             hello=make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint),

@@ -48,11 +48,14 @@ def parse(text: str, *, field: str = "address") -> Address:
     return Address(host=host, port=int(port))
 
 
-def check_closed(address: Address, *, insecure: bool, field: str = "listen") -> None:
-    """Refuses to open a port to other machines unless the operator said so."""
+def check_closed(address: Address, *, insecure: bool, field: str = "listen", remedy: str = "give --tls-cert") -> None:
+    """Refuses to open a port without encryption to other machines unless the operator said so.
+
+    ``remedy``: what would close it, for the message.
+    """
     if not address.is_local and not insecure:
         raise InvalidArgument(
             f"{field}: {address} is open to other machines without encryption; "
-            "listen on loopback or a unix socket, or pass --insecure",
+            f"listen on loopback or a unix socket, {remedy}, or pass --insecure",
             field,
         )

@@ -3,6 +3,8 @@
 import grpc
 import grpc.aio
 
+from .tls import MeshTLS, dns_name
+
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of every channel and server; gRPC's own limit of 4 MiB is below a long prompt."""
 
@@ -23,10 +25,27 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.use_local_subchannel_pool", 1),
     # Traffic inside the mesh never goes through a proxy of the environment.
     ("grpc.enable_http_proxy", 0),
-    ("grpc.default_authority", "localhost"),
 ]
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A lazily connecting channel to ``host:port`` or ``unix:/path``; the caller closes it."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    """A lazily connecting, unencrypted channel to ``host:port`` or ``unix:/path``; the caller closes it."""
+    return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.default_authority", "localhost")])
+
+
+class Channels:
+    """Opens channels from one part of the mesh to others: encrypted where the mesh has certificates."""
+
+    def __init__(self, tls: MeshTLS | None = None) -> None:
+        """``tls``: of the part that calls; None: the mesh has no certificates."""
+        self._tls = tls
+
+    def open(self, address: str, service: str) -> grpc.aio.Channel:
+        """A lazily connecting channel to a ``service`` at ``host:port`` or ``unix:/path``; the caller closes it.
+
+        Under TLS nobody else is talked to, whatever listens there.
+        """
+        if self._tls is None:
+            return open_channel(address)
+        options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", dns_name(service))]
+        return grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=options)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -17,6 +18,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Authorize: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
 """Raises ``TokenloomError`` for a call that may not come in."""
 
+CheckCaller: TypeAlias = Callable[[str, _Context], None]
+"""Raises ``TokenloomError`` for a method, by its full name, that the peer of this context may not call."""
+
 OPEN_SERVICE = "/grpc.health.v1.Health/"
 """What answers whoever asks: probes have no credentials."""
 
@@ -29,8 +33,10 @@ class Edge(grpc.aio.ServerInterceptor):
         authorize: Asked before every call but health's; None lets all in.
     """
 
-    def __init__(self, is_ready: Callable[[], bool]) -> None:
+    def __init__(self, is_ready: Callable[[], bool], check_caller: CheckCaller | None = None) -> None:
+        """``check_caller``: None where peers have no certificates."""
         self._is_ready = is_ready
+        self._check_caller = check_caller
         self.authorize: Authorize | None = None
 
     async def intercept_service(
@@ -38,14 +44,18 @@ class Edge(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler:
-        if self.authorize is not None and not handler_call_details.method.startswith(OPEN_SERVICE):
+        method = handler_call_details.method
+        is_open = method.startswith(OPEN_SERVICE)
+        if self.authorize is not None and not is_open:
             try:
                 self.authorize(handler_call_details)
             except errors.TokenloomError as error:
                 return _refusing(error)
         handler = await continuation(handler_call_details)
         if handler is not None:
-            return _guarded(handler)
+            return _guarded(
+                handler, partial(self._check_caller, method) if self._check_caller and not is_open else _all
+            )
         if not self._is_ready():
             return _refusing(errors.Unavailable("this part is still starting"))
         return None  # gRPC's own UNIMPLEMENTED
@@ -60,7 +70,13 @@ def _refusing(error: errors.TokenloomError) -> _Handler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _guarded(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandler[Any, Any]":
+def _all(context: _Context) -> None:
+    """Lets everybody in."""
+
+
+def _guarded(
+    handler: "grpc.RpcMethodHandler[Any, Any]", admit: Callable[[_Context], None]
+) -> "grpc.RpcMethodHandler[Any, Any]":
     wrap = _guarded_stream if handler.response_streaming else _guarded_unary
     if handler.request_streaming and handler.response_streaming:
         make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
@@ -70,7 +86,7 @@ def _guarded(handler: "grpc.RpcMethodHandler[Any, Any]") -> "grpc.RpcMethodHandl
         make, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
     else:
         make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-    return make(wrap(behaviour), _lenient(handler.request_deserializer), handler.response_serializer)
+    return make(wrap(behaviour, admit), _lenient(handler.request_deserializer), handler.response_serializer)
 
 
 _UNDECODABLE = object()
@@ -109,9 +125,10 @@ class _DecodedStream:
         return _decoded(await anext(self._requests))
 
 
-def _guarded_unary(behaviour: Any) -> Any:
+def _guarded_unary(behaviour: Any, admit: Callable[[_Context], None]) -> Any:
     async def call(request: object, context: _Context) -> object:
         try:
+            admit(context)
             return await behaviour(_decoded(request), context)
         except grpc.aio.AbortError:
             raise
@@ -121,12 +138,13 @@ def _guarded_unary(behaviour: Any) -> Any:
     return call
 
 
-def _guarded_stream(behaviour: Any) -> Any:
+def _guarded_stream(behaviour: Any, admit: Callable[[_Context], None]) -> Any:
     if not inspect.isasyncgenfunction(behaviour):
-        return _guarded_unary(behaviour)  # writes to the context itself
+        return _guarded_unary(behaviour, admit)  # writes to the context itself
 
     async def call(request: object, context: _Context) -> AsyncIterator[object]:
         try:
+            admit(context)
             async with aclosing(behaviour(_decoded(request), context)) as responses:
                 async for response in responses:
                     yield response

@@ -23,8 +23,12 @@ class Health:
 
     async def start(self, server: grpc.aio.Server) -> None:
         """Adds the servicer, answering NOT_SERVING."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+        self.serve_on(server)
         await self.set_serving(False)
+
+    def serve_on(self, server: grpc.aio.Server) -> None:
+        """Answers there too."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     def add_names(self, names: list[str]) -> None:
         """Names that ``Check`` and ``Watch`` know from the next :meth:`set_serving` on."""

@@ -12,12 +12,14 @@ import grpc.aio
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from . import addresses, metrics
-from .channels import MAX_MESSAGE_BYTES
+from .callers import check_caller
+from .channels import MAX_MESSAGE_BYTES, Channels
 from .edge import Authorize, Edge
 from .errors import TokenloomError, Unavailable
 from .health import Health
 from .settings import ServiceSettings
 from .tasks import Tasks
+from .tls import MeshTLS
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ class Host:
         metrics_address: ``host:port`` of /metrics; empty when off.
         metrics: The registry behind it.
         health: grpc.health.v1.
+        channels: To other parts of the mesh.
+        tls: This part's certificate; None: the mesh has none.
     """
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -54,10 +58,14 @@ class Host:
         self.health = Health()
         self.address = ""
         self.metrics_address = ""
+        self.tls: MeshTLS | None = None
+        self.channels = Channels()
         self._ready = False
-        self._edge = Edge(lambda: self._ready)
+        checks_callers = settings.certificate is not None and not settings.is_public
+        self._edge = Edge(lambda: self._ready, check_caller if checks_callers else None)
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_message_bytes)]
         self._grpc = grpc.aio.server(options=options, interceptors=[self._edge])
+        self._probes: grpc.aio.Server | None = None
         self._names = _Names(self._grpc)
         self._metrics_server: metrics.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
@@ -118,9 +126,14 @@ class Host:
 
     async def open(self) -> None:
         """Binds and serves health, NOT_SERVING."""
+        if (files := self.settings.certificate) is not None:
+            await files.wait()
+            self.tls = MeshTLS(files)
+            self.channels = Channels(self.tls)
         await self.health.start(self.server)
         self.address = self._bind()
         await self._grpc.start()
+        health_address = await self._serve_probes() if self.settings.health_listen else self.address
         if self.settings.metrics_listen:
             self._metrics_server = self._bind_metrics()
             self.metrics_address = self._metrics_server.address
@@ -131,7 +144,7 @@ class Host:
             epoch=self.epoch,
             address=self.address,
             metrics=self.metrics_address,
-            health=self.address,
+            health=health_address,
         )
 
     async def ready(self) -> None:
@@ -146,6 +159,8 @@ class Host:
     async def close(self, grace: float) -> None:
         """Ends calls after ``grace`` seconds, then tasks, metrics and the state file."""
         await self._grpc.stop(grace)
+        if self._probes is not None:
+            await self._probes.stop(None)
         await self._tasks.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
@@ -153,21 +168,60 @@ class Host:
             self.settings.state_file.unlink(missing_ok=True)
 
     def _bind(self) -> str:
-        address = addresses.parse(self.settings.listen, field="listen")
-        addresses.check_closed(address, insecure=self.settings.insecure)
-        try:
-            port = self._grpc.add_insecure_port(str(address))
-        except RuntimeError:
-            raise Unavailable(f"listen: cannot bind {address}; is it taken, or its folder missing?") from None
-        return str(address) if address.path else str(addresses.Address(host=address.host, port=port))
+        settings = self.settings
+        if settings.is_public:
+            return bind(
+                self._grpc,
+                settings.listen,
+                settings.public_credentials(),
+                insecure=settings.is_open,
+                remedy="give --public-tls-cert or an API key",
+            )
+        credentials = self.tls.server_credentials() if self.tls is not None else None
+        return bind(self._grpc, settings.listen, credentials, insecure=settings.insecure)
+
+    async def _serve_probes(self) -> str:
+        """kubelet's probes carry no certificate: a port that answers nothing else."""
+        self._probes = grpc.aio.server(options=SERVER_OPTIONS)
+        self.health.serve_on(self._probes)
+        address = bind(self._probes, self.settings.health_listen, None, insecure=True, field="health_listen")
+        await self._probes.start()
+        return address
 
     def _bind_metrics(self) -> metrics.MetricsServer:
         address = addresses.parse(self.settings.metrics_listen, field="metrics_listen")
-        addresses.check_closed(address, insecure=self.settings.insecure, field="metrics_listen")
+        context = self.tls.server_context() if self.tls is not None and not address.is_local else None
+        addresses.check_closed(address, insecure=self.settings.insecure or context is not None, field="metrics_listen")
         try:
-            return metrics.MetricsServer(self.metrics, address)
+            return metrics.MetricsServer(self.metrics, address, context)
         except OSError as error:
             raise Unavailable(f"metrics_listen: cannot bind {address}: {error.strerror}") from None
+
+
+def bind(
+    server: grpc.aio.Server,
+    listen: str,
+    credentials: grpc.ServerCredentials | None,
+    *,
+    insecure: bool,
+    field: str = "listen",
+    remedy: str = "give --tls-cert",
+) -> str:
+    """Adds a port to a server; returns its address. ``credentials`` None: plain text.
+
+    Raises ``InvalidArgument`` for one that other machines can reach in plain text, unless ``insecure`` allows it,
+    ``Unavailable`` for one that cannot be had.
+    """
+    address = addresses.parse(listen, field=field)
+    try:
+        if credentials is not None:
+            port = server.add_secure_port(str(address), credentials)
+        else:
+            addresses.check_closed(address, insecure=insecure, field=field, remedy=remedy)
+            port = server.add_insecure_port(str(address))
+    except RuntimeError:
+        raise Unavailable(f"{field}: cannot bind {address}; is it taken, or its folder missing?") from None
+    return str(address) if address.path else str(addresses.Address(host=address.host, port=port))
 
 
 class _Names:

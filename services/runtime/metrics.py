@@ -1,13 +1,15 @@
 """Prometheus metrics of one process, under vLLM's names where vLLM has one."""
 
 import socket
+import ssl
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from . import fast_metrics
 from .addresses import Address
 
 VLLM = "vllm:"
@@ -42,26 +44,33 @@ def counter(registry: CollectorRegistry, name: str, text: str, labels: Sequence[
     return Counter(VLLM + name, text, labels, registry=registry)
 
 
+def fast_counter(registry: CollectorRegistry, name: str, text: str, labels: Mapping[str, str]) -> fast_metrics.Counter:
+    """A counter ``vllm:name`` with fixed labels, for the event loop's thread only."""
+    return fast_metrics.Counter(registry, VLLM + name, text, labels)
+
+
 def histogram(
     registry: CollectorRegistry,
     name: str,
     text: str,
-    labels: Sequence[str] = (),
+    labels: Mapping[str, str],
     buckets: Sequence[float] = LATENCY_SECONDS,
-) -> Histogram:
-    """A histogram ``vllm:name``."""
-    return Histogram(VLLM + name, text, labels, buckets=buckets, registry=registry)
+) -> fast_metrics.Histogram:
+    """A histogram ``vllm:name`` with fixed labels, for the event loop's thread only."""
+    return fast_metrics.Histogram(registry, VLLM + name, text, labels, buckets)
 
 
 class MetricsServer:
     """Serves ``GET /metrics`` on its own daemon thread, so that a scrape works while the event loop is busy."""
 
-    def __init__(self, registry: CollectorRegistry, address: Address) -> None:
-        """Binds; ``OSError`` when it cannot."""
+    def __init__(self, registry: CollectorRegistry, address: Address, tls: ssl.SSLContext | None = None) -> None:
+        """Binds; ``OSError`` when it cannot. ``tls``: who scrapes needs a certificate of the mesh; None: plain text."""
         server_class = _Server6 if ":" in address.host else ThreadingHTTPServer
         handler = type("Handler", (_Handler,), {"registry": registry})
         self._server = server_class((address.host, address.port), handler)
         self._server.daemon_threads = True
+        if tls is not None:  # the handshake is the connection's own thread's: a silent client holds up nobody else
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, name="metrics", daemon=True
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import grpc
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
@@ -14,6 +15,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from . import addresses
 from .channels import MAX_MESSAGE_BYTES
 from .errors import InvalidArgument
+from .tls import CertificateFiles
 
 
 def _split(value: object) -> object:
@@ -53,12 +55,37 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe lines to log.")
     log_format: Literal["human", "json"] = Field("human", description="Lines for people or for machines.")
     drain_timeout: float = Field(30.0, ge=0, le=86400, description="Seconds that work may go on after a stop signal.")
+    health_listen: str = Field("", description="host:port that only answers health probes, in plain text; empty: none.")
+    tls_ca: Path | None = Field(None, description="Certificate of the mesh's authority, PEM; the three go together.")
+    tls_cert: Path | None = Field(None, description="This part's certificate: with it, other parts need theirs.")
+    tls_key: Path | None = Field(None, description="The certificate's private key.")
     insecure: bool = Field(False, description="Allow listening, unencrypted, where other machines can connect.")
 
     @property
     def max_message_bytes(self) -> int:
         """Largest gRPC message that is received."""
         return MAX_MESSAGE_BYTES
+
+    @property
+    def is_public(self) -> bool:
+        """Whether clients from outside the mesh, which have no certificate of it, call this part."""
+        return False
+
+    @property
+    def is_open(self) -> bool:
+        """Of a public part: whether it may be reached in plain text from other machines."""
+        return self.insecure
+
+    def public_credentials(self) -> grpc.ServerCredentials | None:
+        """Of a public part: what it shows its clients; None: it talks in plain text."""
+        return None
+
+    @property
+    def certificate(self) -> CertificateFiles | None:
+        """This part's certificate; None: the mesh has none."""
+        if self.tls_ca is None or self.tls_cert is None or self.tls_key is None:
+            return None
+        return CertificateFiles(self.tls_ca, self.tls_cert, self.tls_key)
 
     @classmethod
     def load(cls, argv: Sequence[str] | None = None) -> Self:
@@ -91,10 +118,17 @@ class ServiceSettings(BaseSettings):
     def _default_name(cls, values: dict[str, Any]) -> dict[str, Any]:
         return values if values.get("instance_id") else {**values, "instance_id": f"{cls.service}-0"}
 
-    @field_validator("listen", "metrics_listen")
+    @model_validator(mode="after")
+    def _check_certificate(self) -> Self:
+        given = [path is not None for path in (self.tls_ca, self.tls_cert, self.tls_key)]
+        if any(given) and not all(given):
+            raise ValueError("tls-ca, tls-cert and tls-key are given together or not at all")
+        return self
+
+    @field_validator("listen", "metrics_listen", "health_listen")
     @classmethod
     def _check_address(cls, value: str, info: ValidationInfo) -> str:
-        if not value and info.field_name == "metrics_listen":
+        if not value and info.field_name != "listen":
             return value
         return check_address(value)
 

@@ -69,7 +69,7 @@ def test_utilities(client: SyncClient) -> None:
     with pytest.raises(UtilityError, match="no utility 'eval'"):
         client.call_utility("eval", "1 + 1")
     with pytest.raises(UtilityError, match="argument"):
-        client.call_utility("reset_prefix_cache", 1)
+        client.call_utility("reset_prefix_cache", True, 1)
 
 
 def test_an_abort_that_is_delivered_twice_does_no_harm(client: SyncClient) -> None:
@@ -82,3 +82,19 @@ def test_an_abort_that_is_delivered_twice_does_no_harm(client: SyncClient) -> No
     assert tokens == expected_tokens([4, 5, 6], 30)[-len(tokens) :]
     client.add_request(make_request("gone", [1, 2, 3], max_tokens=4))  # the name is free again
     assert collect(client, 1)["gone"].new_token_ids == expected_tokens([1, 2, 3], 4)
+
+
+def test_a_pause_that_waits_answers_when_nobody_runs(client: SyncClient) -> None:
+    client.add_request(make_request("runs", [1, 2, 3], max_tokens=20))
+    first = client.get_output()
+    client.call_utility("pause", "wait")
+    client.add_request(make_request("queues", [4, 5, 6], max_tokens=3))
+    tokens = [token for output in first.outputs for token in output.new_token_ids]
+    tokens += collect(client, 1)["runs"].new_token_ids
+    assert tokens == expected_tokens([1, 2, 3], 20)
+    with pytest.raises(UtilityError, match="paused in mode wait"):
+        client.call_utility("pause", "keep")
+    client.call_utility("resume")
+    assert collect(client, 1)["queues"].new_token_ids == expected_tokens([4, 5, 6], 3)
+    with pytest.raises(UtilityError, match="mode 'never' is unknown"):
+        client.call_utility("pause", "never")

@@ -290,6 +290,58 @@ def test_cached_blocks_are_not_forgotten_while_a_request_relies_on_them() -> Non
     assert pair.decode.core.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_a_paused_engine_serves_its_leases(mode: str) -> None:
+    pair = Pair()
+    request = pair.add("a", range(40))
+    while not request.decode_added:
+        pair.step(pair.prefill)
+    assert pair.prefill.core.pause(mode).done()
+    check_done(pair, request)
+    assert pair.decode.stats.kv_blocks_received == 10
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep"])
+def test_who_waits_for_blocks_in_a_pause_begins_after_it(mode: str) -> None:
+    pair = Pair()
+    request = pair.add("a", range(40))
+    while not request.decode_added:
+        pair.step(pair.prefill)
+    pair.step(pair.decode)
+    assert pair.decode.core.pause(mode).done()
+    let_loads_end(pair)
+    assert pair.decode.stats.kv_blocks_received == 10, "what was asked for before the pause still comes"
+    assert request.tokens == expected_tokens(request.prompt, 1, VOCAB_SIZE)
+    pair.decode.core.resume()
+    check_done(pair, request)
+
+
+@pytest.mark.parametrize("has_loaded", [False, True])
+def test_loaded_blocks_are_forgotten_too_when_all_are(has_loaded: bool) -> None:
+    pair = Pair()
+    request = pair.add("a", range(40))
+    while not request.decode_added:
+        pair.step(pair.prefill)
+    pair.step(pair.decode)
+    pool = pair.decode.core.scheduler.kv.pool
+    pair.decode.core.pause("keep")
+    if has_loaded:
+        let_loads_end(pair)
+    assert pool.usage
+    assert pair.decode.core.reset_prefix_cache(preempt_running=True)
+    if not has_loaded:
+        assert pool.usage, "the blocks are still written to"
+        let_loads_end(pair)
+    assert not pool.usage
+    pair.decode.core.resume()
+    check_done(pair, request)
+
+
+def let_loads_end(pair: Pair) -> None:
+    while pair.turn():
+        pass
+
+
 def test_an_engine_that_moves_no_kv_refuses_requests_that_need_it() -> None:
     core = make_core()
     message = make_request("a", [1, 2, 3])

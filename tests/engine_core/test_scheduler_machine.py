@@ -26,6 +26,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
+from tokenloom.engine_core.pausing import PauseMode
 from tokenloom.engine_core.scheduler_output import SchedulerOutput
 
 MAX_MODEL_LEN = 48
@@ -58,6 +59,8 @@ class Expected:
     tokens: list[int]
     reason: FinishReason
     received: list[int] = field(default_factory=list)
+    may_abort: bool = False
+    """A pause has ended it, if it had not come to its own end in the step before."""
 
 
 def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> Expected:
@@ -153,7 +156,7 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(count):
             self._step()
 
-    @precondition(lambda self: self.core.scheduler.requests)
+    @precondition(lambda self: self.core.scheduler.requests and not self.core.pausing.is_paused)
     @rule()
     def lose_a_step(self) -> None:
         self.worker.dies = True
@@ -172,6 +175,39 @@ class CoreMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         assert self.core.reset_prefix_cache() == (not self.core.scheduler.running)
 
+    @rule()
+    def reset_prefix_cache_of_all(self) -> None:
+        assert self.core.reset_prefix_cache(preempt_running=True)
+        assert not self.core.scheduler.running
+        assert not self.core.scheduler.kv.pool._by_hash
+
+    @precondition(lambda self: not self.core.pausing.is_paused)
+    @rule(mode=st.sampled_from(list(PauseMode)), clear_cache=st.booleans())
+    def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        begun = {r.request_id for r in self.core.scheduler.requests.values() if r.is_known_to_worker}
+        quiet = self.core.pause(mode, clear_cache)
+        assert quiet.done() == (mode is not PauseMode.WAIT or not begun)
+        if mode is PauseMode.ABORT:
+            assert not self.core.scheduler.requests
+            for expected in self.live.values():
+                expected.may_abort = True
+        elif mode is PauseMode.WAIT:
+            for _ in range(500):
+                if quiet.done():
+                    break
+                self._step()
+            assert not begun & set(self.core.scheduler.requests), "it had begun, and did not finish"
+        waiting = [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
+        for _ in range(3):
+            self._step()
+        assert waiting == [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
+        assert not self.core.has_work()
+
+    @rule()
+    def resume(self) -> None:
+        self.core.resume()
+        assert self.core.has_work() or not self.core.has_requests()
+
     @invariant()
     def adds_up(self) -> None:
         scheduler = self.core.scheduler
@@ -184,6 +220,7 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
+        self.core.resume()
         for _ in range(2000):
             if not self.core.has_work():
                 break
@@ -216,7 +253,10 @@ class CoreMachine(RuleBasedStateMachine):
             assert output.token_index == len(expected.received)
             expected.received.extend(output.new_token_ids)
             assert expected.received == expected.tokens[: len(expected.received)]
-            if output.finish_reason is not None:
+            if output.finish_reason is FinishReason.ABORT:
+                assert expected.may_abort
+                del self.live[output.request_id]
+            elif output.finish_reason is not None:
                 assert output.finish_reason is expected.reason
                 assert expected.received == expected.tokens
                 del self.live[output.request_id]

@@ -81,6 +81,7 @@ class Mesh:
         engines, tokenizers, output_processors: How many.
         engine: Settings of every engine, beside the worker.
         gateway: Settings of the gateway.
+        certificates: Folder that ``make_certificates`` filled; None: everybody talks in plain text.
     """
 
     def __init__(
@@ -92,8 +93,10 @@ class Mesh:
         output_processors: int = 1,
         engine: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
+        certificates: Path | None = None,
     ) -> None:
         self.directory = directory
+        self.certificates = certificates
         self.tokenizer: Tokenizer = load_tokenizer(DEMO_MODEL)
         self.coordinator = self._coordinator()
         self.tokenizers = [self._tokenizer(index) for index in range(tokenizers)]
@@ -206,4 +209,9 @@ class Mesh:
         return Part(GatewayService, settings)
 
     def _common(self, name: str) -> dict[str, Any]:
-        return {"instance_id": name, "listen": self.address(name), "metrics_listen": "", "drain_timeout": 0.5}
+        common = {"instance_id": name, "listen": self.address(name), "metrics_listen": "", "drain_timeout": 0.5}
+        if self.certificates is None:
+            return common
+        part = name.rpartition("-")[0].replace("_", "-")
+        files = {"tls_ca": "ca.crt", "tls_cert": f"{part}.crt", "tls_key": f"{part}.key"}
+        return common | {setting: self.certificates / file for setting, file in files.items()}

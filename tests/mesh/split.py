@@ -13,9 +13,9 @@ from tokenloom.engine_core.async_client import AsyncInprocClient
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
-from tokenloom.gpu_worker.kv_connector.registry import make_transports
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings
+from tokenloom.services.engine.core_main import make_transports
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.engine.settings import EngineSettings
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
@@ -108,7 +108,7 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     is_hash = settings.worker == "hash"
     # Without a checkpoint the hash worker's tokens are any of the vocabulary.
     config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
-    transports = make_transports(config.kv.transports)
+    transports = make_transports(config)
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
         return AsyncInprocClient(config, UniProcExecutor(worker), transports)
@@ -135,9 +135,10 @@ class SplitMesh(Mesh):
         prefill: Mapping[str, Any] | None = None,
         decode: Mapping[str, Any] | None = None,
         pd_threshold: int = 0,
+        certificates: Path | None = None,
     ) -> None:
         self._pd_threshold = pd_threshold
-        super().__init__(directory, engines=0)
+        super().__init__(directory, engines=0, certificates=certificates)
         of_role = {"prefill": prefill or {}, "decode": decode or {}}
         for role in roles:
             self.new_engine(role, **{**(engine or {}), **of_role.get(role, {})})

@@ -8,6 +8,7 @@ import typer
 from tokenloom import __version__
 
 from .bench import bench
+from .certs import certs
 from .demo import demo
 from .ps import ps
 from .serve import serve
@@ -18,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, ps, demo):
+for command in (serve, ps, demo, certs):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

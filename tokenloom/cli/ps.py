@@ -63,7 +63,7 @@ async def _row(part: PartRecord) -> Row:
     state = read_part_state(Path(part.state_file))
     if state is None:
         return Row(part.service, part.index, part.role, None, None, None, "NOT_SERVING")
-    health = "SERVING" if await is_serving(state.address) else "NOT_SERVING"
+    health = "SERVING" if await is_serving(state.health) else "NOT_SERVING"
     return Row(part.service, part.index, state.role or part.role, state.pid, state.address, state.metrics, health)
 
 

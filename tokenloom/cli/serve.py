@@ -91,6 +91,8 @@ def serve(
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File with SHA-256 hashes of keys, one a line.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain to show clients, PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     strict: Annotated[bool, typer.Option(help="Refuse unknown fields in requests instead of ignoring them.")] = False,
     insecure: Annotated[bool, typer.Option(help="Allow a --host that other machines can reach.")] = False,
     worker: Annotated[
@@ -129,19 +131,29 @@ def serve(
                 kv_checksum=kv_checksum,
                 worker=worker,
             ),
-            "gateway": flags(api_key_file=api_key_file, strict=strict, insecure=insecure),
+            "gateway": flags(
+                api_key_file=api_key_file,
+                strict=strict,
+                insecure=insecure,
+                public_tls_cert=tls_cert,
+                public_tls_key=tls_key,
+                health_listen=None if tls_cert is None else "127.0.0.1:0",
+            ),
         },
         # Not a flag: everyone on the machine can read those.
         environment={} if api_key is None else {"gateway": {"TOKENLOOM_API_KEY": api_key}},
     )
     write_line = bare(sys.stderr) if log_format is LogFormat.JSON else prefixed(sys.stderr)
+    scheme = "http" if tls_cert is None else "https"
     with reported():
-        outcome = asyncio.run(run_mesh(options, LineCopier(write_line), lambda mesh: _announce_and_wait(mesh, name)))
+        outcome = asyncio.run(
+            run_mesh(options, LineCopier(write_line), lambda mesh: _announce_and_wait(mesh, name, scheme))
+        )
     raise typer.Exit(0 if outcome.clean else 1)
 
 
-async def _announce_and_wait(mesh: Mesh, name: str) -> None:
+async def _announce_and_wait(mesh: Mesh, name: str, scheme: str) -> None:
     await mesh.wait_serving()
     for gateway in mesh.gateways:
-        print(f"{name} is served at http://{gateway.http} (gRPC: {gateway.address}). Ctrl-C stops it.", flush=True)
+        print(f"{name} is served at {scheme}://{gateway.http} (gRPC: {gateway.address}). Ctrl-C stops it.", flush=True)
     await mesh.wait_failed()

@@ -93,7 +93,7 @@ class Part:
         while (state := read_part_state(self.spec.state_file)) is None or state.pid != pid:  # noqa: ASYNC110 - a file tells nobody
             await asyncio.sleep(_POLL_SECONDS)
         self.state = state
-        await health.follow(state.address, self._report)
+        await health.follow(state.health, self._report)
 
     def _report(self, serving: bool) -> None:
         if serving:

@@ -50,6 +50,8 @@ class PartState:
     address: str
     metrics: str | None
     http: str | None
+    health: str
+    """Where it answers probes in plain text."""
     role: str | None = None
     """Of an engine, which may have been told another one since it started."""
 
@@ -105,6 +107,7 @@ def read_part_state(path: Path) -> PartState | None:
         address=values["address"],
         metrics=values.get("metrics") or None,
         http=values.get("http") or None,
+        health=values.get("health") or values["address"],
         role=values.get("role") or None,
     )
 

@@ -19,11 +19,13 @@ class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENGINE_STATE_SERVING: _ClassVar[EngineState]
     ENGINE_STATE_DRAINING: _ClassVar[EngineState]
     ENGINE_STATE_DEAD: _ClassVar[EngineState]
+    ENGINE_STATE_PAUSED: _ClassVar[EngineState]
 ENGINE_STATE_UNSPECIFIED: EngineState
 ENGINE_STATE_STARTING: EngineState
 ENGINE_STATE_SERVING: EngineState
 ENGINE_STATE_DRAINING: EngineState
 ENGINE_STATE_DEAD: EngineState
+ENGINE_STATE_PAUSED: EngineState
 
 class EngineIdentity(_message.Message):
     __slots__ = ("engine_id", "epoch", "address", "kv_address", "host", "fingerprint", "group_id", "limits", "num_kv_blocks")

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tokenloom.v1 import types_pb2 as tokenloom_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tokenloom/v1/engine.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokenloom/v1/types.proto\"\xd0\x01\n\x0b\x45ngineInput\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12%\n\x03\x61\x64\x64\x18\x02 \x03(\x0b\x32\x18.tokenloom.v1.AddRequest\x12%\n\x07stop_at\x18\x03 \x03(\x0b\x32\x14.tokenloom.v1.StopAt\x12\x13\n\x0b\x61\x62ort_slots\x18\x04 \x03(\r\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\x12*\n\x06\x61\x63\x63\x65pt\x18\x06 \x03(\x0b\x32\x1a.tokenloom.v1.AcceptTokens\"\xde\x03\n\nAddRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.tokenloom.v1.Prompt\x12\x1a\n\x12\x61\x63\x63\x65pted_token_ids\x18\x04 \x03(\r\x12\x37\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParamsH\x00\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\tkv_source\x18\x08 \x01(\x0b\x32\x16.tokenloom.v1.KVSource\x12\x0f\n\x07hold_kv\x18\t \x01(\x08\x12\"\n\x04pick\x18\n \x01(\x0b\x32\x14.tokenloom.v1.PickId\x12\x41\n\rtrace_headers\x18\x0b \x03(\x0b\x32*.tokenloom.v1.AddRequest.TraceHeadersEntry\x12\x15\n\rawaits_tokens\x18\x0c \x01(\x08\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04task\"/\n\x0c\x41\x63\x63\x65ptTokens\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"3\n\x06PickId\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\"Y\n\x08KVSource\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\x12\x10\n\x08lease_id\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"*\n\x06StopAt\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\x8c\x02\n\x0b\x45ngineFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0c\n\x04slot\x18\x03 \x03(\r\x12\x13\n\x0btoken_index\x18\x04 \x03(\r\x12\x12\n\nnum_tokens\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12(\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x16.tokenloom.v1.Finished\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.tokenloom.v1.SlotLogprobs\x12)\n\nkv_granted\x18\t \x03(\x0b\x32\x15.tokenloom.v1.KVGrant\"\xa7\x02\n\x08\x46inished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.tokenloom.v1.FinishReason\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\"\n\x02kv\x18\x06 \x01(\x0b\x32\x16.tokenloom.v1.KVSource\x12\"\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x13.tokenloom.v1.Error\x12\x11\n\tqueued_ns\x18\x08 \x01(\x04\x12\x12\n\nkv_wait_ns\x18\t \x01(\x04\x12\x12\n\nprefill_ns\x18\n \x01(\x04\x42\x10\n\x0e_stop_token_id\"k\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12(\n\x08logprobs\x18\x04 \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\";\n\x07KVGrant\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\"\n\x02kv\x18\x02 \x01(\x0b\x32\x16.tokenloom.v1.KVSource\"\x16\n\x14GetEngineInfoRequest\"\x97\x01\n\x15GetEngineInfoResponse\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12\x15\n\rnum_kv_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\"J\n\x0cPauseRequest\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.tokenloom.v1.PauseMode\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"2\n\x17ResetPrefixCacheRequest\x12\x17\n\x0fpreempt_running\x18\x01 \x01(\x08\"\x1a\n\x18ResetPrefixCacheResponse\"8\n\x0eSetRoleRequest\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.tokenloom.v1.EngineRole\"\x11\n\x0fSetRoleResponse*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32M\n\x06\x45ngine\x12\x43\n\x07\x43onnect\x12\x19.tokenloom.v1.EngineInput\x1a\x19.tokenloom.v1.EngineFrame(\x01\x30\x01\x32\x99\x03\n\x0b\x45ngineAdmin\x12X\n\rGetEngineInfo\x12\".tokenloom.v1.GetEngineInfoRequest\x1a#.tokenloom.v1.GetEngineInfoResponse\x12@\n\x05Pause\x12\x1a.tokenloom.v1.PauseRequest\x1a\x1b.tokenloom.v1.PauseResponse\x12\x43\n\x06Resume\x12\x1b.tokenloom.v1.ResumeRequest\x1a\x1c.tokenloom.v1.ResumeResponse\x12\x61\n\x10ResetPrefixCache\x12%.tokenloom.v1.ResetPrefixCacheRequest\x1a&.tokenloom.v1.ResetPrefixCacheResponse\x12\x46\n\x07SetRole\x12\x1c.tokenloom.v1.SetRoleRequest\x1a\x1d.tokenloom.v1.SetRoleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19tokenloom/v1/engine.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokenloom/v1/types.proto\"\xd0\x01\n\x0b\x45ngineInput\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12%\n\x03\x61\x64\x64\x18\x02 \x03(\x0b\x32\x18.tokenloom.v1.AddRequest\x12%\n\x07stop_at\x18\x03 \x03(\x0b\x32\x14.tokenloom.v1.StopAt\x12\x13\n\x0b\x61\x62ort_slots\x18\x04 \x03(\r\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\x12*\n\x06\x61\x63\x63\x65pt\x18\x06 \x03(\x0b\x32\x1a.tokenloom.v1.AcceptTokens\"\xde\x03\n\nAddRequest\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.tokenloom.v1.Prompt\x12\x1a\n\x12\x61\x63\x63\x65pted_token_ids\x18\x04 \x03(\r\x12\x37\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParamsH\x00\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\tkv_source\x18\x08 \x01(\x0b\x32\x16.tokenloom.v1.KVSource\x12\x0f\n\x07hold_kv\x18\t \x01(\x08\x12\"\n\x04pick\x18\n \x01(\x0b\x32\x14.tokenloom.v1.PickId\x12\x41\n\rtrace_headers\x18\x0b \x03(\x0b\x32*.tokenloom.v1.AddRequest.TraceHeadersEntry\x12\x15\n\rawaits_tokens\x18\x0c \x01(\x08\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04task\"/\n\x0c\x41\x63\x63\x65ptTokens\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"3\n\x06PickId\x12\x19\n\x11\x63oordinator_epoch\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\"Y\n\x08KVSource\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x14\n\x0c\x65ngine_epoch\x18\x02 \x01(\x06\x12\x10\n\x08lease_id\x18\x03 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"*\n\x06StopAt\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"\x9c\x02\n\x0b\x45ngineFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0c\n\x04slot\x18\x03 \x03(\r\x12\x13\n\x0btoken_index\x18\x04 \x03(\r\x12\x12\n\nnum_tokens\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12(\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x16.tokenloom.v1.Finished\x12,\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1a.tokenloom.v1.SlotLogprobs\x12)\n\nkv_granted\x18\t \x03(\x0b\x32\x15.tokenloom.v1.KVGrant\x12\x0e\n\x06paused\x18\n \x01(\x08\"\xa7\x02\n\x08\x46inished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.tokenloom.v1.FinishReason\x12\x19\n\x11num_output_tokens\x18\x03 \x01(\r\x12\x1a\n\rstop_token_id\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\"\n\x02kv\x18\x06 \x01(\x0b\x32\x16.tokenloom.v1.KVSource\x12\"\n\x05\x65rror\x18\x07 \x01(\x0b\x32\x13.tokenloom.v1.Error\x12\x11\n\tqueued_ns\x18\x08 \x01(\x04\x12\x12\n\nkv_wait_ns\x18\t \x01(\x04\x12\x12\n\nprefill_ns\x18\n \x01(\x04\x42\x10\n\x0e_stop_token_id\"k\n\x0cSlotLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12(\n\x08logprobs\x18\x04 \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\";\n\x07KVGrant\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\"\n\x02kv\x18\x02 \x01(\x0b\x32\x16.tokenloom.v1.KVSource\"\x16\n\x14GetEngineInfoRequest\"\xc4\x01\n\x15GetEngineInfoResponse\x12.\n\x0b\x66ingerprint\x18\x01 \x01(\x0b\x32\x19.tokenloom.v1.Fingerprint\x12\x15\n\rnum_kv_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\x12\x0f\n\x07running\x18\x05 \x01(\r\x12+\n\npause_mode\x18\x06 \x01(\x0e\x32\x17.tokenloom.v1.PauseMode\"J\n\x0cPauseRequest\x12%\n\x04mode\x18\x01 \x01(\x0e\x32\x17.tokenloom.v1.PauseMode\x12\x13\n\x0b\x63lear_cache\x18\x02 \x01(\x08\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"2\n\x17ResetPrefixCacheRequest\x12\x17\n\x0fpreempt_running\x18\x01 \x01(\x08\"\x1a\n\x18ResetPrefixCacheResponse\"8\n\x0eSetRoleRequest\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.tokenloom.v1.EngineRole\"\x11\n\x0fSetRoleResponse*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32M\n\x06\x45ngine\x12\x43\n\x07\x43onnect\x12\x19.tokenloom.v1.EngineInput\x1a\x19.tokenloom.v1.EngineFrame(\x01\x30\x01\x32\x99\x03\n\x0b\x45ngineAdmin\x12X\n\rGetEngineInfo\x12\".tokenloom.v1.GetEngineInfoRequest\x1a#.tokenloom.v1.GetEngineInfoResponse\x12@\n\x05Pause\x12\x1a.tokenloom.v1.PauseRequest\x1a\x1b.tokenloom.v1.PauseResponse\x12\x43\n\x06Resume\x12\x1b.tokenloom.v1.ResumeRequest\x1a\x1c.tokenloom.v1.ResumeResponse\x12\x61\n\x10ResetPrefixCache\x12%.tokenloom.v1.ResetPrefixCacheRequest\x1a&.tokenloom.v1.ResetPrefixCacheResponse\x12\x46\n\x07SetRole\x12\x1c.tokenloom.v1.SetRoleRequest\x1a\x1d.tokenloom.v1.SetRoleResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ADDREQUEST_TRACEHEADERSENTRY']._loaded_options = None
   _globals['_ADDREQUEST_TRACEHEADERSENTRY']._serialized_options = b'8\001'
-  _globals['_PAUSEMODE']._serialized_start=2232
-  _globals['_PAUSEMODE']._serialized_end=2335
+  _globals['_PAUSEMODE']._serialized_start=2293
+  _globals['_PAUSEMODE']._serialized_end=2396
   _globals['_ENGINEINPUT']._serialized_start=102
   _globals['_ENGINEINPUT']._serialized_end=310
   _globals['_ADDREQUEST']._serialized_start=313
@@ -52,35 +52,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPAT']._serialized_start=986
   _globals['_STOPAT']._serialized_end=1028
   _globals['_ENGINEFRAME']._serialized_start=1031
-  _globals['_ENGINEFRAME']._serialized_end=1299
-  _globals['_FINISHED']._serialized_start=1302
-  _globals['_FINISHED']._serialized_end=1597
-  _globals['_SLOTLOGPROBS']._serialized_start=1599
-  _globals['_SLOTLOGPROBS']._serialized_end=1706
-  _globals['_KVGRANT']._serialized_start=1708
-  _globals['_KVGRANT']._serialized_end=1767
-  _globals['_GETENGINEINFOREQUEST']._serialized_start=1769
-  _globals['_GETENGINEINFOREQUEST']._serialized_end=1791
-  _globals['_GETENGINEINFORESPONSE']._serialized_start=1794
-  _globals['_GETENGINEINFORESPONSE']._serialized_end=1945
-  _globals['_PAUSEREQUEST']._serialized_start=1947
-  _globals['_PAUSEREQUEST']._serialized_end=2021
-  _globals['_PAUSERESPONSE']._serialized_start=2023
-  _globals['_PAUSERESPONSE']._serialized_end=2038
-  _globals['_RESUMEREQUEST']._serialized_start=2040
-  _globals['_RESUMEREQUEST']._serialized_end=2055
-  _globals['_RESUMERESPONSE']._serialized_start=2057
-  _globals['_RESUMERESPONSE']._serialized_end=2073
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2075
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2125
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2127
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2153
-  _globals['_SETROLEREQUEST']._serialized_start=2155
-  _globals['_SETROLEREQUEST']._serialized_end=2211
-  _globals['_SETROLERESPONSE']._serialized_start=2213
-  _globals['_SETROLERESPONSE']._serialized_end=2230
-  _globals['_ENGINE']._serialized_start=2337
-  _globals['_ENGINE']._serialized_end=2414
-  _globals['_ENGINEADMIN']._serialized_start=2417
-  _globals['_ENGINEADMIN']._serialized_end=2826
+  _globals['_ENGINEFRAME']._serialized_end=1315
+  _globals['_FINISHED']._serialized_start=1318
+  _globals['_FINISHED']._serialized_end=1613
+  _globals['_SLOTLOGPROBS']._serialized_start=1615
+  _globals['_SLOTLOGPROBS']._serialized_end=1722
+  _globals['_KVGRANT']._serialized_start=1724
+  _globals['_KVGRANT']._serialized_end=1783
+  _globals['_GETENGINEINFOREQUEST']._serialized_start=1785
+  _globals['_GETENGINEINFOREQUEST']._serialized_end=1807
+  _globals['_GETENGINEINFORESPONSE']._serialized_start=1810
+  _globals['_GETENGINEINFORESPONSE']._serialized_end=2006
+  _globals['_PAUSEREQUEST']._serialized_start=2008
+  _globals['_PAUSEREQUEST']._serialized_end=2082
+  _globals['_PAUSERESPONSE']._serialized_start=2084
+  _globals['_PAUSERESPONSE']._serialized_end=2099
+  _globals['_RESUMEREQUEST']._serialized_start=2101
+  _globals['_RESUMEREQUEST']._serialized_end=2116
+  _globals['_RESUMERESPONSE']._serialized_start=2118
+  _globals['_RESUMERESPONSE']._serialized_end=2134
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=2136
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=2186
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=2188
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=2214
+  _globals['_SETROLEREQUEST']._serialized_start=2216
+  _globals['_SETROLEREQUEST']._serialized_end=2272
+  _globals['_SETROLERESPONSE']._serialized_start=2274
+  _globals['_SETROLERESPONSE']._serialized_end=2291
+  _globals['_ENGINE']._serialized_start=2398
+  _globals['_ENGINE']._serialized_end=2475
+  _globals['_ENGINEADMIN']._serialized_start=2478
+  _globals['_ENGINEADMIN']._serialized_end=2887
 # @@protoc_insertion_point(module_scope)

@@ -110,7 +110,7 @@ class StopAt(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineFrame(_message.Message):
-    __slots__ = ("hello", "step", "slot", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "kv_granted")
+    __slots__ = ("hello", "step", "slot", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "kv_granted", "paused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +120,7 @@ class EngineFrame(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KV_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     step: int
     slot: _containers.RepeatedScalarFieldContainer[int]
@@ -129,7 +130,8 @@ class EngineFrame(_message.Message):
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     logprobs: _containers.RepeatedCompositeFieldContainer[SlotLogprobs]
     kv_granted: _containers.RepeatedCompositeFieldContainer[KVGrant]
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., step: _Optional[int] = ..., slot: _Optional[_Iterable[int]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., kv_granted: _Optional[_Iterable[_Union[KVGrant, _Mapping]]] = ...) -> None: ...
+    paused: bool
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., step: _Optional[int] = ..., slot: _Optional[_Iterable[int]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., kv_granted: _Optional[_Iterable[_Union[KVGrant, _Mapping]]] = ..., paused: _Optional[bool] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("slot", "reason", "num_output_tokens", "stop_token_id", "cached_tokens", "kv", "error", "queued_ns", "kv_wait_ns", "prefill_ns")
@@ -180,18 +182,20 @@ class GetEngineInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetEngineInfoResponse(_message.Message):
-    __slots__ = ("fingerprint", "num_kv_blocks", "max_model_len", "waiting", "running")
+    __slots__ = ("fingerprint", "num_kv_blocks", "max_model_len", "waiting", "running", "pause_mode")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_MODE_FIELD_NUMBER: _ClassVar[int]
     fingerprint: _types_pb2.Fingerprint
     num_kv_blocks: int
     max_model_len: int
     waiting: int
     running: int
-    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
+    pause_mode: PauseMode
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., pause_mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("mode", "clear_cache")

@@ -159,21 +159,24 @@ class EngineAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops scheduling: aborts, waits for, or freezes what runs. FAILED_PRECONDITION when already paused in another mode.
+        """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
+        leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
+        resumed while this call waited.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Schedules again.
+        """Schedules again; not paused, nothing happens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted.
+        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+        their readers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

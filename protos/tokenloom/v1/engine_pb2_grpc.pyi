@@ -97,11 +97,16 @@ class EngineAdminStub:
     GetEngineInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetEngineInfoRequest, _engine_pb2.GetEngineInfoResponse]
     """Configuration as it came out (KV blocks, context length, fingerprint), load and state."""
     Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
-    """Stops scheduling: aborts, waits for, or freezes what runs. FAILED_PRECONDITION when already paused in another mode."""
+    """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
+    leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
+    resumed while this call waited.
+    """
     Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
-    """Schedules again."""
+    """Schedules again; not paused, nothing happens."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]
-    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted."""
+    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+    their readers.
+    """
     SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
     """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
 
@@ -113,11 +118,16 @@ class EngineAdminAsyncStub(EngineAdminStub):
     GetEngineInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetEngineInfoRequest, _engine_pb2.GetEngineInfoResponse]  # type: ignore[assignment]
     """Configuration as it came out (KV blocks, context length, fingerprint), load and state."""
     Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
-    """Stops scheduling: aborts, waits for, or freezes what runs. FAILED_PRECONDITION when already paused in another mode."""
+    """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
+    leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
+    resumed while this call waited.
+    """
     Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Schedules again."""
+    """Schedules again; not paused, nothing happens."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted."""
+    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+    their readers.
+    """
     SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
 
@@ -138,7 +148,10 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PauseResponse, _abc.Awaitable[_engine_pb2.PauseResponse]]:
-        """Stops scheduling: aborts, waits for, or freezes what runs. FAILED_PRECONDITION when already paused in another mode."""
+        """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
+        leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
+        resumed while this call waited.
+        """
 
     @_abc_1.abstractmethod
     def Resume(
@@ -146,7 +159,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ResumeResponse, _abc.Awaitable[_engine_pb2.ResumeResponse]]:
-        """Schedules again."""
+        """Schedules again; not paused, nothing happens."""
 
     @_abc_1.abstractmethod
     def ResetPrefixCache(
@@ -154,7 +167,9 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_engine_pb2.ResetPrefixCacheResponse]]:
-        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted."""
+        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+        their readers.
+        """
 
     @_abc_1.abstractmethod
     def SetRole(

@@ -169,6 +169,7 @@ def test_empty_and_other_fields_are_not_compared(registry: Registry) -> None:
         {"state": EngineState.ENGINE_STATE_STARTING},
         {"state": EngineState.ENGINE_STATE_DRAINING},
         {"state": EngineState.ENGINE_STATE_DEAD},
+        {"state": EngineState.ENGINE_STATE_PAUSED},
     ],
 )
 def test_only_serving_engines(registry: Registry, fields: dict[str, object]) -> None:
@@ -241,3 +242,14 @@ def test_the_pick_says_who_and_which(registry: Registry) -> None:
     assert response.engine == identity("a")
     assert response.whole_request
     assert response.pick == PickId(coordinator_epoch=EPOCH, number=1)
+
+
+def test_a_paused_engine_is_not_taken_for_hung(registry: Registry, clock: Clock) -> None:
+    paused = registry.join(identity("paused"), report(running=1, step=7))
+    for state in (EngineState.ENGINE_STATE_PAUSED, EngineState.ENGINE_STATE_SERVING):
+        for _ in range(61):
+            clock.now += 1
+            registry.report(paused, report(running=1, step=7, state=EngineState.ENGINE_STATE_PAUSED))
+        assert paused.state(clock.now) == EngineState.ENGINE_STATE_PAUSED
+        registry.report(paused, report(running=1, step=7, state=state))
+        assert paused.state(clock.now) == state, "the pause does not count as standing still after it either"

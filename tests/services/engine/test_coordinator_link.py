@@ -162,7 +162,7 @@ async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.Mon
     call = EndedCall()
     monkeypatch.setattr(coordinator_link, "MAX_REPORT_SECONDS", 0.01)
     link = coordinator_link.CoordinatorLink(
-        "unix:/nowhere", make_hello("engine-0", 1), EngineIdentity(), LoadTracker(), lambda grace: None
+        open_channel("unix:/nowhere"), make_hello("engine-0", 1), EngineIdentity(), LoadTracker(), lambda grace: None
     )
     with pytest.raises(Aborted):
         await link._join(call)  # type: ignore[arg-type]

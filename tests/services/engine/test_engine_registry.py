@@ -5,6 +5,7 @@ import pytest
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.services.engine import engine_registry
 from tokenloom.services.engine.engine_registry import EngineRegistry, Owner
+from tokenloom.services.runtime.channels import Channels
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, Snapshot
 
 
@@ -22,7 +23,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_an_incarnation_is_found_and_no_other() -> None:
-    registry = EngineRegistry("")
+    registry = EngineRegistry("", Channels())
     await registry.update(snapshot(("a", 1), ("b", 2)))
     assert await registry.find("b", 2) == Owner("b", 2, "unix:/b.2", "h")
     assert registry.has_address("unix:/a.1")
@@ -36,7 +37,7 @@ async def test_an_incarnation_is_found_and_no_other() -> None:
 
 async def test_an_engine_may_be_named_before_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_registry, "UNKNOWN_SECONDS", 5.0)
-    registry = EngineRegistry("")
+    registry = EngineRegistry("", Channels())
     finding = asyncio.create_task(registry.find("a", 2))
     await registry.update(snapshot(("a", 1)))
     await registry.update(snapshot(("a", 2)))
@@ -44,7 +45,7 @@ async def test_an_engine_may_be_named_before_it_is_shown(monkeypatch: pytest.Mon
 
 
 async def test_while_engines_rejoin_a_new_coordinator_those_known_stay() -> None:
-    registry = EngineRegistry("")
+    registry = EngineRegistry("", Channels())
     await registry.update(snapshot(("a", 1), ("b", 1)))
     await registry.update(snapshot(("b", 2), complete=False))
     assert (await registry.find("a", 1)).epoch == 1
@@ -52,7 +53,7 @@ async def test_while_engines_rejoin_a_new_coordinator_those_known_stay() -> None
 
 
 async def test_an_engine_without_a_kv_port_has_nothing_to_read() -> None:
-    registry = EngineRegistry("")
+    registry = EngineRegistry("", Channels())
     await registry.update(
         Snapshot(engines=[EngineEntry(identity=EngineIdentity(engine_id="a", epoch=1))], complete=True)
     )

@@ -32,7 +32,7 @@ def core() -> FakeCore:
 @pytest.fixture
 async def stub(core: FakeCore, socket_dir: Path) -> AsyncIterator[Any]:
     link = KVLink(core)
-    server = KVServer(f"unix:{socket_dir}/kv", KVTransferServicer(link, EPOCH), insecure=False)
+    server = KVServer(f"unix:{socket_dir}/kv", KVTransferServicer(link, EPOCH), None, insecure=False)
     await server.start()
     answering = asyncio.create_task(link.run(lambda verify: None))
     async with open_channel(server.address) as channel:
@@ -170,8 +170,8 @@ async def test_malformed_readings_never_reach_the_core(stub: Any, core: FakeCore
 async def test_the_port_is_closed_to_other_machines() -> None:
     servicer = KVTransferServicer(KVLink(FakeCore()), EPOCH)
     with pytest.raises(InvalidArgument, match="kv_listen"):
-        KVServer("0.0.0.0:0", servicer, insecure=False)
+        KVServer("0.0.0.0:0", servicer, None, insecure=False)
     for listen in ("127.0.0.1:0", "[::1]:0"):
-        server = KVServer(listen, servicer, insecure=False)
+        server = KVServer(listen, servicer, None, insecure=False)
         assert not server.address.endswith(":0")
         await server.close(0)

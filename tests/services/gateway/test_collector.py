@@ -76,3 +76,52 @@ async def test_one_error_ends_all_and_the_first_stays() -> None:
     collector.fail(errors.Internal())
     with pytest.raises(errors.Unavailable, match="gone"):
         await taken
+
+
+async def test_an_outlet_takes_output_while_the_reader_waits() -> None:
+    collector, poured = Collector(1), list[Delta]()
+
+    def outlet(delta: Delta) -> bool:
+        poured.append(delta)
+        return True
+
+    collector.put(0, "a", 0, [1])
+    assert await collector.take(outlet) == [Delta(0, 0, "a", [1])], "what came before is the reader's"
+    taken = asyncio.create_task(collector.take(outlet))
+    await asyncio.sleep(0)
+    collector.put(0, "b", 1, [2])
+    assert not taken.done()
+    assert poured == [Delta(0, 1, "b", [2])]
+    collector.put(0, "c", 2, [3], ends=True)
+    collector.finish(0, finished(3))
+    assert await taken == [Delta(0, 2, "c", [3], finished(3))], "the end is the reader's, with its last tokens"
+    assert collector.done
+    assert len(poured) == 1
+
+
+async def test_what_an_outlet_refuses_waits_with_all_that_follows() -> None:
+    collector, asked = Collector(2), list[Delta]()
+
+    def outlet(delta: Delta) -> bool:
+        asked.append(delta)
+        return False
+
+    taken = asyncio.create_task(collector.take(outlet))
+    await asyncio.sleep(0)
+    collector.put(0, "a", 0, [1])
+    collector.put(1, "x", 0, [7])
+    collector.put(0, "b", 1, [2])
+    assert await taken == [Delta(0, 0, "ab", [1, 2]), Delta(1, 0, "x", [7])]
+    assert len(asked) == 1, "nothing overtakes what waits"
+
+
+async def test_an_outlet_that_fails_is_the_requests_error() -> None:
+    def outlet(_: Delta) -> bool:
+        raise RuntimeError("a bug")
+
+    collector = Collector(1)
+    taken = asyncio.create_task(collector.take(outlet))
+    await asyncio.sleep(0)
+    collector.put(0, "a", 0, [1])
+    with pytest.raises(errors.Internal):
+        await taken

@@ -8,6 +8,7 @@ import pytest
 from tests.services.output_processor.fakes import LIMITS, SOON, FakeCoordinator, serve_coordinator, submit
 from tokenloom.services.output_processor.engine_link import EngineLinks
 from tokenloom.services.output_processor.placement import Placer
+from tokenloom.services.runtime.channels import Channels
 from tokenloom.services.runtime.errors import Unavailable
 from tokenloom.services.runtime.hello import make_hello
 from tokenloom.services.runtime.tasks import Tasks
@@ -25,8 +26,11 @@ def engine(name: str, directory: Path) -> EngineIdentity:
 async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
     failures: list[BaseException] = []
     tasks = Tasks(failures.append)
-    links = EngineLinks(lambda identity: make_hello("output-processor-0", 3), failures.append, hang_seconds=60)
-    placer = Placer(f"unix:{socket_dir}/c", FINGERPRINT, links)
+    channels = Channels()
+    links = EngineLinks(
+        lambda identity: make_hello("output-processor-0", 3), failures.append, channels, hang_seconds=60
+    )
+    placer = Placer(channels.open(f"unix:{socket_dir}/c", "coordinator"), FINGERPRINT, links)
     tasks.spawn(placer.watch(), name="watch")
     assert placer.limits is None
     with pytest.raises(Unavailable, match="no engine is serving"):

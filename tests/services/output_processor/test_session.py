@@ -313,6 +313,18 @@ async def test_an_engine_whose_step_stands_still_is_hung(mesh: Mesh, monkeypatch
         beats.cancel()
 
 
+@pytest.mark.parametrize("hang_timeout", [0.1])
+async def test_the_step_of_a_paused_engine_may_stand_still(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    for _ in range(30):
+        stream.frames.put_nowait(EngineFrame(step=stream.step, paused=True))
+        await asyncio.sleep(0.01)
+    stream.send((slot, 0, [65]), finished=[Finished(slot=slot, reason=STOP, num_output_tokens=1)])
+    assert (await gateway.until_finished(1))[2].reason == STOP
+
+
 async def _beat(stream: EngineStream) -> None:
     while True:
         stream.send()

@@ -25,7 +25,7 @@ def registry() -> CollectorRegistry:
 async def test_serves_process_and_own_metrics(registry: CollectorRegistry, host: str) -> None:
     metrics.gauge(registry, "num_requests_running", "Requests in the batch.", ["model_name"]).labels("m").set(3)
     metrics.counter(registry, "prompt_tokens", "Tokens.").inc(2)
-    metrics.histogram(registry, "e2e_request_latency_seconds", "Time.", buckets=metrics.REQUEST_SECONDS).observe(0.4)
+    metrics.histogram(registry, "e2e_request_latency_seconds", "Time.", {}, metrics.REQUEST_SECONDS).observe(0.4)
     server = metrics.MetricsServer(registry, addresses.parse(f"{host}:0"))
     try:
         text = await asyncio.to_thread(get, f"http://{server.address}/metrics")

@@ -1,0 +1,73 @@
+"""An operator pauses an engine under load: in no mode does a client lose anything."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.mesh.asking import Answer, ask
+from tests.mesh.harness import SOON, Mesh
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1.engine_pb2 import (
+    PAUSE_MODE_ABORT,
+    PAUSE_MODE_KEEP,
+    PAUSE_MODE_WAIT,
+    GetEngineInfoRequest,
+    PauseMode,
+    PauseRequest,
+    ResumeRequest,
+)
+from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+
+NUM_CLIENTS = 12
+MAX_TOKENS = 60
+
+
+@pytest.fixture
+async def pair(socket_dir: Path) -> AsyncIterator[Mesh]:
+    """Two engines, each with room for half of its requests."""
+    async with Mesh(socket_dir, engines=2, engine={"hash_step_seconds": 0.005, "max_num_seqs": 3}).running() as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("mode", [PAUSE_MODE_ABORT, PAUSE_MODE_WAIT, PAUSE_MODE_KEEP])
+async def test_nothing_is_lost(pair: Mesh, mode: PauseMode) -> None:
+    answers = [Answer() for _ in range(NUM_CLIENTS)]
+    async with pair.http() as http, open_channel(pair.engines[0].settings.listen) as channel:
+        admin = EngineAdminStub(channel)
+        async with asyncio.timeout(SOON), asyncio.TaskGroup() as group:
+            asked = [
+                group.create_task(ask(http, [index, 2, 3], MAX_TOKENS, answer)) for index, answer in enumerate(answers)
+            ]
+            await pair.until_running(6)
+            await admin.Pause(PauseRequest(mode=mode))
+            after = await ask(http, [50, 51], 3)
+            assert after.token_ids == pair.expected([50, 51], 3), "the other engine took it"
+            if mode == PAUSE_MODE_KEEP:
+                assert not all(task.done() for task in asked)
+            assert (await admin.GetEngineInfo(GetEngineInfoRequest())).running == (3 if mode == PAUSE_MODE_KEEP else 0)
+            await admin.Resume(ResumeRequest())
+    for index, answer in enumerate(answers):
+        assert answer.error is None
+        expected = pair.expected([index, 2, 3], MAX_TOKENS)
+        if answer.finish_reason == "abort":
+            assert answer.token_ids == expected[: len(answer.token_ids)]
+        else:
+            assert (answer.finish_reason, answer.token_ids) == ("length", expected)
+    num_aborted = sum(answer.finish_reason == "abort" for answer in answers)
+    assert num_aborted >= 3 if mode == PAUSE_MODE_ABORT else not num_aborted
+
+
+async def test_a_mesh_that_is_paused_altogether_says_so(pair: Mesh) -> None:
+    async with pair.http() as http:
+        for engine in pair.engines:
+            async with open_channel(engine.settings.listen) as channel:
+                await EngineAdminStub(channel).Pause(PauseRequest(mode=PAUSE_MODE_WAIT))
+        async with asyncio.timeout(SOON):
+            while (response := await http.get("/health")).status_code != 503:
+                pass
+        assert "engine" in response.json()["missing"]
+        answer = await ask(http, [1], 1)
+        assert answer.error is not None
+        assert answer.error["code"] == "unavailable"

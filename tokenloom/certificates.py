@@ -1,0 +1,140 @@
+"""A certificate authority for development, and the certificate of each part of a mesh."""
+
+import datetime
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from tokenloom.services.runtime.callers import OPERATOR
+from tokenloom.services.runtime.tls import dns_name
+
+PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, "prometheus")
+"""Who has a certificate: the services, whoever runs the mesh, and whoever reads its metrics."""
+_RENEW_BEFORE = datetime.timedelta(days=7)
+_CLOCK_SKEW = datetime.timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A certificate with its key."""
+
+    cert: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    @classmethod
+    def load(cls, cert: Path, key: Path) -> "Pair | None":
+        """None when there is none, or it is about to expire. Raises ``ValueError`` for files that are no such pair."""
+        if not cert.exists() or not key.exists():
+            return None
+        loaded = serialization.load_pem_private_key(key.read_bytes(), None)
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"{key.name} is not a key that this command made")
+        pair = cls(x509.load_pem_x509_certificate(cert.read_bytes()), loaded)
+        return pair if pair.cert.not_valid_after_utc - _now() > _RENEW_BEFORE else None
+
+    def save(self, cert: Path, key: Path) -> None:
+        """The key for its owner only, and first: whoever waits for a certificate finds both."""
+        pem = serialization.Encoding.PEM
+        private = self.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        _write(key, private, 0o600)
+        _write(cert, self.cert.public_bytes(pem), 0o644)
+
+
+def make_certificates(folder: Path, *, days: int, group_readable: bool = False) -> list[Path]:
+    """Writes ``ca.crt``, ``ca.key`` and ``<part>.crt``, ``<part>.key`` for each part; returns what was written.
+
+    What is there and valid for another week stays, so that a second call changes nothing.
+
+    Args:
+        group_readable: Keys may be read by the folder's group, for containers that run as another user.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lifetime = datetime.timedelta(days=days)
+    written: list[Path] = []
+    paths = folder / "ca.crt", folder / "ca.key"
+    authority = Pair.load(*paths)
+    renewed = authority is None
+    if authority is None:
+        authority = _make_authority(lifetime)
+        authority.save(*paths)
+        written += paths
+    for part in PARTS:
+        name = part.replace("_", "-")
+        paths = folder / f"{name}.crt", folder / f"{name}.key"
+        if renewed or Pair.load(*paths) is None:
+            _issue(authority, part, lifetime).save(*paths)
+            if group_readable:
+                paths[1].chmod(0o640)
+            written += paths
+    return written
+
+
+def _make_authority(lifetime: datetime.timedelta) -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Tokenloom development CA")])
+    builder = _builder(name, name, key.public_key(), lifetime)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=True), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    return Pair(builder.sign(key, hashes.SHA256()), key)
+
+
+def _issue(authority: Pair, part: str, lifetime: datetime.timedelta) -> Pair:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = dns_name(part)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    builder = _builder(subject, authority.cert.subject, key.public_key(), lifetime)
+    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(both, critical=False).add_extension(issuer, critical=False)
+    return Pair(builder.sign(authority.key, hashes.SHA256()), key)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, lifetime: datetime.timedelta
+) -> x509.CertificateBuilder:
+    now = _now()
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + lifetime)
+    )
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    """Whole or not at all, and never readable by others meanwhile."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with open(descriptor, "wb") as file:
+        file.write(data)
+    draft.replace(path)
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

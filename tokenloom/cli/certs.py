@@ -1,0 +1,51 @@
+"""``tokenloom certs``: certificates for the parts of a mesh."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom.certificates import PARTS, make_certificates
+
+from .failures import reported
+
+
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the files are, or come to be.")] = Path("certs"),
+    days: Annotated[int, typer.Option(min=8, max=3650, help="How long new certificates are valid.")] = 365,
+    group_readable: Annotated[
+        bool, typer.Option(help="Let the folder's group read the keys, for containers of another user.")
+    ] = False,
+    kubernetes: Annotated[
+        Path | None, typer.Option(help="Also write Secrets for Kubernetes, one for each part, to this file.")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Namespace of those Secrets.")] = "tokenloom",
+) -> None:
+    """Make a development CA and a certificate for every part of a mesh; what is there and still valid stays."""
+    with reported():
+        written = make_certificates(folder, days=days, group_readable=group_readable)
+        if kubernetes is not None:
+            kubernetes.touch(mode=0o600)
+            kubernetes.write_text(_secrets(folder, namespace))
+    print(f"{len(written)} files written to {folder}; ca.key signs for all of them: keep it away from the mesh.")
+    if kubernetes is not None:
+        print(f"Secrets for {len(PARTS)} parts written to {kubernetes}: kubectl apply -f {kubernetes}")
+
+
+def _secrets(folder: Path, namespace: str) -> str:
+    """YAML of the Secrets, in cert-manager's layout; each document is JSON, which YAML takes."""
+    documents = []
+    for part in PARTS:
+        name = part.replace("_", "-")
+        files = {"ca.crt": "ca.crt", "tls.crt": f"{name}.crt", "tls.key": f"{name}.key"}
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": f"tokenloom-{name}-tls", "namespace": namespace},
+            "type": "kubernetes.io/tls",
+            "data": {key: base64.b64encode((folder / file).read_bytes()).decode() for key, file in files.items()},
+        }
+        documents.append(json.dumps(secret, indent=2))
+    return "\n---\n".join(documents) + "\n"

@@ -200,6 +200,8 @@ class Scheduler:
         """
         if self._in_flight is not None:
             self._in_flight.abandon(self.requests.values())
+            # Steps behind the one that failed have run, and the worker may know requests again.
+            self._finished_req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
             self._is_stalled = False
         for request in reversed(self.running):
             self._requeue(request, RequestStatus.WAITING)

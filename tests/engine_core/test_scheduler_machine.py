@@ -186,7 +186,7 @@ class CoreMachine(RuleBasedStateMachine):
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         begun = {r.request_id for r in self.core.scheduler.requests.values() if r.is_known_to_worker}
         quiet = self.core.pause(mode, clear_cache)
-        assert quiet.done() == (mode is not PauseMode.WAIT or not begun)
+        assert quiet.done() == (not self.core._batch_queue and (mode is not PauseMode.WAIT or not begun))
         if mode is PauseMode.ABORT:
             assert not self.core.scheduler.requests
             for expected in self.live.values():
@@ -197,6 +197,9 @@ class CoreMachine(RuleBasedStateMachine):
                     break
                 self._step()
             assert not begun & set(self.core.scheduler.requests), "it had begun, and did not finish"
+        while self.core._batch_queue:
+            self._step()
+        assert quiet.done()
         waiting = [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
         for _ in range(3):
             self._step()

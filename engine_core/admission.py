@@ -87,6 +87,8 @@ class Admission:
         """Tokens to load after those that are here; None: not known yet. Not again for one that loaded already."""
         if self._remote is None or request.block_ids:
             return 0
+        if request.skip_reading_prefix_cache and not request.is_decode_leg:
+            return 0
         return self._remote.num_external_tokens(request, num_computed_tokens)
 
     def _num_spare_blocks(self, *, others_run: bool) -> int:

@@ -94,6 +94,19 @@ class KVConfig(msgspec.Struct, frozen=True):
     """Faults to inject, for tests: ``name=share`` each (see ``failpoints.py``)."""
 
 
+class StructuredOutputConfig(msgspec.Struct, frozen=True):
+    """How outputs are made to follow a grammar."""
+
+    tokenizer: str
+    """Path of the model's ``tokenizer.json``."""
+    tokenizer_digest: bytes
+    """SHA-256 of that file: whoever loads it later makes sure that it is still the same."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the checkpoint; empty: what the tokenizer itself says."""
+    backend: str = "llguidance"
+    """``llguidance`` or ``xgrammar``."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All of it, as INIT carries it to the core's process."""
 
@@ -101,5 +114,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
+    structured_output: StructuredOutputConfig | None = None
+    """None: the model has no tokenizer to constrain outputs by."""
     max_model_len: int | None = None
     """Prompt and output together; None: the model's own, or what the KV pool can hold if that is less."""

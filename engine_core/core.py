@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from .batch_queue import BatchQueue
 from .config import EngineConfig
 from .core_kv import CoreKV
-from .executor.interface import Executor
+from .executor.interface import Executor, PendingOutput
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -16,6 +16,8 @@ from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .sleeping import Sleeping
+from .structured_output.manager import GrammarStep, StructuredOutputManager
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +36,19 @@ class EngineCore:
         self._connector = kv.connector if kv is not None else None
         model = executor.load_model()
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
+        self._grammars: StructuredOutputManager | None = None
+        if config.structured_output is not None:
+            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size)
         self.scheduler = Scheduler(
-            config.scheduler, config.cache, kv_cache, connector=self._connector, kv_policy=config.kv.policy
+            config.scheduler,
+            config.cache,
+            kv_cache,
+            connector=self._connector,
+            kv_policy=config.kv.policy,
+            grammars=self._grammars,
         )
         self.pausing = Pausing(self.scheduler)
+        self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self._batch_queue = self._make_batch_queue()
         self.num_steps = 0
@@ -75,10 +86,16 @@ class EngineCore:
         """Whether any request is live."""
         return bool(self.scheduler.requests)
 
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return self._grammars is not None and self._grammars.num_compiling > 0
+
     def on_news(self, callback: Callable[[], None]) -> None:
         """``callback`` is called, from any thread, when there may be work that no call to this core brought."""
         if self._connector is not None:
             self._connector.on_news(callback)
+        if self._grammars is not None:
+            self._grammars.on_news(callback)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
         """One turn of the loop. ``take_aborts`` gives the requests that were aborted while a step executed."""
@@ -86,6 +103,8 @@ class EngineCore:
         outputs += self.scheduler.take_early_outputs()
         if self.pausing.is_settling:
             self.pausing.settle()
+        if self.sleeping.is_settling:
+            self.sleeping.settle()
         return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
 
     def _step(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
@@ -96,8 +115,7 @@ class EngineCore:
             start_transfers(self._connector, scheduled)
         if scheduled.total_num_scheduled_tokens:
             with self._recovering():
-                self.executor.execute_model(scheduled)
-                result = self.executor.sample_tokens(None).result()
+                result = self._execute(scheduled).result()
             if self._connector is not None:
                 self._connector.wait_for_save()
             outputs = self._update(scheduled, result, take_aborts)
@@ -110,17 +128,43 @@ class EngineCore:
         queue = self._batch_queue
         assert queue is not None
         scheduled = self.scheduler.schedule()
+        is_deferred = self.scheduler.constrained.awaits_tokens(scheduled, self.scheduler.requests)
         with self._recovering():
-            if scheduled.total_num_scheduled_tokens:
+            if is_deferred:
                 self.executor.execute_model(scheduled)
-                queue.put(scheduled, self.executor.sample_tokens(None))
+            elif scheduled.total_num_scheduled_tokens:
+                queue.put(scheduled, self._execute(scheduled))
                 if not queue.is_full:
                     return []
             if not queue:
                 return []
             oldest = queue.take_oldest()
             result = oldest.pending.result()
-        return self._update(oldest.scheduled, result, take_aborts)
+        outputs = self._update(oldest.scheduled, result, take_aborts)
+        if is_deferred:  # now that the token before is known, so is what may follow it
+            with self._recovering():
+                queue.put(scheduled, self._sample(self._start_grammars(scheduled)))
+        return outputs
+
+    def _execute(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Begins both halves of a step. What grammars allow is computed while the model runs."""
+        grammars = self._start_grammars(scheduled)
+        try:
+            self.executor.execute_model(scheduled)
+        finally:
+            if grammars is not None:
+                grammars.output()  # whoever goes on after a failure finds it at rest
+        return self._sample(grammars)
+
+    def _sample(self, grammars: GrammarStep | None) -> PendingOutput:
+        if grammars is None:
+            return self.executor.sample_tokens(None)
+        pending = self.executor.sample_tokens(grammars.output())
+        self.scheduler.end_constrained(grammars.ended)
+        return pending
+
+    def _start_grammars(self, scheduled: SchedulerOutput) -> GrammarStep | None:
+        return self.scheduler.constrained.start_step(scheduled, self.scheduler.requests)
 
     def _update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
@@ -134,13 +178,19 @@ class EngineCore:
         return self.pausing.pause(mode, clear_cache=clear_cache)
 
     def resume(self) -> None:
-        """Goes on after a pause; without one nothing happens."""
+        """Goes on after a pause; without one nothing happens. Raises ``ValueError`` while asleep."""
+        if self.sleeping.is_sleeping():
+            raise ValueError("the engine sleeps: wake it up")
         self.pausing.resume()
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forgets all cached blocks. While requests run it is False, and nothing happens, unless they may be
         preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+
+    def profile(self, start: bool) -> None:
+        """Starts to record what the workers compute, or stops. Raises ``ValueError`` as a worker does."""
+        self.executor.collective_rpc("profile", start)
 
     def num_leases(self) -> int:
         """Promises to other engines that are open now."""
@@ -154,6 +204,8 @@ class EngineCore:
         """Gives the executor's resources back. Idempotent."""
         if self._connector is not None:
             self._connector.shutdown()
+        if self._grammars is not None:
+            self._grammars.close()
         self.executor.shutdown()
 
     def _initialize_kv_cache(self, config: EngineConfig, num_blocks: int, bytes_per_token: int) -> None:

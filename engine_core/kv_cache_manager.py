@@ -36,7 +36,9 @@ class KVCacheManager:
 
     def find_cached_block(self, request: Request, index: int) -> int | None:
         """The block that holds the tokens of a waiting request's block ``index``; those before it were found."""
-        if not self.enable_prefix_caching or index >= (request.num_tokens - 1) // self.block_size:
+        if not self.enable_prefix_caching or request.skip_reading_prefix_cache:
+            return None
+        if index >= (request.num_tokens - 1) // self.block_size:
             return None
         return self.pool.find(self._block_hash(request, index))
 

@@ -95,6 +95,14 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[float] = []
     """[n * k]"""
 
+    def extend(self, following: "Logprobs") -> None:
+        """Adds the positions that follow; they tell as many alternatives."""
+        self.sampled += following.sampled
+        self.rank += following.rank
+        self.token_ids += following.token_ids
+        self.logprobs += following.logprobs
+        self.top = following.top
+
 
 class EngineCoreEventType(enum.IntEnum):
     """What befell a request in the scheduler (as in vLLM V1)."""
@@ -135,6 +143,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """NaN logits of the rows that ``new_token_ids`` were drawn from; 0 unless they are counted."""
     events: list[EngineCoreEvent] = []
     """What befell the request since its last output; only when events are logged."""
+    error_field: str = ""
+    """With ``error``: the field of the request that is at fault, so that trying again does not help."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -3,7 +3,8 @@
 import enum
 
 from .kv_messages import KVTarget
-from .messages import EngineCoreRequest, FinishReason
+from .messages import EngineCoreRequest, FinishReason, Logprobs
+from .repetition import is_repeating
 
 
 class RequestStatus(enum.IntEnum):
@@ -16,12 +17,16 @@ class RequestStatus(enum.IntEnum):
     """Waits again: it lost its blocks, the worker still knows its parameters."""
     WAITING_FOR_REMOTE_KVS = 3
     """Not to be scheduled before blocks, or tokens, have come from another engine."""
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
-    FINISHED_PREFILLED = 8
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 4
+    """In no queue: the grammar of its output is being compiled."""
+    FINISHED_STOPPED = 16
+    FINISHED_LENGTH_CAPPED = 17
+    FINISHED_ABORTED = 18
+    FINISHED_ERROR = 19
+    FINISHED_PREFILLED = 20
     """The first token is there, and another engine goes on."""
+    FINISHED_REPETITION = 21
+    """The output repeats itself."""
 
 
 _Status = RequestStatus
@@ -30,10 +35,12 @@ _FINISHED = frozenset(status for status in _Status if status >= _Status.FINISHED
 # The only changes there are. WAITING ends at once when accepted tokens meet an end condition or the request is refused;
 # a failed step sends everybody back to WAITING; PREEMPTED ends by a token of a step that was in flight at the time.
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _Status.WAITING: _FINISHED | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS},
+    _Status.WAITING: _FINISHED
+    | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS, _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
     _Status.RUNNING: _FINISHED | {_Status.PREEMPTED, _Status.WAITING},
     _Status.PREEMPTED: _FINISHED | {_Status.RUNNING, _Status.WAITING, _Status.WAITING_FOR_REMOTE_KVS},
     _Status.WAITING_FOR_REMOTE_KVS: _FINISHED | {_Status.WAITING, _Status.PREEMPTED},
+    _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FINISHED | {_Status.WAITING},
 } | {status: frozenset() for status in _FINISHED}
 
 FINISH_REASONS: dict[RequestStatus, FinishReason] = {
@@ -42,6 +49,7 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
     _Status.FINISHED_ABORTED: FinishReason.ABORT,
     _Status.FINISHED_ERROR: FinishReason.ERROR,
     _Status.FINISHED_PREFILLED: FinishReason.PREFILLED,
+    _Status.FINISHED_REPETITION: FinishReason.REPETITION,
 }
 
 
@@ -97,10 +105,13 @@ class Request:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "prompt_logprobs",
         "prompt_token_ids",
         "remote",
+        "repetition_detection",
         "request_id",
         "sampling_params",
+        "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
     )
@@ -124,6 +135,7 @@ class Request:
         """Counted when they are scheduled."""
         self.num_output_placeholders = 0
         """Output tokens that steps in flight are going to draw; the worker knows them before we do."""
+        self.repetition_detection = params.repetition_detection
 
         self.remote: RemoteKVState | None = None
         if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
@@ -131,6 +143,13 @@ class Request:
         if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
             self.max_num_tokens = self.num_tokens + 1  # the rest is for whoever takes up the lease
             self.limit_status = RequestStatus.FINISHED_PREFILLED
+
+        self.prompt_logprobs: Logprobs | None = None
+        """So far, while any are to be told; whoever continues an output does not tell them again."""
+        if params.prompt_logprobs is not None and not message.accepted_token_ids and not self.is_decode_leg:
+            self.prompt_logprobs = Logprobs([], [])
+        # What is not computed has no logits.
+        self.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
 
         # Kept by the KV cache manager.
         self.block_ids: list[int] = []
@@ -141,6 +160,11 @@ class Request:
         self.arrival_ns = arrival_ns
         self.first_scheduled_ns: int | None = None
         self.first_output_sent = False
+
+    @property
+    def is_decode_leg(self) -> bool:
+        """Whether its KV, or its first tokens, are still to come from another engine."""
+        return self.remote is not None and (self.remote.target is not None or self.remote.awaits_tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -156,6 +180,10 @@ class Request:
     def will_be_full(self) -> bool:
         """Whether the tokens in flight are the last that its limits allow."""
         return self.num_tokens + self.num_output_placeholders >= self.max_num_tokens
+
+    @property
+    def ends_with_stop_token(self) -> bool:
+        return self.num_tokens > self.num_prompt_tokens and self.all_token_ids[-1] in self.stop_token_ids
 
     @property
     def is_finished(self) -> bool:
@@ -185,9 +213,13 @@ class Request:
 
 
 def finish_status(request: Request) -> RequestStatus | None:
-    """Whether the newest output token ends the request, and how. A stop token wins over a limit."""
-    if request.num_tokens > request.num_prompt_tokens and request.all_token_ids[-1] in request.stop_token_ids:
+    """Whether the newest output token ends the request, and how. A stop token comes before a limit."""
+    if request.ends_with_stop_token:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return request.limit_status
+    if request.repetition_detection is not None and is_repeating(
+        request.all_token_ids, request.num_prompt_tokens, request.repetition_detection
+    ):
+        return RequestStatus.FINISHED_REPETITION
     return None

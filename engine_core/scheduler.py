@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable
 
 from .admission import Admission
 from .config import CacheConfig, SchedulerConfig
+from .constrained import ConstrainedRequests
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
 from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
 from .pausing import PauseState
+from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_limits import check_config, refusal
@@ -17,6 +19,7 @@ from .request_queue import RequestQueue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
 from .steps_in_flight import StepsInFlight
+from .structured_output.manager import FIELD, StructuredOutputManager
 
 
 class Scheduler:
@@ -35,8 +38,10 @@ class Scheduler:
         *,
         connector: KVConnectorScheduler | None = None,
         kv_policy: str = "recompute",
+        grammars: StructuredOutputManager | None = None,
     ) -> None:
-        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``."""
+        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``;
+        ``grammars``: of structured outputs, which are refused without."""
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
@@ -51,6 +56,7 @@ class Scheduler:
         self.waiting = RequestQueue()
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
+        self.constrained = ConstrainedRequests(grammars)
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._in_flight = StepsInFlight() if config.async_scheduling else None
@@ -74,7 +80,10 @@ class Scheduler:
             self._finish_early(request, status)
         else:
             self.requests[request.request_id] = request
-            self.waiting.append(request)
+            if request.sampling_params.structured_output is None:
+                self.waiting.append(request)
+            elif refused := self.constrained.wait(request):
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, refused.error, refused.field)
 
     def accept_tokens(self, message: AcceptTokens) -> None:
         """Gives a request the tokens that it was added ahead of. Of an unknown id they are too late."""
@@ -93,7 +102,8 @@ class Scheduler:
                     self.waiting.remove(request)
                 self._finish_early(request, status)
                 return
-        if not is_queued and self._remote.tokens_accepted(request):
+        is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if is_parked and self._remote.tokens_accepted(request):
             self.waiting.prepend(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -137,7 +147,9 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would do anything. Not while every request waits for what only others can bring."""
-        return bool(self._early_outputs) or (bool(self.requests) and not self._is_stalled)
+        if self._early_outputs or self.constrained.has_news():
+            return True
+        return bool(self.requests) and not self._is_stalled
 
     def take_early_outputs(self) -> list[EngineCoreOutput]:
         """Outputs of requests that ended without a step."""
@@ -148,6 +160,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
+        if self.constrained.has_news():
+            self._admit_compiled()
         plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._token_budget())
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
@@ -164,6 +178,17 @@ class Scheduler:
             self._in_flight.begin(scheduled, self.running)
         return scheduled
 
+    def end_constrained(self, ended: dict[str, str]) -> None:
+        """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
+        for request_id, error in ended.items():
+            if (request := self.requests.get(request_id)) is None:
+                continue  # aborted while the step executed
+            self.running.remove(request)
+            if error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+            else:
+                self._finish_early(request, RequestStatus.FINISHED_STOPPED)
+
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
         outputs: list[EngineCoreOutput] = []
@@ -172,6 +197,7 @@ class Scheduler:
         if self._in_flight is not None:
             self._is_stalled = False
             result = self._in_flight.end(result, self.requests)
+        prompt_logprobs = collect_prompt_logprobs(self.requests, scheduled, result) if result.prompt_logprobs else {}
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
@@ -179,6 +205,10 @@ class Scheduler:
                 output = self._accept_tokens(request, token_ids)
                 any_finished |= output.finish_reason is not None
                 outputs.append(output)
+        if result.logprobs or prompt_logprobs:
+            for output in outputs:
+                output.new_logprobs = result.logprobs.get(output.request_id)
+                output.new_prompt_logprobs = prompt_logprobs.get(output.request_id)
         if any_finished:
             self.running = [request for request in self.running if not request.is_finished]
         return outputs
@@ -235,11 +265,16 @@ class Scheduler:
         self.kv.pool.forget_all()
         return True
 
+    def end_leases(self) -> None:
+        """Takes back what is held for other engines; they compute it themselves."""
+        while self._remote is not None and self._remote.revoke_oldest():
+            pass
+
     def stats(self) -> SchedulerStats:
         """As it is now; counters grow over the scheduler's life."""
         counters = self._stats
         stats = SchedulerStats(
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + self.constrained.num_waiting,
             num_running=len(self.running),
             num_waiting_tokens=self.waiting.num_tokens,
             kv_usage=self.kv.pool.usage,
@@ -319,7 +354,7 @@ class Scheduler:
         request.first_scheduled_ns = self._clock()
         # Accepted tokens of an earlier attempt are looked up too, but it is the prompt that is counted.
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self.kv.enable_prefix_caching:
+        if self.kv.enable_prefix_caching and not request.skip_reading_prefix_cache:
             self._stats.prefix_cache_queries += request.num_prompt_tokens
             self._stats.prefix_cache_hits += request.num_cached_tokens
         if (remote := request.remote) is not None:
@@ -333,6 +368,17 @@ class Scheduler:
         self.kv.free(request)
         request.set_status(status)
         self.waiting.prepend(request)
+
+    def _admit_compiled(self) -> None:
+        """Whose grammar is there waits from now on like any other."""
+        self._is_stalled = False
+        for compiled in self.constrained.take_compiled():
+            request = self.requests[compiled.request_id]
+            if compiled.error:
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
+            else:
+                request.set_status(RequestStatus.WAITING)
+                self.waiting.append(request)
 
     # Parts of update_from_output() and add_request()
 
@@ -375,10 +421,11 @@ class Scheduler:
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
+        self.constrained.finished(request)
 
-    def _finish_early(self, request: Request, status: RequestStatus, error: str = "") -> None:
-        """Ends a request without a step; it is in no queue."""
-        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error)
+    def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
+        """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""
+        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
         self._finish(request, status)
         _mark_finished(output, request, status)
         self._early_outputs.append(output)
@@ -386,7 +433,7 @@ class Scheduler:
 
 def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
     output.finish_reason = FINISH_REASONS[status]
-    if output.finish_reason is FinishReason.STOP:
+    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]
 
 

@@ -28,6 +28,11 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "reset_prefix_cache": core.reset_prefix_cache,
         "pause": core.pause,
         "resume": core.resume,
+        "sleep": core.sleeping.sleep,
+        "wake_up": core.sleeping.wake_up,
+        "is_sleeping": core.sleeping.is_sleeping,
+        "reload_weights": core.sleeping.reload_weights,
+        "profile": core.profile,
         "failpoints_fired": core.failpoints_fired,
         "num_leases": core.num_leases,
     }

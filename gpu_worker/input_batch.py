@@ -10,7 +10,8 @@ from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from .block_table import BlockTable
-from .sampler import RowSampling, make_logits_processors
+from .prompt_logprobs import PromptLogprobs
+from .sampler import LogprobRows, RowSampling, make_logits_processors
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,6 +63,8 @@ class InputBatch:
     def clear(self) -> None:
         """Forgets every request."""
         self.logits_processors = make_logits_processors()
+        self.logprobs = LogprobRows()
+        self.prompt_logprobs = PromptLogprobs()
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
@@ -106,11 +109,15 @@ class InputBatch:
         self.block_table.replace(row, block_ids)
         request = self._requests[req_id]
         self.logits_processors.add(row, request.params, token_ids, request.num_prompt_tokens)
+        self.logprobs.add(row, request.params)
+        self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
         if row is not None:
             self.logits_processors.remove(row)
+            self.logprobs.remove(row)
+            self.prompt_logprobs.remove(row)
             self._free_rows.append(row)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:

@@ -2,11 +2,13 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tokenloom.engine_core.messages import Logprobs
 from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -36,7 +38,7 @@ class ModelRunner:
         self._batch = batch
         self._sampler = Sampler()
         self._kv_caches: list[KVCache] = backend.allocate(num_blocks, memory)
-        self._executed: tuple[StepInputs, Logits] | None = None  # between the two halves of a step
+        self._executed: _Executed | None = None  # between the two halves of a step
 
     def set_model(self, model: Model) -> None:
         """Computes with other weights of the same shapes from now on."""
@@ -53,18 +55,17 @@ class ModelRunner:
             self._executed = None
             if step.total_num_scheduled_tokens:
                 inputs = self._batch.prepare(step.num_scheduled_tokens)
-                self._executed = inputs, self._logits(inputs, self._forward(inputs))
+                hidden = self._forward(inputs)
+                self._executed = _Executed(inputs, self._logits(inputs, hidden), self._prompt_logprobs(inputs, hidden))
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
         """Draws the tokens of the step that was executed last, under what ``grammar`` allows."""
         if self._executed is None:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
-        (inputs, logits), self._executed = self._executed, None
+        executed, self._executed = self._executed, None
         with self._forgetting_on_failure():
-            if grammar is not None:
-                allow_only(grammar, [inputs.req_ids[index] for index in inputs.sampled.tolist()], logits)
-            return ModelRunnerOutput(req_ids=inputs.req_ids, sampled_token_ids=self._sample(inputs, logits))
+            return self._sample(executed, grammar)
 
     @contextlib.contextmanager
     def _forgetting_on_failure(self) -> Iterator[None]:
@@ -87,18 +88,38 @@ class ModelRunner:
         logits: Logits = self._model.compute_logits(hidden[last_rows]).numpy()
         return logits
 
-    def _sample(self, inputs: StepInputs, logits: Logits) -> list[list[int]]:
-        """[R] the token of each request that draws one, nothing for one whose prompt goes on."""
-        result: list[list[int]] = [[] for _ in inputs.req_ids]
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
+        """Of the prompt tokens whose logits this step has, of the requests that ask."""
+        asking = self._batch.prompt_logprobs
+        if not asking:
+            return {}
+        result = {}
+        for index, (req_id, row) in enumerate(zip(inputs.req_ids, inputs.rows.tolist(), strict=True)):
+            begin, end = inputs.cu_query_lens[index : index + 2].tolist()
+            start = int(inputs.positions[begin])
+            part = asking.compute(row, start, hidden[begin:end], self._model.compute_logits)
+            if part is not None:
+                result[req_id] = part
+        return result
+
+    def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        inputs, logits = executed.inputs, executed.logits
+        output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids], {}, executed.prompt_logprobs)
         if not len(inputs.sampled):
-            return result
-        rows = inputs.rows[inputs.sampled]
+            return output
+        rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
+        kept = self._batch.logprobs.keep(logits, rows)
+        if grammar is not None:
+            allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
         self._batch.logits_processors.apply(logits, rows)
         tokens = self._sampler.sample(logits, self._batch.sampling(inputs))
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
-        for index, token_id in zip(inputs.sampled.tolist(), tokens, strict=True):
-            result[index] = [token_id]
-        return result
+        for index, token_id in zip(indices, tokens, strict=True):
+            output.sampled_token_ids[index] = [token_id]
+        if kept is not None:
+            by_row = kept.logprobs_of(tokens)
+            output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
+        return output
 
     @torch.inference_mode()
     def dummy_run(self, query_lens: list[int], block_size: int) -> None:
@@ -117,3 +138,13 @@ class ModelRunner:
         positions_tensor = torch.from_numpy(positions)
         hidden = self._model.forward(torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches, plan)
         self._model.compute_logits(hidden[torch.from_numpy(cu_query_lens[1:] - 1)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """A step whose tokens are not drawn yet."""
+
+    inputs: StepInputs
+    logits: Logits
+    """[S, vocab] of the rows that draw."""
+    prompt_logprobs: dict[str, Logprobs]

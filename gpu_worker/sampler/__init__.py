@@ -4,6 +4,7 @@ from .allowed_tokens import AllowedTokens
 from .bad_words import BadWords
 from .logit_bias import LogitBias
 from .logits_processor import LogitsProcessor, LogitsProcessors
+from .logprobs import LogprobRows
 from .min_tokens import MinTokens
 from .penalties import Penalties, SeenTokens
 from .philox import Purpose, uniform
@@ -12,6 +13,7 @@ from .sampler import RowSampling, Sampler
 __all__ = [
     "LogitsProcessor",
     "LogitsProcessors",
+    "LogprobRows",
     "Purpose",
     "RowSampling",
     "Sampler",

@@ -171,7 +171,7 @@ class Attempts:
             attempt.prefill_stats = output.prefill_stats
         attempt.kv_wait_ns += output.kv_wait_ns
         if output.finish_reason is FinishReason.ERROR:
-            self.fail(attempt.slot, errors.Unavailable(output.error or "the engine failed this request"))
+            self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
             self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id)
 
@@ -263,3 +263,8 @@ class Attempts:
 
     def _waited_ns(self, attempt: Attempt) -> int:
         return round((self._clock() - attempt.arrival) * 1e9)
+
+
+def _failure(output: EngineCoreOutput) -> errors.TokenloomError:
+    message = output.error or "the engine failed this request"
+    return errors.InvalidArgument(message, output.error_field) if output.error_field else errors.Unavailable(message)

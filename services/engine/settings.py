@@ -1,5 +1,6 @@
 """What an engine can be told."""
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -17,6 +18,7 @@ from tokenloom.gpu_worker.kv_connector import registry
 from ..runtime.settings import CommaList, ServiceSettings, check_address
 from ..runtime.tls import dns_name
 from .role import RoleName
+from .structured_output import structured_output_config
 
 
 class EngineSettings(ServiceSettings):
@@ -54,6 +56,10 @@ class EngineSettings(ServiceSettings):
     kv_cache_memory: int | None = Field(None, ge=1, description="Bytes of the KV pool; by default from free memory.")
     engines_on_host: int = Field(1, ge=1, description="Engines that share this host's memory.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prefixes.")
+
+    structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] = Field(
+        "auto", description="What makes outputs follow a grammar; auto: llguidance."
+    )
 
     role: RoleName = Field("both", description="Which legs of requests it takes: prefill, decode or both.")
     kv_transports: CommaList = Field(
@@ -139,5 +145,8 @@ class EngineSettings(ServiceSettings):
                 offload_bytes=self.kv_offload_bytes,
                 failpoints=self.failpoints,
             ),
+            structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
+            if checkpoint
+            else None,
             max_model_len=self.max_model_len,
         )

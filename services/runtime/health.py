@@ -8,6 +8,9 @@ from grpc_health.v1.health import aio as health_aio
 
 _Status = health_pb2.HealthCheckResponse
 
+LIVENESS = "liveness"
+"""A name that is SERVING for as long as the process answers: who waits for others, or drains, is not to be killed."""
+
 
 class Health:
     """NOT_SERVING until ready, SERVING, and NOT_SERVING again while draining; ``Watch`` tells each change."""
@@ -24,6 +27,7 @@ class Health:
     async def start(self, server: grpc.aio.Server) -> None:
         """Adds the servicer, answering NOT_SERVING."""
         self.serve_on(server)
+        await self._servicer.set(LIVENESS, _Status.SERVING)
         await self.set_serving(False)
 
     def serve_on(self, server: grpc.aio.Server) -> None:

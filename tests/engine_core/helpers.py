@@ -1,5 +1,6 @@
 """Small cores over the hash worker, and how to run them to the end."""
 
+import functools
 from collections.abc import Sequence
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
@@ -38,14 +39,15 @@ def make_config(
     )
 
 
-def make_core(**settings: object) -> EngineCore:
+def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore:
     """Takes the keywords of ``make_config``."""
     config = make_config(**settings)  # type: ignore[arg-type]
-    return EngineCore(config, make_executor(config, make_worker))
+    worker = functools.partial(make_worker, vocab_size=vocab_size)
+    return EngineCore(config, make_executor(config, worker))
 
 
-def make_worker(config: EngineConfig) -> HashWorker:
-    return HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
+def make_worker(config: EngineConfig, vocab_size: int = VOCAB_SIZE) -> HashWorker:
+    return HashWorker(config, vocab_size=vocab_size, max_model_len=256)
 
 
 def make_request(

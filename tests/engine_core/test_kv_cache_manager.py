@@ -53,6 +53,16 @@ def test_a_full_hit_leaves_the_last_block_to_compute() -> None:
     assert kv.find_cached_blocks(longer) == first.block_ids
 
 
+def test_who_skips_the_cache_finds_nothing_and_is_found() -> None:
+    kv = KVCacheManager(8, 4)
+    first, second = make_request_of([1] * 10), make_request_of([1] * 10)
+    first.skip_reading_prefix_cache = second.skip_reading_prefix_cache = True
+    compute(kv, first, 10)
+    assert kv.find_cached_blocks(second) == []
+    second.skip_reading_prefix_cache = False
+    assert kv.find_cached_blocks(second) == first.block_ids[:2]
+
+
 def test_admission_shares_and_counts_what_is_computed() -> None:
     kv = KVCacheManager(8, 4)
     first, second = make_request_of([1] * 10), make_request_of([1] * 8 + [2, 2])

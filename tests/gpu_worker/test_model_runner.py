@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tokenloom import demo_model
+from tokenloom.engine_core.messages import Logprobs
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from tokenloom.gpu_worker.attention.registry import make_attention_backend
@@ -123,6 +124,24 @@ def test_a_step_without_work_only_forgets(runner):
     run(runner, {"b": 2}, news=[new("b")])
     assert run(runner, {}, finished=["b"]) == {}
     assert run(runner, {"b": 2}, news=[new("b")])["b"]
+
+
+def test_prompt_logprobs_take_few_rows_of_logits_at_once(runner):
+    prompt = list(range(10, 110))
+    params = SamplingParams(max_tokens=8, seed=1, logprobs=0, prompt_logprobs=2)
+    told = Logprobs([], [])
+    chunks = [80, 19, 1]
+    for start, length in zip((0, 80, 99), chunks, strict=True):
+        news = [NewRequestData("p", prompt, [], params, list(range(7)), 0)] if not start else []
+        cached = CachedRequestData(["p"], [[]], [start], {}) if start else CachedRequestData([], [], [], {})
+        runner.execute(SchedulerOutput(news, cached, {"p": length}, length, [], []))
+        output = runner.sample()
+        told.extend(output.prompt_logprobs["p"])
+        assert ("p" in output.logprobs) == (start == 99)
+    assert (len(told.sampled), told.top, len(told.token_ids)) == (99, 2, 198)
+    assert runner.counting.logits_rows == [64, 16, 19, 1]
+    run(runner, {"p": 1}, computed={"p": 100})
+    assert runner.counting.logits_rows[4:] == [1]
 
 
 @pytest.mark.parametrize("lengths", [[1], [20, 1, 1], [33, 16]])

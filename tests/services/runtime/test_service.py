@@ -97,6 +97,7 @@ async def test_not_serving_while_starting(settings: ServiceSettings) -> None:
     async with open_channel(settings.listen) as channel:
         task = asyncio.create_task(life())
         assert await health(channel) == NOT_SERVING
+        assert await health(channel, "liveness") == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await coordinator_pb2_grpc.CoordinatorStub(channel).Pick(coordinator_pb2.PickRequest())
         assert isinstance(errors.from_rpc(caught.value), errors.Unavailable)

@@ -1,6 +1,7 @@
 """The engine as a service: a core, its front, and the place in the coordinator's registry."""
 
 import asyncio
+import functools
 import socket
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from .pause import Pause
 from .role import BY_NAME, NAMES, Role
 from .servicer import EngineServicer
 from .settings import EngineSettings
+from .sleep import Sleep
+from .weights import Weights
 
 CLOSE_SECONDS = 1.0
 """How long peers may take to read the last frames of an engine that goes."""
@@ -99,6 +102,7 @@ class EngineService:
         settings = self._settings
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
         limits = types_pb2.ModelLimits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        identity = None
         if settings.coordinator:
             identity = coordinator_pb2.EngineIdentity(
                 engine_id=settings.instance_id,
@@ -123,7 +127,12 @@ class EngineService:
         self._servicer = EngineServicer(hello, limits, core, self._admission, self._kv)
         engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, host.server)
         self._pause = Pause(self._client, self._load)
-        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load, self._role(host), self._pause)
+        sleep = Sleep(self._client, self._pause, self._kv.leases_ended if self._kv is not None else None)
+        known = [fingerprint, hello.fingerprint, *([identity.fingerprint] if identity is not None else [])]
+        tell, spawn = functools.partial(self._take_weights, known), functools.partial(host.spawn, name="engine-weights")
+        weights = Weights(self._client, self._pause, self._load, tell, spawn)
+        role = self._role(host)
+        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load, role, self._pause, sleep, weights)
         engine_pb2_grpc.add_EngineAdminServicer_to_server(admin, host.server)
         host.spawn(self._run_core(core), name="engine-core")
         host.spawn(core.run_aborts(), name="engine-aborts")
@@ -161,6 +170,15 @@ class EngineService:
         self._admission.refuse_new(reason)
         self._tell_coordinator(coordinator_pb2.ENGINE_STATE_DEAD)
         await self._servicer.close(Unavailable(reason), CLOSE_SECONDS)
+
+    async def _take_weights(self, known: list[types_pb2.Fingerprint], weights: bytes) -> None:
+        """Other weights are served from now on: peers learn of it when they connect again."""
+        assert self._servicer is not None
+        for fingerprint in known:
+            fingerprint.weights = weights
+        if self._coordinator is not None:
+            self._coordinator.rejoin()
+        await self._servicer.close(Unavailable("the engine has other weights now"), CLOSE_SECONDS)
 
     def _tell_coordinator(self, state: coordinator_pb2.EngineState) -> None:
         if self._coordinator is not None:

@@ -43,6 +43,8 @@ class EngineSettings(ServiceSettings):
     hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash or timed worker takes.")
     hash_token_seconds: float = Field(0.0, ge=0, description="How much longer for each token that it computes.")
 
+    profiler_dir: str = Field("", description="Where profiles are written; empty: profiling is refused.")
+
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, tokens; by default the model's."
     )
@@ -118,6 +120,7 @@ class EngineSettings(ServiceSettings):
                 num_threads=self.num_threads,
                 step_seconds=self.hash_step_seconds,
                 token_seconds=self.hash_token_seconds,
+                profiler_dir=self.profiler_dir,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,

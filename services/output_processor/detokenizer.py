@@ -51,6 +51,9 @@ class Detokenizer:
         ``ends_with_stop_token``: the engine ended the output with the last token (end of sequence or a stop token id);
         it is counted, and shown only when stop strings are.
         """
+        if self._stop is None and len(token_ids) == 1 and not ends_with_stop_token:  # nearly all there is
+            self.num_tokens += 1
+            return self._stream.push(token_ids[0]), None
         shown = len(token_ids) - (ends_with_stop_token and not self._include_stop)
         texts: list[str] = []
         for i, token_id in enumerate(token_ids):

@@ -11,7 +11,7 @@ class Outbox:
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
-        """``on_news``: called when there is something to take."""
+        """``on_news``: called when there is something to take, once until it is taken."""
         self._on_news = on_news
         self._rows: dict[int, tuple[str, int, Sequence[int]]] = {}
         self._finished: list[RequestFinished] = []
@@ -22,10 +22,12 @@ class Outbox:
 
     def add(self, slot: int, text: str, token_index: int, token_ids: Sequence[int]) -> None:
         """New text and tokens of a slot; they follow what was added before."""
-        if (row := self._rows.get(slot)) is not None:
+        rows = self._rows
+        if not rows:
+            self._on_news()
+        elif (row := rows.get(slot)) is not None:
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
-        self._rows[slot] = (text, token_index, token_ids)
-        self._on_news()
+        rows[slot] = (text, token_index, token_ids)
 
     def finish(self, finished: RequestFinished) -> None:
         """A request ended; nothing is added for its slot any more."""

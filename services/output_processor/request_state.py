@@ -17,7 +17,7 @@ class RequestState:
     Attributes:
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         stop_match: The stop string that ended the output; whatever the engine still says does not count.
-        timeline: Filled as things happen.
+        timeline: Filled as things happen, the times of tokens at the end.
         num_attempts: 1, and one more for each time that an engine failed.
     """
 
@@ -43,7 +43,8 @@ class RequestState:
             skip_special=text.skip_special_tokens if text.HasField("skip_special_tokens") else True,
         )
         self._bytes_to_skip = submit.emitted_text_bytes
-        self._first_token_ns = 0
+        # Kept as numbers until the end: a protobuf field costs as much to set as a token to decode.
+        self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
         self._prefill: Finished | None = None
         self.token_ids: list[int] = []
         self.stop_match: StopMatch | None = None
@@ -62,11 +63,13 @@ class RequestState:
         assert self.stop_match is None
         if token_index != len(self.token_ids):
             raise errors.Internal("the engine's tokens do not follow one another")
-        now = self._clock()
-        self._first_token_ns = self._first_token_ns or now
-        self.timeline.decode_ns = now - self._first_token_ns
-        text = self._unsent(self._detokenize(token_ids))
-        self.timeline.detokenize_ns += self._clock() - now
+        self._last_token_ns = now = self._clock()
+        if not self._first_token_ns:
+            self._first_token_ns = now
+        text = self._detokenize(token_ids)
+        if self._bytes_to_skip:
+            text = self._unsent(text)
+        self._detokenize_ns += self._clock() - now
         return text, self.stop_match
 
     def prefilled(self, finished: Finished) -> None:
@@ -126,6 +129,8 @@ class RequestState:
         return str(finished.stop_token_id)
 
     def _finished(self, reason: FinishReason, stop_reason: str = "") -> RequestFinished:
+        self.timeline.decode_ns = self._last_token_ns - self._first_token_ns
+        self.timeline.detokenize_ns = self._detokenize_ns
         return RequestFinished(
             slot=self._slot,
             reason=reason,

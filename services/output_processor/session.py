@@ -72,6 +72,7 @@ class Session:
             self._credit.grant(first.hello.initial_credit)
             yield ProcessFrame(hello=self._parts.hello)
             self._tasks.spawn(self._read(first, messages), name="gateway-read")
+            self._tasks.spawn(self._keep_awake(), name="gateway-heartbeat")
             while (frame := await self._next_frame()) is not None:
                 yield frame
         finally:
@@ -174,17 +175,17 @@ class Session:
             if (self._live or self._outbox) and now - self._written_at >= HEARTBEAT_SECONDS:
                 self._written_at = now
                 return ProcessFrame()
-            await self._wait()
+            await self._wake.wait()
+            self._wake.clear()
 
     def _check_blocked(self, now: float) -> None:
         self._blocked_at = self._blocked_at or now
         if now - self._blocked_at > _NO_CREDIT_SECONDS:
             raise errors.ResourceExhausted(f"no credit for {_NO_CREDIT_SECONDS:g} s while output waits")
 
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(HEARTBEAT_SECONDS):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
-        self._wake.clear()
+    async def _keep_awake(self) -> None:
+        """Wakes the writer for heartbeats, and to give up a gateway that takes nothing."""
+        while True:
+            due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
+            await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
+            self._wake.set()

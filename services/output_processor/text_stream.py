@@ -56,7 +56,8 @@ class TableStream:
         self._at_start = vocabulary.strips_start and not any(map(self._piece, reversed(prompt_ids)))
 
     def push(self, token_id: int) -> str:
-        piece = self._piece(token_id)
+        pieces = self._pieces
+        piece = pieces[token_id] if token_id < len(pieces) else ""
         if not piece:
             return ""  # a token without text does not come between the bytes of a character
         if isinstance(piece, bytes):

@@ -36,9 +36,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def make_client(model: Path) -> InprocClient:
+def make_client(model: Path, profiler_dir: str = "") -> InprocClient:
     config = EngineConfig(
-        worker=WorkerConfig(model=str(model), num_threads=1),
+        worker=WorkerConfig(model=str(model), num_threads=1, profiler_dir=profiler_dir),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
     )

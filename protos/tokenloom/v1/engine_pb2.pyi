@@ -17,10 +17,19 @@ class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAUSE_MODE_ABORT: _ClassVar[PauseMode]
     PAUSE_MODE_WAIT: _ClassVar[PauseMode]
     PAUSE_MODE_KEEP: _ClassVar[PauseMode]
+
+class WakeTag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WAKE_TAG_UNSPECIFIED: _ClassVar[WakeTag]
+    WAKE_TAG_WEIGHTS: _ClassVar[WakeTag]
+    WAKE_TAG_KV_CACHE: _ClassVar[WakeTag]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 PAUSE_MODE_ABORT: PauseMode
 PAUSE_MODE_WAIT: PauseMode
 PAUSE_MODE_KEEP: PauseMode
+WAKE_TAG_UNSPECIFIED: WakeTag
+WAKE_TAG_WEIGHTS: WakeTag
+WAKE_TAG_KV_CACHE: WakeTag
 
 class EngineInput(_message.Message):
     __slots__ = ("hello", "add", "stop_at", "abort_slots", "credit", "accept")
@@ -234,5 +243,65 @@ class SetRoleRequest(_message.Message):
     def __init__(self, role: _Optional[_Union[_types_pb2.EngineRole, str]] = ...) -> None: ...
 
 class SetRoleResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SleepRequest(_message.Message):
+    __slots__ = ("level", "mode")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    mode: PauseMode
+    def __init__(self, level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class SleepResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WakeUpRequest(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[WakeTag]
+    def __init__(self, tags: _Optional[_Iterable[_Union[WakeTag, str]]] = ...) -> None: ...
+
+class WakeUpResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IsSleepingRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class IsSleepingResponse(_message.Message):
+    __slots__ = ("sleeping",)
+    SLEEPING_FIELD_NUMBER: _ClassVar[int]
+    sleeping: bool
+    def __init__(self, sleeping: _Optional[bool] = ...) -> None: ...
+
+class ReloadWeightsRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class ReloadWeightsResponse(_message.Message):
+    __slots__ = ("fingerprint",)
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    fingerprint: _types_pb2.Fingerprint
+    def __init__(self, fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ...) -> None: ...
+
+class StartProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartProfileResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopProfileRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopProfileResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -53,6 +53,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
     """Whether the next step is scheduled while one runs, before its tokens are known."""
+    policy: str = "fcfs"
+    """``fcfs`` or ``priority``: see ``SchedulingPolicy``."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt in a step at most, so that short prompts get past long ones; 0: as many as fit."""
+    reserve_full_prompt: bool = True
+    """Admit a request only when all its tokens fit, not just those of its first step: two long prompts that are let in
+    together might only preempt each other."""
+    watermark: float = 0.01
+    """Share of the blocks that a newcomer leaves free while others run, for their next tokens."""
 
 
 class TLSFiles(msgspec.Struct, frozen=True):

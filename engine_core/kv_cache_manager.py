@@ -42,12 +42,9 @@ class KVCacheManager:
             return None
         return self.pool.find(self._block_hash(request, index))
 
-    def can_admit(self, request: Request, hits: list[int], num_spare: int) -> bool:
-        """Whether all tokens of a waiting request fit beside ``num_spare`` blocks left to others.
-
-        All, not just the next chunk: two long prompts let in together would only preempt each other.
-        """
-        num_new = self._blocks_for(request.num_tokens) - max(len(hits), len(request.block_ids))
+    def can_admit(self, request: Request, hits: list[int], num_tokens: int, num_spare: int) -> bool:
+        """Whether a waiting request's first ``num_tokens`` tokens fit beside ``num_spare`` blocks left to others."""
+        num_new = self._blocks_for(num_tokens) - max(len(hits), len(request.block_ids))
         return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
 
     def admit(self, request: Request, hits: list[int]) -> None:

@@ -48,6 +48,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     accepted_token_ids: list[int] = []
     """Output tokens of earlier attempts: indices, limits, penalties and random numbers count them."""
     priority: int = 0
+    """Lower runs first; other than 0 only with the scheduling policy ``priority``."""
     cache_salt: bytes = b""
     """Part of every block hash of this request; requests of different salts never share blocks."""
     client_index: int = 0

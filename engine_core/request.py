@@ -105,6 +105,7 @@ class Request:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "priority",
         "prompt_logprobs",
         "prompt_token_ids",
         "remote",
@@ -123,6 +124,7 @@ class Request:
         self.sampling_params = params
         self.stop_token_ids = frozenset(params.stop_token_ids)
         self.cache_salt = message.cache_salt
+        self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are output like any other, so indices and limits need no second count.

@@ -1,5 +1,6 @@
 """Decides what each step computes: a token budget spent on letting every request catch up with its tokens."""
 
+import bisect
 import time
 from collections.abc import Callable, Iterable
 
@@ -15,15 +16,16 @@ from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
 from .request import FINISH_REASONS, Request, RequestStatus, finish_status
 from .request_limits import check_config, refusal
-from .request_queue import RequestQueue
+from .request_queue import SchedulingPolicy, make_queue, priority_key
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
 from .steps_in_flight import StepsInFlight
 from .structured_output.manager import FIELD, StructuredOutputManager
+from .token_budget import TokenBudget
 
 
 class Scheduler:
-    """First come, first served, running before waiting, preemption from the tail.
+    """In the order of its policy; running before waiting, preemption from the tail.
 
     ``schedule`` and ``update_from_output`` alternate; requests are added and aborted between steps. No step costs time
     in proportion to the length of a sequence.
@@ -53,9 +55,12 @@ class Scheduler:
         )
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting = RequestQueue()
+        """In the order of the policy, like ``waiting``: the last is preempted first."""
+        self._policy = SchedulingPolicy(config.policy)
+        self.waiting = make_queue(self._policy)
+        self._budget = TokenBudget(config)
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
-        self._admission = Admission(self.waiting, self.kv, self._remote, chunked=config.enable_chunked_prefill)
+        self._admission = Admission(self.waiting, self.kv, self._remote, config)
         self.constrained = ConstrainedRequests(grammars)
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
@@ -74,7 +79,7 @@ class Scheduler:
         request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
         self._is_stalled = False
         moves_kv = self._remote is not None
-        if error := refusal(request, message.priority, self.kv, self.max_model_len, moves_kv=moves_kv):
+        if error := refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
             self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
         elif status := finish_status(request):
             self._finish_early(request, status)
@@ -162,7 +167,7 @@ class Scheduler:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
         if self.constrained.has_news():
             self._admit_compiled()
-        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._token_budget())
+        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._budget.of_step(self.running))
         self._schedule_running(plan)
         if not plan.preempted_req_ids:
             self._schedule_waiting(plan)
@@ -289,17 +294,6 @@ class Scheduler:
 
     # Parts of schedule()
 
-    def _token_budget(self) -> int:
-        """Smaller while anything decodes, so that a long prompt does not hold up everybody's next token."""
-        config = self.config
-        if config.decode_batched_tokens is None or not config.enable_chunked_prefill or not self._is_decoding():
-            return config.max_num_batched_tokens
-        return min(config.max_num_batched_tokens, max(config.decode_batched_tokens, len(self.running)))
-
-    def _is_decoding(self) -> bool:
-        # Only the tail can have more than its next token left, so this looks at one request, two at most.
-        return any(_num_left(request) == 1 for request in self.running)
-
     def _schedule_running(self, plan: StepPlan) -> None:
         index = 0
         while index < len(self.running) and plan.budget > 0:
@@ -307,7 +301,8 @@ class Scheduler:
             if request.num_output_placeholders and request.will_be_full:
                 index += 1
                 continue
-            num_new_tokens = min(_num_left(request), plan.budget)
+            num_after = len(self.running) - index - 1  # each of whom gets a token
+            num_new_tokens = self._budget.chunk(request, plan.budget - num_after)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
             if new_block_ids is None:
                 break
@@ -338,10 +333,13 @@ class Scheduler:
     def _start(self, request: Request, plan: StepPlan) -> None:
         if self._remote is not None:
             self._remote.starts(request)
-        num_new_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+        num_new_tokens = self._budget.chunk(request, plan.budget)
         new_block_ids = self.kv.allocate(request, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
-        self.running.append(request)
+        if self._policy is SchedulingPolicy.PRIORITY:
+            bisect.insort(self.running, request, key=priority_key)
+        else:
+            self.running.append(request)
         if request.first_scheduled_ns is None:
             self._note_first_schedule(request, num_new_tokens)
         if request.status is RequestStatus.PREEMPTED:
@@ -435,11 +433,6 @@ def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestSt
     output.finish_reason = FINISH_REASONS[status]
     if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]
-
-
-def _num_left(request: Request) -> int:
-    """Tokens to compute, known ones and ones in flight."""
-    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
 
 
 def _grant(request: Request) -> EngineCoreOutput:

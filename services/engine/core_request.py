@@ -18,6 +18,7 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
     _check_supported(add)
     params = add.sampling_params
     validation.check_generate(add.prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    validation.check_priority(add.priority, limits)
     _check_kv(add)
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
@@ -27,6 +28,7 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
         prompt_token_ids=list(add.prompt.token_ids),
         sampling_params=to_core_sampling(params, default_max_tokens=num_left),
         accepted_token_ids=list(add.accepted_token_ids),
+        priority=add.priority,
         cache_salt=add.prompt.cache_salt,
         lease_id=secrets.token_bytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
@@ -53,8 +55,6 @@ def _check_supported(add: engine_pb2.AddRequest) -> None:
     """Refuses what a later version brings: better than answering something else."""
     if add.WhichOneof("task") is None:
         raise InvalidArgument("task is not set; expected sampling_params", "task")
-    if add.priority:
-        raise InvalidArgument("priority is not supported yet", "priority")
 
 
 def _check_kv(add: engine_pb2.AddRequest) -> None:

@@ -101,7 +101,11 @@ class EngineService:
         assert self._client is not None
         settings = self._settings
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        limits = types_pb2.ModelLimits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        limits = types_pb2.ModelLimits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            priorities=settings.scheduling_policy == "priority",
+        )
         identity = None
         if settings.coordinator:
             identity = coordinator_pb2.EngineIdentity(

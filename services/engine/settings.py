@@ -51,6 +51,18 @@ class EngineSettings(ServiceSettings):
     max_num_seqs: int = Field(128, ge=1, description="Requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in a step.")
     decode_batched_tokens: int | None = Field(128, ge=1, description="Tokens in a step while any request decodes.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="Who goes first: who came first, or requests of the lowest priority."
+    )
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="Tokens of one prompt in a step, at most, so that short ones get past it; 0: no limit."
+    )
+    reserve_full_prompt: bool = Field(
+        True, description="Admit a request only when its whole prompt fits into the KV cache, not just its first step."
+    )
+    watermark: float = Field(
+        0.01, ge=0, lt=1, description="Share of KV blocks that a newcomer leaves free while others run."
+    )
     max_waiting: int = Field(2048, ge=1, description="Requests that may wait beyond those in the batch.")
 
     block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
@@ -133,6 +145,10 @@ class EngineSettings(ServiceSettings):
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 decode_batched_tokens=self.decode_batched_tokens,
+                policy=self.scheduling_policy,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                reserve_full_prompt=self.reserve_full_prompt,
+                watermark=self.watermark,
             ),
             kv=KVConfig(
                 role=self.role,

@@ -41,7 +41,7 @@ class ChatApi:
             add_generation_prompt=fields.add_generation_prompt is not False,
         )
         text = text_options(fields)
-        job = Job(prompt, "messages", sampling, text, ignore_eos=bool(fields.ignore_eos))
+        job = Job(prompt, "messages", sampling, text, ignore_eos=bool(fields.ignore_eos), priority=fields.priority or 0)
         return job, Options.of(fields, sampling)
 
     def answer(self, generation: Generation, options: Options) -> "ChatAnswer":

@@ -30,7 +30,14 @@ class CompletionsApi:
         fields = self._reader.read(body, CompletionFields)
         sampling = sampling_params(body)
         text = text_options(fields)
-        job = Job(_prompts(fields.prompt), "prompt", sampling, text, ignore_eos=bool(fields.ignore_eos))
+        job = Job(
+            _prompts(fields.prompt),
+            "prompt",
+            sampling,
+            text,
+            ignore_eos=bool(fields.ignore_eos),
+            priority=fields.priority or 0,
+        )
         return job, Options.of(fields, sampling)
 
     def answer(self, generation: Generation, options: Options) -> "CompletionAnswer":

@@ -110,13 +110,16 @@ class Generator:
         *,
         max_live: int,
         default_timeout: float,
+        most_urgent_priority: int = 0,
     ) -> None:
+        """``most_urgent_priority``: of clients that ask for a lower one, too."""
         self._tokenizers = tokenizers
         self._mesh = mesh
         self._outputs = outputs
         self._metrics = metrics
         self._max_live = max_live
         self._default_timeout = default_timeout
+        self._most_urgent_priority = most_urgent_priority
         self._num_live = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -170,11 +173,14 @@ class Generator:
         sampling = _resolve(job, info, limits)
         validation.check_stop(job.text.stop)
         validation.check_sampling(sampling, limits)
+        validation.check_priority(job.priority, limits)
         _check_sizes(job, info.max_token_bytes * limits.max_model_len)
         prompts = await self._encode(job, limits)
         tokenize_ns = time.monotonic_ns() - started_ns
         default_max_tokens = info.default_sampling_params.max_tokens
         submits = [_submit(job, prompt, sampling, limits, default_max_tokens) for prompt in prompts]
+        for submit in submits:
+            submit.priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
         return Generation(submits, started_ns, tokenize_ns, self._metrics)
 
     async def _encode(self, job: Job, limits: types_pb2.ModelLimits) -> Sequence[tokenizer_pb2.TokenizedPrompt]:

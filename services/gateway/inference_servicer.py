@@ -49,8 +49,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
-    if request.priority:
-        raise errors.InvalidArgument("priority is not supported yet", "priority")
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise errors.InvalidArgument("prompt must be set: text, token_ids or chat", "prompt")
@@ -65,7 +63,15 @@ def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
         prompts = Chat(read_messages(messages, "chat.messages"))
     else:
         prompts = [request.text] if kind == "text" else [list(request.token_ids.ids)]
-    return Job(prompts, kind, request.sampling_params, text, ignore_eos=request.ignore_eos, timeout=timeout)
+    return Job(
+        prompts,
+        kind,
+        request.sampling_params,
+        text,
+        ignore_eos=request.ignore_eos,
+        priority=request.priority,
+        timeout=timeout,
+    )
 
 
 def _message(role: str, content: str) -> Mapping[str, str]:

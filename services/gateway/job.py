@@ -27,6 +27,8 @@ class Job:
     """Only what the client set."""
     text: output_processor_pb2.TextOptions = field(default_factory=output_processor_pb2.TextOptions)
     ignore_eos: bool = False
+    priority: int = 0
+    """Lower runs first, as the client asks: the gateway may raise it."""
     timeout: float | None = None
     """Seconds; None: the gateway's default."""
 

@@ -49,6 +49,7 @@ class MeshView:
             self._limits = types_pb2.ModelLimits(
                 max_model_len=min(limit.max_model_len for limit in limits),
                 vocab_size=min(limit.vocab_size for limit in limits),
+                priorities=all(limit.priorities for limit in limits),
             )
         return self._limits
 

@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -66,7 +66,6 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "documents": (None, []),
     "add_special_tokens": (None,),
     "detokenize": (None, True),
-    "priority": (None, 0),
     "cache_salt": (None,),
     "kv_transfer_params": (None,),
 }
@@ -107,6 +106,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
 
 Fields = TypeVar("Fields", bound=CommonFields)

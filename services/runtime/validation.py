@@ -59,6 +59,16 @@ def check_generate(
         check_accepted(accepted_token_ids, len(token_ids), limits)
 
 
+def check_priority(priority: int, limits: types_pb2.ModelLimits) -> None:
+    """Refuses what an engine would have to ignore."""
+    if priority and not limits.priorities:
+        raise InvalidArgument(
+            f"priority is {priority}, but requests are served first come, first served "
+            "(engines take priorities with --scheduling-policy priority)",
+            "priority",
+        )
+
+
 def check_accepted(accepted_token_ids: Sequence[int], num_before: int, limits: types_pb2.ModelLimits) -> None:
     """Checks tokens of earlier attempts, at least one, that follow ``num_before`` others."""
     field = "accepted_token_ids"

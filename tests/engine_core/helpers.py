@@ -24,6 +24,10 @@ def make_config(
     chunked: bool = True,
     max_model_len: int | None = None,
     async_scheduling: bool = False,
+    policy: str = "fcfs",
+    long_prefill: int = 0,
+    reserve_full_prompt: bool = True,
+    watermark: float = 0.01,
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
@@ -34,6 +38,10 @@ def make_config(
             decode_batched_tokens=decode_budget,
             enable_chunked_prefill=chunked,
             async_scheduling=async_scheduling,
+            policy=policy,
+            long_prefill_token_threshold=long_prefill,
+            reserve_full_prompt=reserve_full_prompt,
+            watermark=watermark,
         ),
         max_model_len=max_model_len,
     )
@@ -58,6 +66,7 @@ def make_request(
     accepted: Sequence[int] = (),
     stop: tuple[int, ...] = (),
     salt: bytes = b"",
+    priority: int = 0,
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
@@ -65,6 +74,7 @@ def make_request(
         sampling_params=SamplingParams(max_tokens=max_tokens, seed=0, stop_token_ids=stop),
         accepted_token_ids=list(accepted),
         cache_salt=salt,
+        priority=priority,
     )
 
 

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from tokenloom.engine_core.block_hash import block_hashes
 from tokenloom.engine_core.block_pool import BlockPool
 from tokenloom.engine_core.request import Request, RequestStatus
+from tokenloom.engine_core.request_queue import priority_key
 from tokenloom.engine_core.scheduler import Scheduler
 
 
@@ -35,9 +36,20 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert request.num_tokens + request.num_output_placeholders <= request.max_num_tokens
         num_blocks = -(-request.num_computed_tokens // scheduler.kv.block_size)
         assert len(request.block_ids) == num_blocks or (request.remote and len(request.block_ids) > num_blocks)
+    _check_order(scheduler)
     holders = waiting + scheduler.running + away + [request for request in loading if request.is_finished]
     check_pool(scheduler.kv.pool, holders, list(remote._held.values()) if remote is not None else ())
     _check_content(scheduler)
+
+
+def _check_order(scheduler: Scheduler) -> None:
+    """Who runs and who waits stand in the order of the policy; without KV from elsewhere nobody gets past another."""
+    if scheduler.config.policy == "priority":
+        for requests in (scheduler.running, list(scheduler.waiting)):
+            assert requests == sorted(requests, key=priority_key)
+    elif scheduler._remote is None:
+        arrivals = [request.arrival_ns for request in [*scheduler.running, *scheduler.waiting]]
+        assert arrivals == sorted(arrivals)
 
 
 def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]] = ()) -> None:

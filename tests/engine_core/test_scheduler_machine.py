@@ -27,6 +27,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
 from tokenloom.engine_core.pausing import PauseMode
+from tokenloom.engine_core.request_queue import SchedulingPolicy
 from tokenloom.engine_core.scheduler_output import SchedulerOutput
 
 MAX_MODEL_LEN = 48
@@ -81,6 +82,7 @@ class Arrival:
     num_accepted: int
     stop: tuple[int, ...]
     salt: bytes
+    priority: int
 
 
 ARRIVALS = st.builds(
@@ -91,6 +93,7 @@ ARRIVALS = st.builds(
     num_accepted=st.sampled_from([0, 0, 3, 8]),
     stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
     salt=st.sampled_from([b"", b"", b"tenant"]),
+    priority=st.integers(-1, 2),
 )
 
 
@@ -108,6 +111,10 @@ class CoreMachine(RuleBasedStateMachine):
         budget=st.integers(6, 64),
         decode_budget=st.none() | st.integers(1, 16),
         overlaps=st.booleans(),
+        policy=st.sampled_from(SchedulingPolicy),
+        long_prefill=st.sampled_from([0, 0, 1, 5]),
+        reserve_full_prompt=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.01, 0.3]),
     )
     def start(
         self,
@@ -119,6 +126,10 @@ class CoreMachine(RuleBasedStateMachine):
         budget: int,
         decode_budget: int | None,
         overlaps: bool,
+        policy: SchedulingPolicy,
+        long_prefill: int,
+        reserve_full_prompt: bool,
+        watermark: float,
     ) -> None:
         config = make_config(
             block_size=block_size,
@@ -130,7 +141,12 @@ class CoreMachine(RuleBasedStateMachine):
             decode_budget=decode_budget,
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=overlaps,
+            policy=policy,
+            long_prefill=long_prefill if chunked else 0,
+            reserve_full_prompt=reserve_full_prompt,
+            watermark=watermark,
         )
+        self.policy = policy
         self.worker = MortalWorker(config)
         self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))
         self.live: dict[str, Expected] = {}
@@ -246,6 +262,7 @@ class CoreMachine(RuleBasedStateMachine):
                 accepted=expected.received,
                 stop=arrival.stop,
                 salt=arrival.salt,
+                priority=arrival.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
             )
         )
         return request_id

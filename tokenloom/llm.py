@@ -212,7 +212,7 @@ class LLM:
         core_request = EngineCoreRequest(
             request_id=next(self._request_ids),
             prompt_token_ids=prompt.token_ids,
-            sampling_params=to_core_sampling(wire, default_max_tokens=rest),
+            sampling_params=to_core_sampling(wire, self._limits, default_max_tokens=rest),
             cache_salt=prompt.cache_salt,
         )
         detokenizer = None

@@ -30,15 +30,20 @@ SAMPLING_FIELDS = frozenset(
         "repetition_penalty",
         "stop_token_ids",
         "prompt_logprobs",
+        "logprob_token_ids",
         "logit_bias",
         "allowed_token_ids",
-        "bad_words",
+        "repetition_detection",
+        "skip_reading_prefix_cache",
+        "thinking_token_budget",
+        "extra_args",
     }
 )
 """Fields that :func:`validation.narrow_sampling` reads, the same for both endpoints."""
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
+    "bad_words": (None, []),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),

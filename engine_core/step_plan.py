@@ -54,6 +54,7 @@ class StepPlan:
                 sampling_params=request.sampling_params,
                 block_ids=request.block_ids.copy(),
                 num_computed_tokens=request.num_computed_tokens,
+                prompt_embeds=request.prompt_embeds,
             )
         )
         self._add(request, num_new_tokens)

@@ -8,6 +8,7 @@ from tokenloom.v1 import engine_pb2, types_pb2
 
 from ..runtime import validation
 from ..runtime.errors import DeadlineExceeded, InvalidArgument
+from .structured_output import to_core_structured_output
 
 LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
@@ -59,6 +60,7 @@ def to_core_sampling(
         bad_words=tuple(tuple(word.ids) for word in params.bad_words),
         repetition_detection=_repetition_detection(params),
         skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+        structured_output=to_core_structured_output(params),
     )
 
 

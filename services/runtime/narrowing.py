@@ -11,6 +11,7 @@ from typing import Any
 from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
+from .structured_outputs import narrow_structured_outputs
 
 (MIN_TEMPERATURE,) = struct.unpack("<f", struct.pack("<f", 1e-5))
 """Below it, dividing logits by the temperature overflows float32; 0 is greedy. As the wire's float32 holds it."""
@@ -148,6 +149,10 @@ def _refuse(params: types_pb2.SamplingParams, name: str, value: object) -> None:
     raise InvalidArgument(f"{name} is not supported yet", name)
 
 
+def _set_structured_outputs(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    params.structured_outputs.CopyFrom(narrow_structured_outputs(value, name))
+
+
 def _kind(value: object) -> str:
     return {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}.get(
         type(value), type(value).__name__
@@ -176,4 +181,5 @@ _NARROW: dict[str, Callable[[types_pb2.SamplingParams, str, Any], None]] = {
     "skip_reading_prefix_cache": _set_bool,
     "thinking_token_budget": _refuse,
     "extra_args": _refuse,
+    "structured_outputs": _set_structured_outputs,
 }

@@ -14,6 +14,7 @@ from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE
 from .narrowing import narrow_int as narrow_int
 from .narrowing import narrow_sampling as narrow_sampling
 from .narrowing import narrow_token_ids as narrow_token_ids
+from .structured_outputs import check_structured_outputs
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
@@ -31,7 +32,6 @@ DEFAULT_MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 """Of completions and the offline API, as in vLLM and OpenAI."""
 
-_LATER = ("structured_outputs",)
 _FLOATS = (
     # field, default, lowest, highest, whether the lowest itself is allowed
     ("temperature", 1.0, 0.0, math.inf, True),
@@ -115,8 +115,6 @@ def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimi
             "max_tokens",
         )
     for descriptor, _ in params.ListFields():
-        if descriptor.name in _LATER:  # better than answering something else
-            raise InvalidArgument(f"{descriptor.name} is not supported yet", descriptor.name)
         if (check := _CHECKS.get(descriptor.name)) is not None:
             check(params, limits, descriptor.name)
 
@@ -255,6 +253,10 @@ def _check_token_ids(token_ids: Collection[int], limits: types_pb2.ModelLimits, 
         raise InvalidArgument(f"{field} holds a negative token id; ids go from 0 to {limits.vocab_size - 1}", field)
 
 
+def _check_structured_outputs(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
+    check_structured_outputs(params.structured_outputs, field)
+
+
 # Of fields that are set only; those of no entry are checked with the numbers, or may be anything that the wire carries.
 _CHECKS: dict[str, Callable[[types_pb2.SamplingParams, types_pb2.ModelLimits, str], None]] = {
     "stop_token_ids": _check_stop_token_ids,
@@ -266,4 +268,5 @@ _CHECKS: dict[str, Callable[[types_pb2.SamplingParams, types_pb2.ModelLimits, st
     "allowed_token_ids": _check_allowed_token_ids,
     "bad_words": _check_bad_words,
     "repetition_detection": _check_repetition_detection,
+    "structured_outputs": _check_structured_outputs,
 }

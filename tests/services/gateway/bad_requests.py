@@ -71,7 +71,10 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *both("extra_args", {"a": 1}),
         *both("ignore_eos", "x"),
         *both("tools", [{"type": "function"}]),
-        *both("response_format", {"type": "json_object"}),
+        *both("response_format", "json", {"type": "xml"}, {"type": "json_schema", "json_schema": {}}),
+        *both("structured_outputs", "json", {}, {"json": {}, "regex": "a"}, {"structural_tag": "{}"}),
+        *both("structured_outputs", *poisonous_constraints()),
+        *both("guided_json", {"type": "object"}),
         *both("kv_transfer_params", {}),
         completion("prompt"),
         completion("prompt", prompt=None),
@@ -130,6 +133,23 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         BadBody(CHAT, {"echo": True}, "echo"),
         BadBody(CHAT, {"add_special_tokens": True}, "add_special_tokens"),
         BadBody(CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    ]
+
+
+def poisonous_constraints() -> list[dict[str, Any]]:
+    """What is refused before anything is compiled."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return [
+        {"json": schema},
+        {"json": "[" * 3000 + "]" * 3000},
+        {"json": {"enum": [f"value {n}" for n in range(20_000)]}},
+        {"json": {"title": "x" * 100_000}},
+        {"json": "{"},
+        {"regex": "(a|b)" * 10_000},
+        {"choice": ["a"] * 20_000},
+        {"choice": []},
     ]
 
 

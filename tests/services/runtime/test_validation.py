@@ -152,14 +152,15 @@ def test_accepted_tokens_are_checked_too() -> None:
         assert caught.value.field == "accepted_token_ids"
 
 
-def test_parameters_of_later_versions_are_refused() -> None:
-    assert "not supported yet" in refused("structured_outputs", structured_outputs={"json_object": True})
+def test_structured_outputs_have_limits() -> None:
+    accepted(structured_outputs={"json_object": True})
+    assert "is empty" in refused("structured_outputs", structured_outputs={"regex": ""})
 
 
 def test_every_parameter_is_checked_or_refused() -> None:
     """A field that is added to the contract must be added to the validator."""
     free = {"max_tokens", "top_k", "seed", "skip_reading_prefix_cache"}
-    known = {*FLOATS, *free, *validation._CHECKS, *validation._LATER}
+    known = {*FLOATS, *free, *validation._CHECKS}
     assert {field.name for field in SamplingParams.DESCRIPTOR.fields} == known
 
 

@@ -109,6 +109,7 @@ class Request:
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_cached_tokens",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
@@ -163,6 +164,7 @@ class Request:
         self.num_registered_blocks = 0
 
         self.num_cached_tokens = 0
+        self.num_external_cached_tokens = 0
         self.arrival_ns = arrival_ns
         self.first_scheduled_ns: int | None = None
         self.first_output_sent = False

@@ -3,7 +3,7 @@
 import enum
 
 from .kv_messages import KVTarget
-from .messages import EngineCoreRequest, FinishReason, Logprobs
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 from .repetition import is_repeating
 
 
@@ -226,3 +226,10 @@ def finish_status(request: Request) -> RequestStatus | None:
     ):
         return RequestStatus.FINISHED_REPETITION
     return None
+
+
+def mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
+    """Makes ``output`` the request's last."""
+    output.finish_reason = FINISH_REASONS[status]
+    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
+        output.stop_token_id = request.all_token_ids[-1]

@@ -11,11 +11,11 @@ from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
 from .kv_events import KVEventLog
-from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, SchedulerStats
+from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, SchedulerStats
 from .pausing import PauseState
 from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
-from .request import FINISH_REASONS, Request, RequestStatus, finish_status
+from .request import Request, RequestStatus, finish_status, mark_finished
 from .request_limits import check_config, refusal
 from .request_queue import SchedulingPolicy, make_queue, priority_key
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -320,31 +320,21 @@ class Scheduler:
             self._start(request, plan)
 
     def _start(self, request: Request, plan: StepPlan) -> None:
-        if self._remote is not None:
-            self._remote.starts(request)
         num_new_tokens = self._budget.chunk(request, plan.budget)
+        if self._remote is not None:
+            self._early_outputs += self._remote.starts(request, num_new_tokens)
         new_block_ids = self.kv.allocate(request, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
         if self._policy is SchedulingPolicy.PRIORITY:
             bisect.insort(self.running, request, key=priority_key)
         else:
             self.running.append(request)
-        if request.first_scheduled_ns is None and self._remote is not None:
-            self._grant(request, num_new_tokens)
         self._recorder.started(request)
         if request.status is RequestStatus.PREEMPTED:
             plan.add_resumed(request, num_new_tokens)
         else:
             plan.add_new(request, num_new_tokens)
         request.set_status(RequestStatus.RUNNING)
-
-    def _grant(self, request: Request, num_new_tokens: int) -> None:
-        """Tells of the lease of a prompt that takes more than this step: its KV may be read meanwhile."""
-        if request.remote is None or not request.remote.lease_id:
-            return
-        if num_new_tokens < request.num_tokens - request.num_computed_tokens:
-            index, num_tokens = request.num_output_tokens, request.num_tokens
-            self._early_outputs.append(EngineCoreOutput(request.request_id, [], index, kv_granted_tokens=num_tokens))
 
     def _requeue(self, request: Request, status: RequestStatus) -> None:
         if self._remote is not None:
@@ -374,7 +364,7 @@ class Scheduler:
             request.append_token(token_id)
             if status := finish_status(request):
                 output.new_token_ids = token_ids[:count]
-                _mark_finished(output, request, status)
+                mark_finished(output, request, status)
                 self._finish(request, status)
                 break
         if not request.first_output_sent:
@@ -397,11 +387,5 @@ class Scheduler:
         """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""
         output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
         self._finish(request, status)
-        _mark_finished(output, request, status)
+        mark_finished(output, request, status)
         self._early_outputs.append(output)
-
-
-def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
-    output.finish_reason = FINISH_REASONS[status]
-    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
-        output.stop_token_id = request.all_token_ids[-1]

@@ -104,6 +104,7 @@ class EngineService:
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
+            max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
             priorities=settings.scheduling_policy == "priority",
         )
         identity = None

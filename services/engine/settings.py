@@ -48,6 +48,9 @@ class EngineSettings(ServiceSettings):
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, tokens; by default the model's."
     )
+    max_logprobs: int = Field(
+        20, ge=-1, description="Alternatives that a request may ask for at each token; -1: the whole vocabulary."
+    )
     max_num_seqs: int = Field(128, ge=1, description="Requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in a step.")
     decode_batched_tokens: int | None = Field(128, ge=1, description="Tokens in a step while any request decodes.")

@@ -11,6 +11,7 @@ import msgspec
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..runtime import errors, validation
+from .response_format import read_response_format
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +31,21 @@ SAMPLING_FIELDS = frozenset(
         "repetition_penalty",
         "stop_token_ids",
         "prompt_logprobs",
+        "logprob_token_ids",
         "logit_bias",
         "allowed_token_ids",
-        "bad_words",
+        "repetition_detection",
+        "skip_reading_prefix_cache",
+        "thinking_token_budget",
+        "extra_args",
+        "structured_outputs",
     }
 )
 """Fields that :func:`validation.narrow_sampling` reads, the same for both endpoints."""
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "n": (None, 1),
+    "bad_words": (None, []),
     "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),
@@ -48,12 +55,6 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
@@ -70,6 +71,11 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "kv_transfer_params": (None,),
 }
 """Fields whose effect would be missed, with the values that ask for nothing."""
+
+RENAMED: Mapping[str, str] = {
+    f"guided_{kind}": f'structured_outputs: {{"{kind}": …}}' for kind in ("json", "regex", "choice", "grammar")
+}
+"""Old names of fields whose effect would be missed, and what is to be sent instead."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -106,6 +112,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
+    response_format: Any = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
 
@@ -156,7 +163,11 @@ class BodyReader:
         for name, neutral in NOT_SUPPORTED_YET.items():
             if name in body and name not in known:
                 _check_neutral(name, body[name], neutral)
-        self._check_unknown(name for name in body if name not in known and name not in NOT_SUPPORTED_YET)
+        for name, instead in RENAMED.items():
+            if body.get(name) is not None:
+                raise errors.InvalidArgument(f"{name} is not supported; send {instead}", name)
+        others = NOT_SUPPORTED_YET.keys() | RENAMED.keys()
+        self._check_unknown(name for name in body if name not in known and name not in others)
         try:
             return msgspec.convert(body, model)
         except msgspec.ValidationError as error:
@@ -172,8 +183,13 @@ class BodyReader:
 
 
 def sampling_params(body: Body) -> types_pb2.SamplingParams:
-    """The sampling parameters of a body."""
-    return validation.narrow_sampling({name: body[name] for name in SAMPLING_FIELDS if name in body})
+    """The sampling parameters of a body, ``response_format`` among them."""
+    sampling = validation.narrow_sampling({name: body[name] for name in SAMPLING_FIELDS if name in body})
+    if (constraint := read_response_format(body.get("response_format"))) is not None:
+        if sampling.HasField("structured_outputs"):
+            raise errors.InvalidArgument("response_format and structured_outputs exclude each other", "response_format")
+        sampling.structured_outputs.CopyFrom(constraint)
+    return sampling
 
 
 def text_options(fields: CommonFields) -> output_processor_pb2.TextOptions:

@@ -56,11 +56,25 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *both("n", 0, -1, 1.5, "2", True, 2, HUGE),
         *both("stream", 1, "yes"),
         *both("stream_options", 5, {"include_usage": True}),
-        *both("logit_bias", {"5": 1.0}),
-        *both("min_tokens", 3),
+        *both("logit_bias", {"5": 101}, {"5": "1"}, {"a": 1}, {"-1": 1}, {str(vocab_size): 1}, {str(HUGE): 1}, [], 5),
+        *both("min_tokens", -1, 1.5, "3", True, HUGE, max_model_len + 1),
+        *both("prompt_logprobs", True, -1, -2, 21, 1.5, "1", HUGE, []),
+        *both("logprob_token_ids", [0], [vocab_size], [-1], "a"),
+        *both(
+            "allowed_token_ids", [], [vocab_size], [-1], [1.0], [True], ["1"], "a", 5, [2**32], [0] * (vocab_size + 1)
+        ),
+        *both("repetition_detection", 5, [], {"size": 1}, {"max_pattern_size": 3}),
+        *both("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),
+        *both("repetition_detection", {"max_pattern_size": HUGE, "min_count": 2}),
+        *both("skip_reading_prefix_cache", 1, "true"),
+        *both("thinking_token_budget", 5),
+        *both("extra_args", {"a": 1}),
         *both("ignore_eos", "x"),
         *both("tools", [{"type": "function"}]),
-        *both("response_format", {"type": "json_object"}),
+        *both("response_format", "json", {"type": "xml"}, {"type": "json_schema", "json_schema": {}}),
+        *both("structured_outputs", "json", {}, {"json": {}, "regex": "a"}, {"structural_tag": "{}"}),
+        *both("structured_outputs", *poisonous_constraints()),
+        *both("guided_json", {"type": "object"}),
         *both("kv_transfer_params", {}),
         completion("prompt"),
         completion("prompt", prompt=None),
@@ -101,6 +115,23 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         BadBody(CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
         BadBody(CHAT, {"logprobs": True}, "logprobs"),
         BadBody(CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    ]
+
+
+def poisonous_constraints() -> list[dict[str, Any]]:
+    """What is refused before anything is compiled."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(300):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return [
+        {"json": schema},
+        {"json": "[" * 3000 + "]" * 3000},
+        {"json": {"enum": [f"value {n}" for n in range(20_000)]}},
+        {"json": {"title": "x" * 100_000}},
+        {"json": "{"},
+        {"regex": "(a|b)" * 10_000},
+        {"choice": ["a"] * 20_000},
+        {"choice": []},
     ]
 
 
@@ -150,8 +181,18 @@ def bad_calls(model: str, vocab_size: int, max_model_len: int) -> dict[str, tupl
     return calls | {
         "max_tokens=0": sampling("max_tokens", max_tokens=0),
         "max_tokens huge": sampling("max_tokens", max_tokens=2**32 - 1),
-        "min_tokens": sampling("min_tokens", min_tokens=1),
-        "logprobs": sampling("logprobs", logprobs=1),
+        "min_tokens": sampling("min_tokens", min_tokens=5, max_tokens=4),
+        "logprobs": sampling("logprobs", logprobs=21),
+        "prompt_logprobs": sampling("prompt_logprobs", prompt_logprobs=2**32 - 1),
+        "logprob_token_ids": sampling("logprob_token_ids", logprob_token_ids=[1]),
+        "logit_bias": sampling("logit_bias", logit_bias={1: math.nan}),
+        "logit_bias id": sampling("logit_bias", logit_bias={vocab_size: 1}),
+        "allowed_token_ids": sampling("allowed_token_ids", allowed_token_ids=[vocab_size]),
+        "bad_words": sampling("bad_words", bad_words=[types_pb2.TokenIds()]),
+        "bad_words id": sampling("bad_words", bad_words=[types_pb2.TokenIds(ids=[vocab_size])]),
+        "repetition_detection": sampling(
+            "repetition_detection", repetition_detection=types_pb2.RepetitionDetection(min_count=2)
+        ),
         "stop token": sampling("stop_token_ids", stop_token_ids=[vocab_size]),
         "no prompt": (inference_pb2.GenerateRequest(model=model), "prompt"),
         "empty text": request("text", text=""),

@@ -31,7 +31,8 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         weights: Weights,
         kv_events: KVEventFeed | None,
     ) -> None:
-        """``role``: None when the engine cannot have another, for it moves no KV. ``kv_events``: None: it tells none."""
+        """``role``: None when the engine cannot have another, for it moves no KV; ``kv_events``: None when it tells
+        none."""
         self._kv_events = kv_events
         self._role = role
         self._pause = pause

@@ -121,6 +121,8 @@ def _refusal(message: EngineCoreRequest, session: _Session | None) -> str:
     """Why a session cannot have this input. Empty: it can."""
     if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
         return "a resumable request exchanges no KV with other engines"
+    if message.prompt_embeds:
+        return "a resumable request cannot have prompt_embeds"
     if session is not None and len(session.inputs) >= MAX_INPUTS:
         return f"{MAX_INPUTS} inputs of the session wait already"
     return ""

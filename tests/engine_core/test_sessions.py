@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
@@ -6,6 +7,7 @@ from tokenloom.engine_core import sessions
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.hash_worker import expected_tokens
 from tokenloom.engine_core.messages import EngineCoreRequest, FinishReason
+from tokenloom.engine_core.prompt_embeds import EmbedsSpan
 
 
 def part(prompt: list[int], max_tokens: int = 5, *, last: bool = False) -> EngineCoreRequest:
@@ -105,8 +107,11 @@ def test_inputs_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     check_idle(core.scheduler)
 
 
-def test_a_session_moves_no_kv() -> None:
-    message = part([1])
-    message.lease_id = b"lease"
+def test_what_a_session_cannot_have() -> None:
+    leased, embedded = part([1]), part([1])
+    leased.lease_id = b"lease"
     with pytest.raises(ValueError, match="exchanges no KV"):
-        make_core().add_request(message)
+        make_core().add_request(leased)
+    embedded.prompt_embeds = [EmbedsSpan(0, np.zeros((1, 4), dtype=np.float32))]
+    with pytest.raises(ValueError, match="cannot have prompt_embeds"):
+        make_core().add_request(embedded)

@@ -2,6 +2,7 @@
 
 from .block_hash import hash_block
 from .block_pool import BlockPool
+from .config import CacheConfig
 from .kv_events import KVEventLog
 from .request import Request
 
@@ -30,6 +31,17 @@ class KVCacheManager:
         self._events = events
         if events is not None:
             self.pool.listeners.append(events)
+
+    @classmethod
+    def of(cls, config: CacheConfig, num_blocks: int, events: KVEventLog | None) -> "KVCacheManager":
+        """As it is configured, over a pool of so many blocks."""
+        return cls(
+            num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            hash_seed=config.block_hash_seed,
+            events=events,
+        )
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether the empty pool has room for this many tokens."""
@@ -88,7 +100,8 @@ class KVCacheManager:
             new_block_ids = self.pool.allocate(num_missing)
             request.block_ids += new_block_ids
         if self.enable_prefix_caching and end // self.block_size > request.num_registered_blocks:
-            self._register_blocks(request, end // self.block_size)
+            # Of tokens in flight there is no hash yet.
+            self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
 
     def free(self, request: Request) -> None:

@@ -1,7 +1,10 @@
 """What befalls requests on their way through the scheduler: counted, and told with their outputs to who wants it."""
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 
+from .block_pool import BlockPool
+from .config import CacheConfig, SchedulerConfig
 from .messages import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -10,16 +13,16 @@ from .messages import (
     SchedulerStats,
 )
 from .request import Request, RequestStatus
+from .request_queue import RequestQueue
 
 
 class StatsRecorder:
     """Called at the turns of a request's life, never for each of its tokens. Counters grow over the core's life."""
 
-    def __init__(self, clock: Callable[[], int], *, enable_prefix_caching: bool, log_events: bool) -> None:
-        """``log_events``: whether outputs tell what befell their requests."""
+    def __init__(self, clock: Callable[[], int], cache: CacheConfig, config: SchedulerConfig) -> None:
         self._clock = clock
-        self._enable_prefix_caching = enable_prefix_caching
-        self._log_events = log_events
+        self._enable_prefix_caching = cache.enable_prefix_caching
+        self._log_events = config.log_events
         self._counters = SchedulerStats()
         # Of live requests, since their last output.
         self._events: dict[str, list[EngineCoreEvent]] = {}
@@ -62,17 +65,15 @@ class StatsRecorder:
             num_external_cached_tokens=request.num_external_cached_tokens,
         )
 
-    def fill(self, stats: SchedulerStats) -> None:
-        """Adds the counters."""
-        counters = self._counters
-        stats.num_preemptions = counters.num_preemptions
-        stats.prefix_cache_requests = counters.prefix_cache_requests
-        stats.prefix_cache_queries = counters.prefix_cache_queries
-        stats.prefix_cache_hits = counters.prefix_cache_hits
-        stats.preempted_prefix_cache_queries = counters.preempted_prefix_cache_queries
-        stats.preempted_prefix_cache_hits = counters.preempted_prefix_cache_hits
-        stats.external_prefix_cache_queries = counters.external_prefix_cache_queries
-        stats.external_prefix_cache_hits = counters.external_prefix_cache_hits
+    def stats(self, waiting: RequestQueue, running: Sequence[Request], pool: BlockPool) -> SchedulerStats:
+        """Who waits and runs now, and what was counted so far."""
+        stats = copy.copy(self._counters)
+        stats.num_waiting = len(waiting)
+        stats.num_running = len(running)
+        stats.num_waiting_tokens = waiting.num_tokens
+        stats.kv_usage = pool.usage
+        stats.num_free_blocks = pool.num_free
+        return stats
 
     def tell(self, outputs: Iterable[EngineCoreOutput]) -> None:
         """Moves what was noted into the outputs of the requests that it befell."""

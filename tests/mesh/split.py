@@ -11,6 +11,7 @@ from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.engine_core.async_client import AsyncInprocClient
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings
@@ -110,10 +111,10 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     transports = make_transports(config)
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
-        return AsyncInprocClient(config, worker, transports)
+        return AsyncInprocClient(config, UniProcExecutor(worker), transports)
     from tokenloom.gpu_worker.cpu_worker import CPUWorker  # the other tests need no torch
 
-    return AsyncInprocClient(config, CPUWorker(config), transports)
+    return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
 
 
 class SplitMesh(Mesh):

@@ -1,16 +1,11 @@
-import msgspec
-
-from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request
+from tests.engine_core.helpers import finish, make_core, make_request
 from tokenloom.engine_core.block_hash import block_hashes
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.engine_core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventLog
 
 
-def make_core(num_blocks: int = 8) -> EngineCore:
-    config = make_config(num_blocks=num_blocks, block_size=4)
-    config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events="CPU"))
-    return EngineCore(config, HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256))
+def telling_core(num_blocks: int = 8) -> EngineCore:
+    return make_core(num_blocks=num_blocks, block_size=4, kv_events="CPU")
 
 
 def events_of(core: EngineCore) -> list[KVCacheEvent]:
@@ -21,7 +16,7 @@ def events_of(core: EngineCore) -> list[KVCacheEvent]:
 
 
 def test_stored_blocks_are_told_with_their_tokens_and_what_they_follow() -> None:
-    core = make_core()
+    core = telling_core()
     prompt = list(range(10))
     core.add_request(make_request("a", prompt, 3))
     first, second = block_hashes([*prompt, 0, 0], 4)[:2]
@@ -33,7 +28,7 @@ def test_stored_blocks_are_told_with_their_tokens_and_what_they_follow() -> None
 
 
 def test_removed_blocks_are_told() -> None:
-    core = make_core(num_blocks=4)
+    core = telling_core(num_blocks=4)
     core.add_request(make_request("a", [1] * 9, 1))
     first, second = block_hashes([1] * 8, 4)
     events_of(core)
@@ -43,7 +38,7 @@ def test_removed_blocks_are_told() -> None:
 
 
 def test_a_reset_is_told_without_a_request() -> None:
-    core = make_core()
+    core = telling_core()
     core.add_request(make_request("a", [1] * 9, 1))
     events_of(core)
     assert core.reset_prefix_cache()
@@ -62,8 +57,7 @@ def test_what_came_before_a_reset_is_not_worth_telling() -> None:
 
 
 def test_nobody_listens_by_default() -> None:
-    config = make_config()
-    core = EngineCore(config, HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256))
+    core = make_core()
     core.add_request(make_request("a", [1] * 9))
     assert core.scheduler.kv_events is None
     assert not events_of(core)

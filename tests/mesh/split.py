@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.engine_core.async_client import AsyncInprocClient
@@ -18,6 +20,7 @@ from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.engine.core_main import make_transports
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.services.engine.structured_output import structured_output_config
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 from tokenloom.services.runtime.host import Host
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
@@ -108,6 +111,7 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     is_hash = settings.worker == "hash"
     # Without a checkpoint the hash worker's tokens are any of the vocabulary.
     config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
+    config = msgspec.structs.replace(config, structured_output=structured_output_config(DEMO_MODEL))
     transports = make_transports(config)
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)

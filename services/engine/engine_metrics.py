@@ -29,6 +29,7 @@ class EngineMetrics:
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._preemptions = self._counter("num_preemptions", "Requests that lost their blocks and were resumed.")
+        self._corrupted = self._counter("corrupted_requests", "Requests with NaN logits, if those are counted.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = metrics.counter(
@@ -85,6 +86,9 @@ class EngineMetrics:
                 if not attempt.num_accepted_tokens:  # else another attempt had it
                     self._ttft.observe(now - attempt.arrival)
             attempt.last_token_at = now
+        if output.num_nans_in_logits and not attempt.saw_nans:
+            attempt.saw_nans = True
+            self._corrupted.inc()
         if (stats := output.prefill_stats) is not None:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
             self._queue.observe(stats.queued_ns / 1e9)

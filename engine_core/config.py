@@ -23,6 +23,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Hash and timed worker only: how long a step takes."""
     token_seconds: float = 0.0
     """Likewise: how much longer for each token that the step computes."""
+    compute_nans_in_logits: bool = False
+    """Whether NaN logits are counted, at the cost of a look at every logit."""
     profiler_dir: str = ""
     """Where profiles are written; empty: there are none."""
 
@@ -39,6 +41,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     """KV pool size in bytes; None: from the memory that is free after the profile run."""
     engines_on_host: int = 1
     """How many engines share this host's memory."""
+    kv_events: str = ""
+    """The medium (``CPU``, ``GPU``) that events of the prefix cache name; empty: there are none."""
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 
@@ -62,6 +66,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     reserve_full_prompt: bool = True
     """Admit a request only when all its tokens fit, not just those of its first step: two long prompts that are let in
     together might only preempt each other."""
+    log_events: bool = False
+    """Whether outputs tell when their requests were queued, scheduled and preempted."""
     watermark: float = 0.01
     """Share of the blocks that a newcomer leaves free while others run, for their next tokens."""
 
@@ -118,6 +124,17 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True):
     """``llguidance`` or ``xgrammar``."""
 
 
+class ObservabilityConfig(msgspec.Struct, frozen=True):
+    """What the loop tells of its steps."""
+
+    log_iterations: bool = False
+    """Whether each step is a line in the log."""
+    dump_dir: str = ""
+    """Directory that gets a file with the scheduler's input of a step that failed; empty: only the log has it."""
+    dump_tokens: bool = False
+    """Whether that may name tokens of prompts and outputs."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All of it, as INIT carries it to the core's process."""
 
@@ -125,6 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer to constrain outputs by."""
     max_model_len: int | None = None

@@ -9,6 +9,7 @@ from .batch_queue import BatchQueue
 from .config import EngineConfig
 from .core_kv import CoreKV
 from .executor.interface import Executor, PendingOutput
+from .iteration_log import IterationLog
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -16,7 +17,9 @@ from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .sessions import Sessions
 from .sleeping import Sleeping
+from .step_dump import dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 
 log = logging.getLogger(__name__)
@@ -47,10 +50,13 @@ class EngineCore:
             kv_policy=config.kv.policy,
             grammars=self._grammars,
         )
+        self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self._batch_queue = self._make_batch_queue()
+        self._observability = config.observability
+        self._iterations = IterationLog() if config.observability.log_iterations else None
         self.num_steps = 0
         self.ready = CoreReady(
             num_kv_blocks=kv_cache.num_blocks,
@@ -63,12 +69,16 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request; it may end at once, with an output in the next step."""
-        self.scheduler.add_request(request)
+        """Queues a request, or an input of a session; it may end at once, with an output in the next step. Raises
+        ``ValueError`` for an input that cannot be."""
+        if request.resumable or request.request_id in self.sessions:
+            self.sessions.add(request)
+        else:
+            self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
-        self.scheduler.abort_requests(request_ids)
+        self._abort(request_ids)
         self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
@@ -77,11 +87,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Not while every request waits for KV from elsewhere: see ``on_news``."""
-        return (
-            self.scheduler.has_work()
-            or bool(self._batch_queue)
-            or (self._connector is not None and self._connector.has_news())
-        )
+        if self.scheduler.has_work() or self.scheduler.kv_events or self._batch_queue:
+            return True
+        return self._connector is not None and self._connector.has_news()
 
     def has_requests(self) -> bool:
         """Whether any request is live."""
@@ -102,11 +110,18 @@ class EngineCore:
         """One turn of the loop. ``take_aborts`` gives the requests that were aborted while a step executed."""
         outputs = self._step(take_aborts) if self._batch_queue is None else self._step_with_batch_queue(take_aborts)
         outputs += self.scheduler.take_early_outputs()
+        if self.sessions:
+            self.sessions.take(outputs)
         if self.pausing.is_settling:
             self.pausing.settle()
         if self.sleeping.is_settling:
             self.sleeping.settle()
-        return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
+        return EngineCoreOutputs(
+            step=self.num_steps,
+            outputs=outputs,
+            scheduler_stats=self.scheduler.stats(),
+            kv_events=self.scheduler.kv_events.take() if self.scheduler.kv_events else [],
+        )
 
     def _step(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
         """Schedule, execute, update."""
@@ -115,7 +130,7 @@ class EngineCore:
         if self._connector is not None:
             start_transfers(self._connector, scheduled)
         if scheduled.total_num_scheduled_tokens:
-            with self._recovering():
+            with self._recovering(scheduled):
                 result = self._execute(scheduled).result()
             if self._connector is not None:
                 self._connector.wait_for_save()
@@ -130,9 +145,9 @@ class EngineCore:
         assert queue is not None
         scheduled = self.scheduler.schedule()
         is_deferred = self.scheduler.constrained.awaits_tokens(scheduled, self.scheduler.requests)
-        with self._recovering():
+        with self._recovering(scheduled):
             if is_deferred:
-                self.executor.execute_model(scheduled)
+                self._execute_model(scheduled)
             elif scheduled.total_num_scheduled_tokens:
                 queue.put(scheduled, self._execute(scheduled))
                 if not queue.is_full:
@@ -143,7 +158,7 @@ class EngineCore:
             result = oldest.pending.result()
         outputs = self._update(oldest.scheduled, result, take_aborts)
         if is_deferred:  # now that the token before is known, so is what may follow it
-            with self._recovering():
+            with self._recovering(scheduled):
                 queue.put(scheduled, self._sample(self._start_grammars(scheduled)))
         return outputs
 
@@ -151,11 +166,16 @@ class EngineCore:
         """Begins both halves of a step. What grammars allow is computed while the model runs."""
         grammars = self._start_grammars(scheduled)
         try:
-            self.executor.execute_model(scheduled)
+            self._execute_model(scheduled)
         finally:
             if grammars is not None:
                 grammars.output()  # whoever goes on after a failure finds it at rest
         return self._sample(grammars)
+
+    def _execute_model(self, scheduled: SchedulerOutput) -> None:
+        if self._iterations is not None:
+            self._iterations.begin()
+        self.executor.execute_model(scheduled)
 
     def _sample(self, grammars: GrammarStep | None) -> PendingOutput:
         if grammars is None:
@@ -170,9 +190,14 @@ class EngineCore:
     def _update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
-        self.scheduler.abort_requests(take_aborts())
+        self._abort(take_aborts())
         self.num_steps += 1
+        if self._iterations is not None:
+            self._iterations.end(self.num_steps, scheduled)
         return self.scheduler.update_from_output(scheduled, result)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        self.scheduler.abort_requests(self.sessions.abort(request_ids) if self.sessions else request_ids)
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
         """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""
@@ -229,12 +254,16 @@ class EngineCore:
         return BatchQueue(self.executor.max_concurrent_batches)
 
     @contextlib.contextmanager
-    def _recovering(self) -> Iterator[None]:
+    def _recovering(self, scheduled: SchedulerOutput) -> Iterator[None]:
         """A step that fails leaves the scheduler as if the worker had never known any request."""
         try:
             yield
-        except Exception:
+        except Exception as error:
+            scheduler = self.scheduler
+            dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
             if self._batch_queue is not None:
                 self._batch_queue.abandon()
+            if self._iterations is not None:
+                self._iterations.abandon()
             self.scheduler.recover_from_failed_step()
             raise

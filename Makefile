@@ -31,9 +31,10 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 test: install ## all tests: no GPU, no network
 	$(BIN)/python -m pytest -q
 
-soak: install ## a thousand random schedules of faults while KV moves between engines
+soak: install ## a thousand random schedules of faults while KV moves between engines; 300 random JSON schemas
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 50 --worker cpu
+	$(BIN)/python -m tests.soak.schemas --schemas 300
 
 bench: install ## the short benchmarks: the mesh alone, a step's parts, the offline engine, each in seconds
 	$(BIN)/tokenloom bench mesh --step-ms 20 --step-ms 0 --batch 64 --seconds 5

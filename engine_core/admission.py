@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from .config import SchedulerConfig
 from .kv_cache_manager import KVCacheManager
 from .remote_kv import RemoteKV
 from .request import Request, RequestStatus
@@ -17,16 +18,19 @@ class _Blocked(NamedTuple):
 
 
 class Admission:
-    """First come, first served: the head of the queue is let in when all its tokens fit into the KV cache."""
+    """The head of the queue is let in when its tokens fit into the KV cache; nobody gets past it."""
 
-    def __init__(self, queue: RequestQueue, kv: KVCacheManager, remote: RemoteKV | None, *, chunked: bool) -> None:
-        """``chunked``: whether a prompt may take several steps."""
+    def __init__(
+        self, queue: RequestQueue, kv: KVCacheManager, remote: RemoteKV | None, config: SchedulerConfig
+    ) -> None:
         self._queue = queue
         self._kv = kv
         self._remote = remote
-        self._chunked = chunked
+        self._chunked = config.enable_chunked_prefill
+        self._reserve_full_prompt = config.reserve_full_prompt
+        self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         # Blocks that are left to those already running, so that their next tokens do not preempt the newcomer.
-        self._watermark = kv.pool.num_blocks // 100
+        self._watermark = int(kv.pool.num_blocks * config.watermark)
         self._blocked: _Blocked | None = None
 
     def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
@@ -36,6 +40,8 @@ class Admission:
         left of the step. ``only_begun``: nobody but who ran before and was preempted.
         """
         while (request := self._head_begun() if only_begun else self._queue.peek()) is not None:
+            if request.num_output_placeholders:  # it comes back with a token that it drew before it was preempted
+                return None
             if others_run and self._is_still_blocked(request):
                 return None
             hits = [] if request.block_ids else self._kv.find_cached_blocks(request)
@@ -50,7 +56,10 @@ class Admission:
             num_left = request.num_tokens - num_computed_tokens - num_external_tokens
             if num_left > max_tokens and not self._chunked:
                 return None
-            if not self._kv.can_admit(request, hits, self._num_spare_blocks(others_run=others_run)):
+            num_tokens = request.num_tokens
+            if not self._reserve_full_prompt and request.remote is None and not num_external_tokens:
+                num_tokens = num_computed_tokens + min(num_left, max_tokens, self._max_chunk)
+            if not self._kv.can_admit(request, hits, num_tokens, self._num_spare_blocks(others_run=others_run)):
                 if not others_run and self._make_room():
                     continue
                 self._blocked = _Blocked(request, self._kv.pool.num_free, len(hits))

@@ -1,6 +1,7 @@
 """Clients of an engine core for code without an event loop: in process, or over ZMQ."""
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -13,11 +14,11 @@ from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineDeadError, UtilityError
+from .executor.interface import Executor
 from .frames import FrameSender, receive_frames
 from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityOutput
 from .serialization import Decoder, from_raw, to_raw
 from .utilities import UtilityCall
-from .worker import Executor
 
 _POLL_MS = 100
 """How often a wait looks whether the core's process still lives."""
@@ -49,6 +50,8 @@ class InprocClient:
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._core = EngineCore(config, executor)
+        self._news = threading.Event()
+        self._core.on_news(self._news.set)
         self._calls = CoreCalls(self._core)
         # Refusals, one for each bad request not yet read, and steps that a utility call had to wait for.
         self._early: deque[EngineCoreOutputs] = deque()
@@ -62,7 +65,12 @@ class InprocClient:
         self._calls.abort(list(request_ids))
 
     def get_output(self) -> EngineCoreOutputs:
-        return self._early.popleft() if self._early else self._calls.step()
+        if self._early:
+            return self._early.popleft()
+        while self._core.is_compiling() and not self._core.has_work():
+            self._news.wait()
+            self._news.clear()
+        return self._calls.step()
 
     def call_utility(self, method: str, *args: object) -> object:
         answers: list[EngineCoreOutputs] = []

@@ -37,6 +37,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     """KV pool size in bytes; None: from the memory that is free after the profile run."""
     engines_on_host: int = 1
     """How many engines share this host's memory."""
+    kv_events: str = ""
+    """The medium (``CPU``, ``GPU``) that events of the prefix cache name; empty: there are none."""
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 
@@ -51,6 +53,19 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     decode_batched_tokens: int | None = None
     """Budget while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
     enable_chunked_prefill: bool = True
+    async_scheduling: bool = False
+    """Whether the next step is scheduled while one runs, before its tokens are known."""
+    policy: str = "fcfs"
+    """``fcfs`` or ``priority``: see ``SchedulingPolicy``."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt in a step at most, so that short prompts get past long ones; 0: as many as fit."""
+    reserve_full_prompt: bool = True
+    """Admit a request only when all its tokens fit, not just those of its first step: two long prompts that are let in
+    together might only preempt each other."""
+    log_events: bool = False
+    """Whether outputs tell when their requests were queued, scheduled and preempted."""
+    watermark: float = 0.01
+    """Share of the blocks that a newcomer leaves free while others run, for their next tokens."""
 
 
 class TLSFiles(msgspec.Struct, frozen=True):
@@ -92,6 +107,19 @@ class KVConfig(msgspec.Struct, frozen=True):
     """Faults to inject, for tests: ``name=share`` each (see ``failpoints.py``)."""
 
 
+class StructuredOutputConfig(msgspec.Struct, frozen=True):
+    """How outputs are made to follow a grammar."""
+
+    tokenizer: str
+    """Path of the model's ``tokenizer.json``."""
+    tokenizer_digest: bytes
+    """SHA-256 of that file: whoever loads it later makes sure that it is still the same."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the checkpoint; empty: what the tokenizer itself says."""
+    backend: str = "llguidance"
+    """``llguidance`` or ``xgrammar``."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All of it, as INIT carries it to the core's process."""
 
@@ -99,5 +127,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
+    structured_output: StructuredOutputConfig | None = None
+    """None: the model has no tokenizer to constrain outputs by."""
     max_model_len: int | None = None
     """Prompt and output together; None: the model's own, or what the KV pool can hold if that is less."""

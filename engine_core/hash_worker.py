@@ -7,6 +7,7 @@ tables: a wrong block, slot, position or order anywhere changes the tokens.
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,13 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import EngineConfig
+from .hash_logprobs import hash_logprobs
 from .kv_transport import KVPool, KVRegion
+from .messages import Logprobs
 from .pool_memory import PoolMemory
+from .prompt_embeds import EmbedsSpan
+from .sampling_params import SamplingParams
 from .scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .worker import ModelInfo
 
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_MAX_MODEL_LEN = 4096
+HIDDEN_SIZE = 8
+"""Of prompt embeddings."""
 _BYTES_PER_TOKEN = 8
 _AVAILABLE_BYTES = 64 << 20
 
@@ -44,7 +51,10 @@ class HashWorker:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._rows: dict[str, _Row] = {}
+        self._embeds: dict[str, list[EmbedsSpan]] = {}
+        self._params: dict[str, SamplingParams] = {}  # also of preempted requests
         self._executed: list[str] = []
+        self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
         self._cache = np.empty((0, 2), dtype=np.int32)
         self._memory: PoolMemory | None = None
 
@@ -59,6 +69,7 @@ class HashWorker:
             kv_bytes_per_token=_BYTES_PER_TOKEN,
             kv_layout=self._kv_layout,
             numerics="hash",
+            hidden_size=HIDDEN_SIZE,
         )
 
     def determine_available_memory(self) -> int:
@@ -88,11 +99,21 @@ class HashWorker:
         for req_id, num_tokens in scheduled.items():
             self._write(self._rows[req_id], num_tokens)
         self._executed = list(scheduled)
+        self._prompt_logprobs = {
+            req_id: self._tell_prompt(self._rows[req_id], num_tokens)
+            for req_id, num_tokens in scheduled.items()
+            if self._rows[req_id].is_in_prompt(num_tokens) and self._params[req_id].prompt_logprobs is not None
+        }
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         allowed = allowed_tokens(grammar, self._vocab_size)
         tokens = [self._sample(self._rows[req_id], allowed.get(req_id)) for req_id in self._executed]
-        return ModelRunnerOutput(self._executed, tokens)
+        logprobs = {
+            req_id: self._tell(self._rows[req_id], token_ids)
+            for req_id, token_ids in zip(self._executed, tokens, strict=True)
+            if token_ids and self._params[req_id].logprobs is not None
+        }
+        return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs)
 
     def sleep(self, level: int) -> None:
         assert self._memory is not None, "initialize_kv_cache comes first"
@@ -123,15 +144,24 @@ class HashWorker:
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
         for req_id in scheduler_output.finished_req_ids + scheduler_output.preempted_req_ids:
             self._rows.pop(req_id, None)
+        for req_id in scheduler_output.finished_req_ids:
+            self._params.pop(req_id, None)
+            self._embeds.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
+            self._params[new.req_id] = new.sampling_params
             self._rows[new.req_id] = _Row.of_new(new, self._block_size)
+            if new.prompt_embeds:
+                self._embeds[new.req_id] = new.prompt_embeds
+                self._rows[new.req_id].take_embeds(new.prompt_embeds)
         self._update_cached(scheduler_output.scheduled_cached_reqs)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
         columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         for req_id, block_ids, num_computed in columns:
             if req_id in cached.resumed_token_ids:
-                self._rows[req_id] = _Row(cached.resumed_token_ids[req_id], num_computed, self._block_size)
+                token_ids = cached.resumed_token_ids[req_id]
+                self._rows[req_id] = _Row(token_ids, num_computed, self._params[req_id], self._block_size)
+                self._rows[req_id].take_embeds(self._embeds.get(req_id, []))
             row = self._rows[req_id]
             row.add_blocks(block_ids)
             row.num_computed = num_computed
@@ -154,21 +184,49 @@ class HashWorker:
         row.token_ids.append(token_id)
         return [token_id]
 
+    def _tell(self, row: "_Row", token_ids: list[int]) -> Logprobs:
+        """Of the token that was just sampled."""
+        top, extra = row.params.logprobs or 0, row.params.logprob_token_ids
+        return hash_logprobs([self._best(row, row.num_computed)], token_ids, top, extra, self._vocab_size)
+
+    def _tell_prompt(self, row: "_Row", num_tokens: int) -> Logprobs:
+        """Of the prompt's tokens that follow those of the step."""
+        first = row.num_computed - num_tokens + 1
+        last = min(row.num_computed, row.num_prompt_tokens - 1)
+        best = [self._best(row, position) for position in range(first, last + 1)]
+        top = row.params.prompt_logprobs or 0
+        return hash_logprobs(best, row.token_ids[first : last + 1], top, (), self._vocab_size)
+
+    def _best(self, row: "_Row", position: int) -> int:
+        return _next_token(self._cache[row.slots[:position]], self._vocab_size)
+
 
 class _Row:
     """What the worker keeps of a request between steps."""
 
-    def __init__(self, token_ids: list[int], num_computed: int, block_size: int) -> None:
+    def __init__(self, token_ids: list[int], num_computed: int, params: SamplingParams, block_size: int) -> None:
         self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(token_ids)
         self.num_computed = num_computed
+        self.params = params
         self.slots: _Slots = np.empty(0, dtype=np.int32)
         self._block_size = block_size
 
     @classmethod
     def of_new(cls, new: NewRequestData, block_size: int) -> "_Row":
-        row = cls(new.prompt_token_ids + new.output_token_ids, new.num_computed_tokens, block_size)
+        token_ids = new.prompt_token_ids + new.output_token_ids
+        row = cls(token_ids, new.num_computed_tokens, new.sampling_params, block_size)
         row.add_blocks(new.block_ids)
         return row
+
+    def take_embeds(self, spans: list[EmbedsSpan]) -> None:
+        """Rows of prompt embeddings count as ids, too."""
+        for span in spans:
+            self.token_ids[span.position : span.position + len(span.rows)] = embeds_ids(span)
+
+    def is_in_prompt(self, num_tokens: int) -> bool:
+        """Whether the step that just computed so many tokens began within the prompt."""
+        return self.num_computed - num_tokens < self.num_prompt_tokens
 
     def add_blocks(self, block_ids: list[int]) -> None:
         if block_ids:
@@ -183,6 +241,11 @@ def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, 
         return {}
     rows = grammar.allowed(vocab_size)
     return {req_id: np.flatnonzero(row) for req_id, row in zip(grammar.req_ids, rows, strict=True)}
+
+
+def embeds_ids(span: EmbedsSpan) -> list[int]:
+    """What the rows of a span are in the hashed prefix."""
+    return [zlib.crc32(row.tobytes()) >> 1 for row in span.rows]
 
 
 def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:

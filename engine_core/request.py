@@ -3,7 +3,8 @@
 import enum
 
 from .kv_messages import KVTarget
-from .messages import EngineCoreRequest, FinishReason, Logprobs
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from .prompt_embeds import content_salt
 from .repetition import is_repeating
 
 
@@ -17,13 +18,15 @@ class RequestStatus(enum.IntEnum):
     """Waits again: it lost its blocks, the worker still knows its parameters."""
     WAITING_FOR_REMOTE_KVS = 3
     """Not to be scheduled before blocks, or tokens, have come from another engine."""
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
-    FINISHED_PREFILLED = 8
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 4
+    """In no queue: the grammar of its output is being compiled."""
+    FINISHED_STOPPED = 16
+    FINISHED_LENGTH_CAPPED = 17
+    FINISHED_ABORTED = 18
+    FINISHED_ERROR = 19
+    FINISHED_PREFILLED = 20
     """The first token is there, and another engine goes on."""
-    FINISHED_REPETITION = 9
+    FINISHED_REPETITION = 21
     """The output repeats itself."""
 
 
@@ -31,20 +34,14 @@ _Status = RequestStatus
 _FINISHED = frozenset(status for status in _Status if status >= _Status.FINISHED_STOPPED)
 
 # The only changes there are. WAITING ends at once when accepted tokens meet an end condition or the request is refused;
-# a failed step sends everybody back to WAITING.
+# a failed step sends everybody back to WAITING; PREEMPTED ends by a token of a step that was in flight at the time.
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    _Status.WAITING: _FINISHED | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS},
+    _Status.WAITING: _FINISHED
+    | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS, _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
     _Status.RUNNING: _FINISHED | {_Status.PREEMPTED, _Status.WAITING},
-    _Status.PREEMPTED: frozenset(
-        {
-            _Status.RUNNING,
-            _Status.WAITING,
-            _Status.WAITING_FOR_REMOTE_KVS,
-            _Status.FINISHED_ABORTED,
-            _Status.FINISHED_ERROR,
-        }
-    ),
+    _Status.PREEMPTED: _FINISHED | {_Status.RUNNING, _Status.WAITING, _Status.WAITING_FOR_REMOTE_KVS},
     _Status.WAITING_FOR_REMOTE_KVS: _FINISHED | {_Status.WAITING, _Status.PREEMPTED},
+    _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FINISHED | {_Status.WAITING},
 } | {status: frozenset() for status in _FINISHED}
 
 FINISH_REASONS: dict[RequestStatus, FinishReason] = {
@@ -105,9 +102,13 @@ class Request:
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_cached_tokens",
+        "num_output_placeholders",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "priority",
+        "prompt_embeds",
         "prompt_logprobs",
         "prompt_token_ids",
         "remote",
@@ -125,7 +126,9 @@ class Request:
         self.status = RequestStatus.WAITING
         self.sampling_params = params
         self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.cache_salt = message.cache_salt
+        self.cache_salt = content_salt(message.cache_salt, message.prompt_embeds)
+        self.prompt_embeds = message.prompt_embeds
+        self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are output like any other, so indices and limits need no second count.
@@ -135,6 +138,9 @@ class Request:
         self.max_num_tokens = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
         self.limit_status = RequestStatus.FINISHED_LENGTH_CAPPED
         self.num_computed_tokens = 0
+        """Counted when they are scheduled."""
+        self.num_output_placeholders = 0
+        """Output tokens that steps in flight are going to draw; the worker knows them before we do."""
         self.repetition_detection = params.repetition_detection
 
         self.remote: RemoteKVState | None = None
@@ -157,6 +163,7 @@ class Request:
         self.num_registered_blocks = 0
 
         self.num_cached_tokens = 0
+        self.num_external_cached_tokens = 0
         self.arrival_ns = arrival_ns
         self.first_scheduled_ns: int | None = None
         self.first_output_sent = False
@@ -175,6 +182,15 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """A copy."""
         return self.all_token_ids[self.num_prompt_tokens :]
+
+    @property
+    def will_be_full(self) -> bool:
+        """Whether the tokens in flight are the last that its limits allow."""
+        return self.num_tokens + self.num_output_placeholders >= self.max_num_tokens
+
+    @property
+    def ends_with_stop_token(self) -> bool:
+        return self.num_tokens > self.num_prompt_tokens and self.all_token_ids[-1] in self.stop_token_ids
 
     @property
     def is_finished(self) -> bool:
@@ -205,7 +221,7 @@ class Request:
 
 def finish_status(request: Request) -> RequestStatus | None:
     """Whether the newest output token ends the request, and how. A stop token comes before a limit."""
-    if request.num_tokens > request.num_prompt_tokens and request.all_token_ids[-1] in request.stop_token_ids:
+    if request.ends_with_stop_token:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return request.limit_status
@@ -214,3 +230,10 @@ def finish_status(request: Request) -> RequestStatus | None:
     ):
         return RequestStatus.FINISHED_REPETITION
     return None
+
+
+def mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
+    """Makes ``output`` the request's last."""
+    output.finish_reason = FINISH_REASONS[status]
+    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
+        output.stop_token_id = request.all_token_ids[-1]

@@ -3,6 +3,7 @@
 from .config import SchedulerConfig
 from .kv_cache_manager import KVCacheManager
 from .request import Request
+from .request_queue import SchedulingPolicy
 
 
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
@@ -14,6 +15,14 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
             f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
             "a step could not serve every running request"
         )
+    if config.policy not in list(SchedulingPolicy):
+        raise ValueError(f"policy {config.policy!r} is unknown; there are {', '.join(SchedulingPolicy)}")
+    if config.long_prefill_token_threshold < 0:
+        raise ValueError(f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; 0 is no limit")
+    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
+        raise ValueError("long_prefill_token_threshold needs chunked prefill")
+    if not 0 <= config.watermark < 1:
+        raise ValueError(f"watermark is {config.watermark}; it is a share of the blocks, below 1")
     if config.decode_batched_tokens is not None and config.decode_batched_tokens < 1:
         raise ValueError(f"decode_batched_tokens is {config.decode_batched_tokens}; it must be at least 1")
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
@@ -23,10 +32,12 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
         )
 
 
-def refusal(request: Request, priority: int, kv: KVCacheManager, max_model_len: int, *, moves_kv: bool) -> str:
+def refusal(
+    request: Request, policy: SchedulingPolicy, kv: KVCacheManager, max_model_len: int, *, moves_kv: bool
+) -> str:
     """Why a request can never run; empty if it can."""
-    if priority:
-        return "priority is not supported yet"
+    if request.priority and policy is not SchedulingPolicy.PRIORITY:
+        return f"priority is {request.priority}, but the engine's scheduling policy is {policy}"
     if request.remote is not None and not moves_kv:
         return "this engine does not exchange KV with others"
     if not request.num_prompt_tokens:

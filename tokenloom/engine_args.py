@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.services.engine.structured_output import structured_output_config
 
 _MAX_NUM_SEQS = 128
 _DTYPES = {"float": "float32"}
@@ -41,7 +42,13 @@ def engine_config(
         enable_chunked_prefill=enable_chunked_prefill,
     )
     worker = WorkerConfig(model=str(path), dtype=_dtype_name(dtype))
-    return EngineConfig(worker=worker, cache=cache, scheduler=scheduler, max_model_len=max_model_len)
+    return EngineConfig(
+        worker=worker,
+        cache=cache,
+        scheduler=scheduler,
+        structured_output=structured_output_config(path),
+        max_model_len=max_model_len,
+    )
 
 
 def _check_count(name: str, value: object, *, optional: bool = False) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Reports: TypeAlias = AsyncIterator[EngineReport]
 
-WATCH_SECONDS = 0.05
+WATCH_SECONDS = 0.1
 """Snapshots to one watcher are at least so far apart; what changes in between goes as one."""
 _HELLO_SECONDS = 5.0
 _MAX_COMMANDS = 4  # on their way to one engine; it is never asked for more than to drain

@@ -3,14 +3,17 @@
 from typing import Any
 
 from tokenloom.engine_core.async_client import AsyncClient
-from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.messages import CoreReady
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
-from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+from ..runtime.errors import FailedPrecondition, InvalidArgument
+from .core_utility import call_core
+from .kv_event_feed import KVEventFeed
 from .load import LoadTracker
 from .pause import Pause
 from .role import Role
+from .sleep import Sleep
+from .weights import Weights
 
 
 class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
@@ -24,10 +27,17 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         load: LoadTracker,
         role: Role | None,
         pause: Pause,
+        sleep: Sleep,
+        weights: Weights,
+        kv_events: KVEventFeed | None,
     ) -> None:
-        """``role``: None when the engine cannot have another, for it moves no KV."""
+        """``role``: None when the engine cannot have another, for it moves no KV; ``kv_events``: None when it tells
+        none."""
+        self._kv_events = kv_events
         self._role = role
         self._pause = pause
+        self._sleep = sleep
+        self._weights = weights
         self._client = client
         self._ready = ready
         self._fingerprint = fingerprint
@@ -49,11 +59,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def ResetPrefixCache(
         self, request: engine_pb2.ResetPrefixCacheRequest, context: Any
     ) -> engine_pb2.ResetPrefixCacheResponse:
-        try:
-            done = await self._client.call_utility("reset_prefix_cache", request.preempt_running)
-        except EngineDeadError:
-            raise Unavailable("the engine failed") from None
-        if not done:
+        if not await call_core(self._client, "reset_prefix_cache", request.preempt_running):
             raise FailedPrecondition(
                 "requests are running; the cache can be reset when none is, or with preempt_running"
             )
@@ -67,6 +73,15 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         await self._pause.end()
         return engine_pb2.ResumeResponse()
 
+    async def WatchKVEvents(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
+        self, request: engine_pb2.WatchKVEventsRequest, context: Any
+    ) -> None:
+        if self._kv_events is None:
+            raise FailedPrecondition("the engine tells no KV events; it does with --kv-events")
+        sequence = request.from_sequence if request.HasField("from_sequence") else None
+        async for batch in self._kv_events.follow(sequence):
+            await context.write(batch)
+
     async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
         if request.role not in types_pb2.EngineRole.values() or not request.role:
             raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
@@ -74,3 +89,30 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
             raise FailedPrecondition("the engine moves no KV: it can only take whole requests", field="role")
         await self._role.change(request.role)
         return engine_pb2.SetRoleResponse()
+
+    async def Sleep(self, request: engine_pb2.SleepRequest, context: Any) -> engine_pb2.SleepResponse:
+        await self._sleep.begin(request.level, request.mode)
+        return engine_pb2.SleepResponse()
+
+    async def WakeUp(self, request: engine_pb2.WakeUpRequest, context: Any) -> engine_pb2.WakeUpResponse:
+        await self._sleep.end(request.tags)
+        return engine_pb2.WakeUpResponse()
+
+    async def IsSleeping(self, request: engine_pb2.IsSleepingRequest, context: Any) -> engine_pb2.IsSleepingResponse:
+        return engine_pb2.IsSleepingResponse(sleeping=await self._sleep.is_sleeping())
+
+    async def ReloadWeights(
+        self, request: engine_pb2.ReloadWeightsRequest, context: Any
+    ) -> engine_pb2.ReloadWeightsResponse:
+        await self._weights.reload(request.path)
+        return engine_pb2.ReloadWeightsResponse(fingerprint=self._fingerprint)
+
+    async def StartProfile(
+        self, request: engine_pb2.StartProfileRequest, context: Any
+    ) -> engine_pb2.StartProfileResponse:
+        await call_core(self._client, "profile", True)
+        return engine_pb2.StartProfileResponse()
+
+    async def StopProfile(self, request: engine_pb2.StopProfileRequest, context: Any) -> engine_pb2.StopProfileResponse:
+        await call_core(self._client, "profile", False)
+        return engine_pb2.StopProfileResponse()

@@ -9,6 +9,7 @@ from tokenloom.engine_core.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    Logprobs,
     PrefillStats,
 )
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
@@ -164,14 +165,17 @@ class Attempts:
         """What a step produced for a live attempt."""
         if output.kv_granted_tokens:
             self._builder.grant(attempt.slot, self._kv_source(attempt, output.kv_granted_tokens))
+        if output.new_prompt_logprobs is not None:
+            self._builder.add_prompt(attempt.slot, _wire_logprobs(output.new_prompt_logprobs))
         if output.new_token_ids:
-            self._builder.add_tokens(attempt.slot, output.token_index, output.new_token_ids)
+            logprobs = _wire_logprobs(output.new_logprobs) if output.new_logprobs is not None else None
+            self._builder.add_tokens(attempt.slot, output.token_index, output.new_token_ids, logprobs)
             attempt.num_output_tokens = output.token_index + len(output.new_token_ids)
         if output.prefill_stats is not None:
             attempt.prefill_stats = output.prefill_stats
         attempt.kv_wait_ns += output.kv_wait_ns
         if output.finish_reason is FinishReason.ERROR:
-            self.fail(attempt.slot, errors.Unavailable(output.error or "the engine failed this request"))
+            self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
             self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id)
 
@@ -263,3 +267,18 @@ class Attempts:
 
     def _waited_ns(self, attempt: Attempt) -> int:
         return round((self._clock() - attempt.arrival) * 1e9)
+
+
+def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:
+    return types_pb2.Logprobs(
+        sampled=logprobs.sampled,
+        rank=logprobs.rank,
+        top=logprobs.top,
+        token_id=logprobs.token_ids,
+        logprob=logprobs.logprobs,
+    )
+
+
+def _failure(output: EngineCoreOutput) -> errors.TokenloomError:
+    message = output.error or "the engine failed this request"
+    return errors.InvalidArgument(message, output.error_field) if output.error_field else errors.Unavailable(message)

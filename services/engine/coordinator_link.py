@@ -19,7 +19,8 @@ from .task_group import task_group
 
 log = logging.getLogger(__name__)
 
-MIN_REPORT_SECONDS = 0.01
+MIN_REPORT_SECONDS = 0.03
+"""Between two reports. The coordinator counts its picks itself, at once: what it hears late is that requests ended."""
 MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
@@ -53,6 +54,7 @@ class CoordinatorLink:
         self._load = load
         self._on_drain = on_drain
         self._role = role
+        self._is_outdated = False
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
         self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
 
@@ -69,6 +71,11 @@ class CoordinatorLink:
     def set_state(self, state: coordinator_pb2.EngineState) -> None:
         """Tells the coordinator where the engine is in its life."""
         self._state = state
+        self._load.changed.set()
+
+    def rejoin(self) -> None:
+        """The identity changed: joins anew with it."""
+        self._is_outdated = True
         self._load.changed.set()
 
     async def run(self) -> None:
@@ -93,6 +100,7 @@ class CoordinatorLink:
 
     async def _join(self, call: _Call) -> NoReturn:
         """One stream, until it fails."""
+        self._is_outdated = False
         try:
             first = self._report()
             first.hello.CopyFrom(self._hello)
@@ -116,6 +124,8 @@ class CoordinatorLink:
                     await self._load.changed.wait()
             except TimeoutError:
                 pass
+            if self._is_outdated:
+                raise Unavailable("the engine serves something else now")
             await _write(call, self._report())
             await asyncio.sleep(MIN_REPORT_SECONDS)  # what changes meanwhile goes as one
 

@@ -3,11 +3,12 @@
 import secrets
 
 from tokenloom.engine_core.messages import EngineCoreRequest
-from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.sampling_params import RepetitionDetection, SamplingParams
 from tokenloom.v1 import engine_pb2, types_pb2
 
 from ..runtime import validation
 from ..runtime.errors import DeadlineExceeded, InvalidArgument
+from .structured_output import to_core_structured_output
 
 LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
@@ -18,6 +19,7 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
     _check_supported(add)
     params = add.sampling_params
     validation.check_generate(add.prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    validation.check_priority(add.priority, limits)
     _check_kv(add)
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
@@ -25,15 +27,18 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
     return EngineCoreRequest(
         request_id=key,
         prompt_token_ids=list(add.prompt.token_ids),
-        sampling_params=to_core_sampling(params, default_max_tokens=num_left),
+        sampling_params=to_core_sampling(params, limits, default_max_tokens=num_left),
         accepted_token_ids=list(add.accepted_token_ids),
+        priority=add.priority,
         cache_salt=add.prompt.cache_salt,
         lease_id=secrets.token_bytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
     )
 
 
-def to_core_sampling(params: types_pb2.SamplingParams, *, default_max_tokens: int) -> SamplingParams:
+def to_core_sampling(
+    params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, *, default_max_tokens: int
+) -> SamplingParams:
     """Valid parameters with every default filled in; without a seed one is drawn."""
     return SamplingParams(
         max_tokens=params.max_tokens if params.HasField("max_tokens") else default_max_tokens,
@@ -46,15 +51,30 @@ def to_core_sampling(params: types_pb2.SamplingParams, *, default_max_tokens: in
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
         stop_token_ids=tuple(params.stop_token_ids),
+        min_tokens=params.min_tokens,
+        logprobs=min(params.logprobs, limits.vocab_size) if params.HasField("logprobs") else None,
+        prompt_logprobs=min(params.prompt_logprobs, limits.vocab_size) if params.HasField("prompt_logprobs") else None,
+        logprob_token_ids=tuple(params.logprob_token_ids),
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        bad_words=tuple(tuple(word.ids) for word in params.bad_words),
+        repetition_detection=_repetition_detection(params),
+        skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+        structured_output=to_core_structured_output(params),
     )
+
+
+def _repetition_detection(params: types_pb2.SamplingParams) -> RepetitionDetection | None:
+    if not params.HasField("repetition_detection"):
+        return None
+    wire = params.repetition_detection
+    return RepetitionDetection(wire.max_pattern_size, wire.min_pattern_size, wire.min_count)
 
 
 def _check_supported(add: engine_pb2.AddRequest) -> None:
     """Refuses what a later version brings: better than answering something else."""
     if add.WhichOneof("task") is None:
         raise InvalidArgument("task is not set; expected sampling_params", "task")
-    if add.priority:
-        raise InvalidArgument("priority is not supported yet", "priority")
 
 
 def _check_kv(add: engine_pb2.AddRequest) -> None:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from tokenloom.v1 import engine_pb2, types_pb2
 
+from ..runtime import logprob_columns
+
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """gRPC's own limit: of a peer that names none."""
 
@@ -11,13 +13,28 @@ DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 _FRAME_BYTES = 64
 _ROW_BYTES = 20  # slot, token_index and num_tokens, varints of at most 5 bytes each, and the columns' growing lengths
 _TOKEN_BYTES = 5
+_LOGPROBS_BYTES = 48  # of one slot, beside its positions
+_POSITION_BYTES = 9  # a float and a rank; so is each alternative, a float and a token id
 _MIN_MESSAGE_BYTES = 1024
+_UNWANTED = (types_pb2.FINISH_REASON_ABORT, types_pb2.FINISH_REASON_ERROR)  # what waits of it is of no use any more
 
 
 @dataclass(slots=True)
 class _Row:
     token_index: int
     token_ids: list[int]
+    logprobs: types_pb2.Logprobs | None = None
+    """Of all of ``token_ids``, when asked for."""
+
+    def split(self, count: int) -> "_Row":
+        """Keeps the first ``count`` tokens and returns the rest."""
+        size = len(self.token_ids)
+        rest = _Row(self.token_index + count, self.token_ids[count:])
+        self.token_ids = self.token_ids[:count]
+        if self.logprobs is not None:
+            rest.logprobs = logprob_columns.part(self.logprobs, count, size)
+            self.logprobs = logprob_columns.part(self.logprobs, 0, count)
+        return rest
 
 
 class FrameBuilder:
@@ -29,19 +46,30 @@ class FrameBuilder:
         self._rows: dict[int, _Row] = {}
         self._finished: dict[int, engine_pb2.Finished] = {}
         self._grants: dict[int, engine_pb2.KVGrant] = {}
+        self._prompts: dict[int, tuple[int, types_pb2.Logprobs]] = {}  # with the position of the first
 
     @property
     def has_data(self) -> bool:
-        return bool(self._rows or self._finished or self._grants)
+        return bool(self._rows or self._finished or self._grants or self._prompts)
 
-    def add_tokens(self, slot: int, token_index: int, token_ids: list[int]) -> None:
-        """Appends what a step produced; the list is kept. ``token_index`` is that of the first, and leaves no gap."""
+    def add_tokens(
+        self, slot: int, token_index: int, token_ids: list[int], logprobs: types_pb2.Logprobs | None = None
+    ) -> None:
+        """Appends what a step produced; list and columns are kept. ``token_index`` is that of the first, and leaves no
+        gap."""
         row = self._rows.get(slot)
         if row is None:
-            self._rows[slot] = _Row(token_index, token_ids)
-        else:
-            assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: a gap at token {token_index}"
-            row.token_ids.extend(token_ids)
+            self._rows[slot] = _Row(token_index, token_ids, logprobs)
+            return
+        assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: a gap at token {token_index}"
+        row.token_ids.extend(token_ids)
+        if logprobs is not None:
+            assert row.logprobs is not None, f"slot {slot}: log probabilities of some of its tokens only"
+            logprob_columns.extend(row.logprobs, logprobs)
+
+    def add_prompt(self, slot: int, logprobs: types_pb2.Logprobs) -> None:
+        """The prompt's log probabilities, from its second token on, once; the slot's tokens follow them."""
+        self._prompts[slot] = 1, logprobs
 
     def grant(self, slot: int, kv: engine_pb2.KVSource) -> None:
         """A lease was granted ahead of the slot's first token; not worth telling any more once the slot ended."""
@@ -52,12 +80,17 @@ class FrameBuilder:
         assert finished.slot not in self._finished, f"slot {finished.slot} finished twice"
         self._finished[finished.slot] = finished
         self._grants.pop(finished.slot, None)
+        if finished.reason in _UNWANTED:
+            self._prompts.pop(finished.slot, None)
 
     def cut(self, slot: int, num_tokens: int) -> None:
         """A stop string was found: drops later tokens, and changes an end that waits here to a stop."""
         row = self._rows.get(slot)
         if row is not None:
-            del row.token_ids[max(num_tokens - row.token_index, 0) :]
+            kept = max(num_tokens - row.token_index, 0)
+            del row.token_ids[kept:]
+            if row.logprobs is not None:
+                row.logprobs = logprob_columns.part(row.logprobs, 0, kept)
             if not row.token_ids:
                 del self._rows[slot]
         if (finished := self._finished.get(slot)) is not None:
@@ -71,31 +104,66 @@ class FrameBuilder:
         room = self._max_bytes - _FRAME_BYTES
         grants = self._take_grants(room // 2)
         room -= sum(grant.ByteSize() + 8 for grant in grants)
+        logprobs = self._take_prompts(room) if self._prompts else []
+        room -= sum(each.ByteSize() + 8 for each in logprobs)
+        is_empty = not (grants or logprobs)
         slots, indices, counts, token_ids = [], [], [], []
-        rows, self._rows = self._rows, {}
-        for slot, row in rows.items():
-            count = min(len(row.token_ids), (room - _ROW_BYTES) // _TOKEN_BYTES)
-            if count <= 0:
-                self._rows[slot] = row
-                continue
+        for slot, row, count in self._take_rows(room, is_alone=is_empty):
             slots.append(slot)
             indices.append(row.token_index)
             counts.append(count)
-            if count == len(row.token_ids):
-                token_ids += row.token_ids
-            else:
-                token_ids += row.token_ids[:count]
-                self._rows[slot] = _Row(row.token_index + count, row.token_ids[count:])
+            token_ids += row.token_ids
             room -= _ROW_BYTES + _TOKEN_BYTES * count
+            if row.logprobs is not None:
+                logprobs.append(_slot_logprobs(slot, row.token_index, row.logprobs))
+                room -= logprobs[-1].ByteSize() + 8
         return engine_pb2.EngineFrame(
             step=step,
             slot=slots,
             token_index=indices,
             num_tokens=counts if len(token_ids) != len(slots) else (),
             token_ids=token_ids,
-            finished=self._take_finished(room, at_least=0 if slots or grants else 1),
+            finished=self._take_finished(room, at_least=0 if slots or not is_empty else 1),
+            logprobs=logprobs,
             kv_granted=grants,
         )
+
+    def _take_rows(self, room: int, *, is_alone: bool) -> list[tuple[int, _Row, int]]:
+        """Rows that fit, or their first tokens, with how many those are; one token at least if nothing else goes."""
+        taken: list[tuple[int, _Row, int]] = []
+        rows, self._rows = self._rows, {}
+        for slot in self._prompts:  # which goes first
+            if (row := rows.pop(slot, None)) is not None:
+                self._rows[slot] = row
+        for slot, row in rows.items():
+            fixed, per_token = (_ROW_BYTES, _TOKEN_BYTES) if row.logprobs is None else _cost(row.logprobs)
+            size = count = len(row.token_ids)
+            if room < fixed + per_token * size:
+                count = max((room - fixed) // per_token, 0)
+                if not count and is_alone and not taken:
+                    count = 1  # with more alternatives than a peer takes that takes next to nothing
+                if count < size:
+                    self._rows[slot] = row.split(count) if count else row
+            if count:
+                taken.append((slot, row, count))
+                room -= fixed + per_token * count
+        return taken
+
+    def _take_prompts(self, room: int) -> list[engine_pb2.SlotLogprobs]:
+        """Prompts' log probabilities, as many positions as fit, at least one."""
+        taken: list[engine_pb2.SlotLogprobs] = []
+        prompts, self._prompts = self._prompts, {}
+        for slot, (start, logprobs) in prompts.items():
+            size = logprob_columns.num_positions(logprobs)
+            per_position = _POSITION_BYTES * (1 + logprobs.top)
+            count = min(size, max((room - _LOGPROBS_BYTES) // per_position, 0 if taken else 1))
+            if count < size:
+                self._prompts[slot] = start + count, logprob_columns.part(logprobs, count, size)
+                logprobs = logprob_columns.part(logprobs, 0, count)
+            if count > 0:
+                taken.append(_slot_logprobs(slot, start, logprobs, of_prompt=True))
+                room -= _LOGPROBS_BYTES + per_position * count
+        return taken
 
     def _take_grants(self, room: int) -> list[engine_pb2.KVGrant]:
         """As many as fit, at least one: all name the same engine, so that they are about equally large."""
@@ -112,9 +180,20 @@ class FrameBuilder:
         finished, self._finished = self._finished, {}
         for slot, end in finished.items():
             num_bytes = end.ByteSize() + 8
-            if slot in self._rows or (num_bytes > room and len(taken) >= at_least):
+            if slot in self._rows or slot in self._prompts or (num_bytes > room and len(taken) >= at_least):
                 self._finished[slot] = end
             else:
                 room -= num_bytes
                 taken.append(end)
         return taken
+
+
+def _cost(logprobs: types_pb2.Logprobs) -> tuple[int, int]:
+    """Bytes of a row with them, and of each of its tokens."""
+    return _ROW_BYTES + _LOGPROBS_BYTES, _TOKEN_BYTES + _POSITION_BYTES * (1 + logprobs.top)
+
+
+def _slot_logprobs(
+    slot: int, token_index: int, logprobs: types_pb2.Logprobs, *, of_prompt: bool = False
+) -> engine_pb2.SlotLogprobs:
+    return engine_pb2.SlotLogprobs(slot=slot, prompt=of_prompt, token_index=token_index, logprobs=logprobs)

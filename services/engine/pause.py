@@ -1,14 +1,14 @@
 """Whether the engine is paused, and how: for the core, for the coordinator and for peers that watch its step."""
 
 from tokenloom.engine_core.async_client import AsyncClient
-from tokenloom.engine_core.errors import EngineDeadError, UtilityError
 from tokenloom.engine_core.pausing import PauseMode
 from tokenloom.v1 import engine_pb2
 
-from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
+from ..runtime.errors import FailedPrecondition, InvalidArgument
+from .core_utility import call_core
 from .load import LoadTracker
 
-_MODES = {
+MODES = {
     engine_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
     engine_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     engine_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
@@ -35,18 +35,18 @@ class Pause:
         Raises ``InvalidArgument`` for no mode, ``FailedPrecondition`` when paused in another, leaving, or resumed
         meanwhile, ``Unavailable`` when the core is dead.
         """
-        if mode not in _MODES:
+        if mode not in MODES:
             raise InvalidArgument("mode must be ABORT, WAIT or KEEP", "mode")
         if self._is_leaving:
             raise FailedPrecondition("the engine is draining")
         if self._mode not in (engine_pb2.PAUSE_MODE_UNSPECIFIED, mode):
-            raise FailedPrecondition(f"the engine is paused in mode {_MODES[self._mode]}; resume it first")
+            raise FailedPrecondition(f"the engine is paused in mode {MODES[self._mode]}; resume it first")
         self._set(mode)
-        await self._call("pause", _MODES[mode].value, clear_cache)
+        await call_core(self._client, "pause", MODES[mode].value, clear_cache)
 
     async def end(self) -> None:
         """Everybody goes on; not paused, nothing happens. Raises ``Unavailable`` when the core is dead."""
-        await self._call("resume")
+        await call_core(self._client, "resume")
         self._set(engine_pb2.PAUSE_MODE_UNSPECIFIED)
 
     def leave(self) -> bool:
@@ -57,11 +57,3 @@ class Pause:
     def _set(self, mode: engine_pb2.PauseMode) -> None:
         self._mode = mode
         self._load.set_paused(mode != engine_pb2.PAUSE_MODE_UNSPECIFIED)
-
-    async def _call(self, method: str, *args: object) -> None:
-        try:
-            await self._client.call_utility(method, *args)
-        except UtilityError as error:
-            raise FailedPrecondition(str(error)) from None
-        except EngineDeadError:
-            raise Unavailable("the engine failed") from None

@@ -1,6 +1,7 @@
 """The engine as a service: a core, its front, and the place in the coordinator's registry."""
 
 import asyncio
+import functools
 import socket
 from pathlib import Path
 
@@ -19,12 +20,15 @@ from .admission import Admission
 from .coordinator_link import CoordinatorLink
 from .core_link import CoreLink
 from .engine_metrics import EngineMetrics
+from .kv_event_feed import KVEventFeed
 from .kv_front import KVFront
 from .load import LoadTracker
 from .pause import Pause
 from .role import BY_NAME, NAMES, Role
 from .servicer import EngineServicer
 from .settings import EngineSettings
+from .sleep import Sleep
+from .weights import Weights
 
 CLOSE_SECONDS = 1.0
 """How long peers may take to read the last frames of an engine that goes."""
@@ -40,6 +44,7 @@ class EngineService:
         self._admission: Admission | None = None
         self._servicer: EngineServicer | None = None
         self._pause: Pause | None = None
+        self._kv_events: KVEventFeed | None = None
         self._kv: KVFront | None = None
         self._coordinator: CoordinatorLink | None = None
         self._host: Host | None = None
@@ -59,7 +64,14 @@ class EngineService:
             client = self._client = AsyncMPClient(settings.engine_config(str(path)), _core_command(settings))
             metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
         engine_metrics = EngineMetrics(host.metrics, name, settings.instance_id)
-        core = CoreLink(self._client, self._load, engine_metrics)
+        self._kv_events = KVEventFeed(host.epoch) if settings.kv_events else None
+        core = CoreLink(
+            self._client,
+            self._load,
+            engine_metrics,
+            kv_events=self._kv_events,
+            logs_events=settings.log_request_events,
+        )
         try:
             ready = await core.start()
         except EngineConfigError as error:
@@ -98,7 +110,13 @@ class EngineService:
         assert self._client is not None
         settings = self._settings
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        limits = types_pb2.ModelLimits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
+        limits = types_pb2.ModelLimits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
+            priorities=settings.scheduling_policy == "priority",
+        )
+        identity = None
         if settings.coordinator:
             identity = coordinator_pb2.EngineIdentity(
                 engine_id=settings.instance_id,
@@ -123,7 +141,14 @@ class EngineService:
         self._servicer = EngineServicer(hello, limits, core, self._admission, self._kv)
         engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, host.server)
         self._pause = Pause(self._client, self._load)
-        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load, self._role(host), self._pause)
+        sleep = Sleep(self._client, self._pause, self._kv.leases_ended if self._kv is not None else None)
+        known = [fingerprint, hello.fingerprint, *([identity.fingerprint] if identity is not None else [])]
+        tell, spawn = functools.partial(self._take_weights, known), functools.partial(host.spawn, name="engine-weights")
+        weights = Weights(self._client, self._pause, self._load, tell, spawn)
+        role = self._role(host)
+        admin = EngineAdminServicer(
+            self._client, ready, fingerprint, self._load, role, self._pause, sleep, weights, self._kv_events
+        )
         engine_pb2_grpc.add_EngineAdminServicer_to_server(admin, host.server)
         host.spawn(self._run_core(core), name="engine-core")
         host.spawn(core.run_aborts(), name="engine-aborts")
@@ -161,6 +186,15 @@ class EngineService:
         self._admission.refuse_new(reason)
         self._tell_coordinator(coordinator_pb2.ENGINE_STATE_DEAD)
         await self._servicer.close(Unavailable(reason), CLOSE_SECONDS)
+
+    async def _take_weights(self, known: list[types_pb2.Fingerprint], weights: bytes) -> None:
+        """Other weights are served from now on: peers learn of it when they connect again."""
+        assert self._servicer is not None
+        for fingerprint in known:
+            fingerprint.weights = weights
+        if self._coordinator is not None:
+            self._coordinator.rejoin()
+        await self._servicer.close(Unavailable("the engine has other weights now"), CLOSE_SECONDS)
 
     def _tell_coordinator(self, state: coordinator_pb2.EngineState) -> None:
         if self._coordinator is not None:

@@ -1,5 +1,6 @@
 """What an engine can be told."""
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -17,6 +18,7 @@ from tokenloom.gpu_worker.kv_connector import registry
 from ..runtime.settings import CommaList, ServiceSettings, check_address
 from ..runtime.tls import dns_name
 from .role import RoleName
+from .structured_output import structured_output_config
 
 
 class EngineSettings(ServiceSettings):
@@ -41,19 +43,42 @@ class EngineSettings(ServiceSettings):
     hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash or timed worker takes.")
     hash_token_seconds: float = Field(0.0, ge=0, description="How much longer for each token that it computes.")
 
+    profiler_dir: str = Field("", description="Where profiles are written; empty: profiling is refused.")
+
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, tokens; by default the model's."
+    )
+    max_logprobs: int = Field(
+        20, ge=-1, description="Alternatives that a request may ask for at each token; -1: the whole vocabulary."
     )
     max_num_seqs: int = Field(128, ge=1, description="Requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in a step.")
     decode_batched_tokens: int | None = Field(128, ge=1, description="Tokens in a step while any request decodes.")
+    scheduling_policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="Who goes first: who came first, or requests of the lowest priority."
+    )
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="Tokens of one prompt in a step, at most, so that short ones get past it; 0: no limit."
+    )
+    reserve_full_prompt: bool = Field(
+        True, description="Admit a request only when its whole prompt fits into the KV cache, not just its first step."
+    )
+    watermark: float = Field(
+        0.01, ge=0, lt=1, description="Share of KV blocks that a newcomer leaves free while others run."
+    )
     max_waiting: int = Field(2048, ge=1, description="Requests that may wait beyond those in the batch.")
 
     block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
     num_kv_blocks: int | None = Field(None, ge=1, description="KV blocks; by default as many as memory allows.")
     kv_cache_memory: int | None = Field(None, ge=1, description="Bytes of the KV pool; by default from free memory.")
     engines_on_host: int = Field(1, ge=1, description="Engines that share this host's memory.")
+    kv_events: bool = Field(False, description="Tell subscribers what the prefix cache gains and loses.")
+    log_request_events: bool = Field(False, description="Log when requests are queued, scheduled and preempted.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prefixes.")
+
+    structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] = Field(
+        "auto", description="What makes outputs follow a grammar; auto: llguidance."
+    )
 
     role: RoleName = Field("both", description="Which legs of requests it takes: prefill, decode or both.")
     kv_transports: CommaList = Field(
@@ -112,10 +137,12 @@ class EngineSettings(ServiceSettings):
                 num_threads=self.num_threads,
                 step_seconds=self.hash_step_seconds,
                 token_seconds=self.hash_token_seconds,
+                profiler_dir=self.profiler_dir,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
                 enable_prefix_caching=self.enable_prefix_caching,
+                kv_events="CPU" if self.kv_events else "",
                 num_blocks=self.num_kv_blocks,
                 memory_bytes=self.kv_cache_memory,
                 engines_on_host=self.engines_on_host,
@@ -124,6 +151,11 @@ class EngineSettings(ServiceSettings):
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 decode_batched_tokens=self.decode_batched_tokens,
+                policy=self.scheduling_policy,
+                long_prefill_token_threshold=self.long_prefill_token_threshold,
+                reserve_full_prompt=self.reserve_full_prompt,
+                watermark=self.watermark,
+                log_events=self.log_request_events,
             ),
             kv=KVConfig(
                 role=self.role,
@@ -139,5 +171,8 @@ class EngineSettings(ServiceSettings):
                 offload_bytes=self.kv_offload_bytes,
                 failpoints=self.failpoints,
             ),
+            structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
+            if checkpoint
+            else None,
             max_model_len=self.max_model_len,
         )

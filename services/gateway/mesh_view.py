@@ -11,6 +11,7 @@ from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from ..runtime.channels import Channels
 from ..runtime.hello import fingerprint_difference
+from ..runtime.validation import max_logprobs
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class MeshView:
             self._limits = types_pb2.ModelLimits(
                 max_model_len=min(limit.max_model_len for limit in limits),
                 vocab_size=min(limit.vocab_size for limit in limits),
+                max_logprobs=min(map(max_logprobs, limits)),
+                priorities=all(limit.priorities for limit in limits),
             )
         return self._limits
 

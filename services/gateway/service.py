@@ -64,6 +64,7 @@ class GatewayService:
             metrics,
             max_live=settings.max_live_requests,
             default_timeout=settings.request_timeout,
+            most_urgent_priority=settings.most_urgent_priority,
         )
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)

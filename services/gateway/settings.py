@@ -38,6 +38,9 @@ class GatewaySettings(ServiceSettings):
     max_live_requests: int = Field(
         2048, ge=1, description="Prompts in work at a time; more are refused for the moment."
     )
+    most_urgent_priority: int = Field(
+        0, ge=-(2**31), lt=2**31, description="Lowest (most urgent) priority that a client gets, whatever it asks for."
+    )
     request_timeout: float = Field(600.0, gt=0, description="Seconds that a request may take, at most.")
 
     @property

@@ -15,13 +15,13 @@ class Admission:
         self._idle.set()
         self.num_live = 0
 
-    def enter(self) -> None:
-        """A request comes in; raises ``ResourceExhausted`` or, while draining, ``Unavailable``."""
+    def enter(self, count: int = 1) -> None:
+        """So many requests come in; raises ``ResourceExhausted`` or, while draining, ``Unavailable``."""
         if self._draining:
             raise errors.Unavailable("this part is shutting down; try again")
-        if self.num_live >= self._max_requests:
+        if self.num_live + count > self._max_requests:
             raise errors.ResourceExhausted(f"{self._max_requests} requests are live already; try again")
-        self.num_live += 1
+        self.num_live += count
         self._idle.clear()
 
     def leave(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .stop_strings import Match, StopStrings
-from .text_stream import open_text_stream
+from .text_stream import NoText, TextStream, open_text_stream
 from .vocabulary import Vocabulary
 
 __all__ = ["Detokenizer", "StopMatch", "Vocabulary"]
@@ -36,9 +36,16 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str: bool = False,
         skip_special: bool = True,
+        spaces_between_special: bool = True,
+        detokenize: bool = True,
     ) -> None:
-        """``prompt_ids``: what the output continues (the last few decide); ``stop``: none empty."""
-        self._stream = open_text_stream(vocabulary, prompt_ids, skip_special)
+        """``prompt_ids``: what the output continues (the last few decide); ``stop``: none empty. Without
+        ``detokenize`` tokens are counted, and give no text."""
+        self._stream: TextStream = NoText()
+        if detokenize:
+            self._stream = open_text_stream(
+                vocabulary, prompt_ids, skip_special, spaces_between_special_tokens=spaces_between_special
+            )
         self._stop = StopStrings(stop, include_stop_str) if stop else None
         self._include_stop = include_stop_str
         self._stopped = False
@@ -51,6 +58,9 @@ class Detokenizer:
         ``ends_with_stop_token``: the engine ended the output with the last token (end of sequence or a stop token id);
         it is counted, and shown only when stop strings are.
         """
+        if self._stop is None and len(token_ids) == 1 and not ends_with_stop_token:  # nearly all there is
+            self.num_tokens += 1
+            return self._stream.push(token_ids[0]), None
         shown = len(token_ids) - (ends_with_stop_token and not self._include_stop)
         texts: list[str] = []
         for i, token_id in enumerate(token_ids):

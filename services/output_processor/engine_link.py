@@ -8,11 +8,11 @@ from typing import Protocol
 import grpc.aio
 
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource
+from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub
-from tokenloom.v1.types_pb2 import Hello
+from tokenloom.v1.types_pb2 import Hello, Logprobs
 
-from ..runtime import errors
+from ..runtime import errors, logprob_columns
 from ..runtime.channels import Channels
 from ..runtime.hello import SILENCE_SECONDS, check_hello
 from ..runtime.tasks import Tasks
@@ -32,8 +32,11 @@ class AttemptSink(Protocol):
     def on_kv_granted(self, kv: KVSource) -> None:
         """The prefill takes more steps; its KV may be read meanwhile."""
 
-    def on_tokens(self, token_index: int, token_ids: Sequence[int]) -> None:
-        """New tokens; ``token_index`` counts from the first of the whole output."""
+    def on_prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> None:
+        """Log probabilities of prompt tokens from this position on."""
+
+    def on_tokens(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> None:
+        """New tokens; ``token_index`` counts from the first of the whole output. ``logprobs``: theirs, if asked for."""
 
     def on_finished(self, finished: Finished) -> None:
         """The attempt ended."""
@@ -190,11 +193,27 @@ class EngineLink:
         counts = frame.num_tokens or [1] * len(slots)
         if not len(slots) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
             raise errors.Unavailable("a frame's columns do not fit together")
+        told = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         start = 0
         for slot, index, count in zip(slots, frame.token_index, counts, strict=True):
             if (sink := self._sinks.get(slot)) is not None:
-                sink.on_tokens(index, token_ids[start : start + count])
+                if told and slot in told:
+                    sink.on_tokens(index, token_ids[start : start + count], _of_tokens(told[slot], index, count))
+                else:
+                    sink.on_tokens(index, token_ids[start : start + count])
             start += count
+
+    def _deal_prompts(self, logprobs: Sequence[SlotLogprobs]) -> dict[int, SlotLogprobs]:
+        """Hands out what is told of prompts; returns what is told of tokens, by slot."""
+        told: dict[int, SlotLogprobs] = {}
+        for each in logprobs:
+            if not logprob_columns.fit_together(each.logprobs):
+                raise errors.Unavailable("a frame's log probabilities do not fit together")
+            if not each.prompt:
+                told[each.slot] = each
+            elif (sink := self._sinks.get(each.slot)) is not None:
+                sink.on_prompt_logprobs(each.token_index, each.logprobs)
+        return told
 
     def _grant(self) -> None:
         """Grants what was used up, a quarter at a time; heartbeats too, which cost nothing: the excess is harmless."""
@@ -263,6 +282,12 @@ class EngineLinks:
         finally:
             if self._links.get(key) is link:
                 del self._links[key]
+
+
+def _of_tokens(told: SlotLogprobs, token_index: int, count: int) -> Logprobs:
+    if told.token_index != token_index or logprob_columns.num_positions(told.logprobs) != count:
+        raise errors.Unavailable("a frame's log probabilities are not those of its tokens")
+    return told.logprobs
 
 
 def _is_cancelling() -> bool:

@@ -83,11 +83,15 @@ class LastSnapshot:
         index, whole = pairing.choose(candidates, leg, self._pd_threshold)
         self._turn = index + 1
         identity = self._entries[index].identity
-        self._picks[EngineKey.of(identity)] += 1
+        self.count(EngineKey.of(identity))
         return identity, whole
 
+    def count(self, key: EngineKey) -> None:
+        """One more leg was placed there."""
+        self._picks[key] += 1
+
     def release(self, key: EngineKey) -> None:
-        """A leg that ``pick`` placed ended."""
+        """A leg that was counted ended."""
         if self._picks[key] > 0:
             self._picks[key] -= 1
 

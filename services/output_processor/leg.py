@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
+from tokenloom.v1.types_pb2 import Logprobs
 
 from .placement import Placement
 
@@ -13,7 +14,9 @@ class LegOwner(Protocol):
 
     def on_kv_granted(self, leg: "Leg", kv: KVSource) -> None: ...
 
-    def on_tokens(self, leg: "Leg", token_index: int, token_ids: Sequence[int]) -> None: ...
+    def on_prompt_logprobs(self, leg: "Leg", token_index: int, logprobs: Logprobs) -> None: ...
+
+    def on_tokens(self, leg: "Leg", token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None) -> None: ...
 
     def on_finished(self, leg: "Leg", finished: Finished) -> None: ...
 
@@ -67,9 +70,12 @@ class Leg:
     def on_kv_granted(self, kv: KVSource) -> None:
         self._owner.on_kv_granted(self, kv)
 
-    def on_tokens(self, token_index: int, token_ids: Sequence[int]) -> None:
+    def on_prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> None:
+        self._owner.on_prompt_logprobs(self, token_index, logprobs)
+
+    def on_tokens(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> None:
         self.has_output = True
-        self._owner.on_tokens(self, token_index, token_ids)
+        self._owner.on_tokens(self, token_index, token_ids, logprobs)
 
     def on_finished(self, finished: Finished) -> None:
         self.is_live = False

@@ -1,14 +1,14 @@
 """The legs of one request: one engine does all of it, or one its prompt and first token and another what follows."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import Submit
-from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, SamplingParams
 
 from ..runtime import errors
 from ..runtime.tasks import Tasks
@@ -29,7 +29,10 @@ class LegsOwner(Protocol):
     @property
     def state(self) -> RequestState: ...
 
-    def on_tokens(self, token_index: int, token_ids: Sequence[int]) -> None:
+    def on_prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> None:
+        """Of prompt tokens; a leg that replaces another tells them again."""
+
+    def on_tokens(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None) -> None:
         """New tokens, of whichever leg."""
 
     def on_finished(self, finished: Finished) -> None:
@@ -54,9 +57,23 @@ class Legs:
     - An engine that dies before its leg is over is replaced, as long as no token would have to be taken back.
     """
 
-    def __init__(self, submit: Submit, owner: LegsOwner, placer: Placer, tasks: Tasks, deadline: float | None) -> None:
-        """``tasks`` own the placements. ``deadline``: monotonic seconds."""
+    def __init__(
+        self,
+        submit: Submit,
+        owner: LegsOwner,
+        placer: Placer,
+        tasks: Tasks,
+        deadline: float | None,
+        *,
+        params: SamplingParams | None = None,
+        on_settled: Callable[[Placement], None] | None = None,
+    ) -> None:
+        """``tasks`` own the placements. ``deadline``: monotonic seconds. ``params``: of this sample, by default the
+        request's. ``on_settled``: told, once, the engine that has the prompt's KV, or is computing it, and goes on from
+        there; other samples of the prompt may join."""
         self._submit = submit
+        self._params = params or submit.sampling_params
+        self._on_settled = on_settled
         self._owner = owner
         self._placer = placer
         self._tasks = tasks
@@ -76,6 +93,10 @@ class Legs:
     def start(self) -> None:
         """Finds an engine for the beginning, or for all of it."""
         self._place(_PREFILL)
+
+    def join(self, placement: Placement) -> None:
+        """Does all of it where another sample of the prompt has settled."""
+        self._place_prefill(placement)
 
     def stop_at(self, num_tokens: int) -> None:
         """A stop string was found in the output."""
@@ -133,6 +154,9 @@ class Legs:
         accepted = self._owner.state.token_ids
         self._prefill = Leg(self, placement, len(accepted))
         self._send(self._prefill, self._request(placement, accepted, hold_kv=not placement.whole_request))
+        # What is told of the prompt comes before any sample's tokens.
+        if placement.whole_request and not self._params.HasField("prompt_logprobs"):
+            self._settle(placement)
 
     def _place_decode(self, placement: Placement) -> None:
         prefill, journal = self._prefill, self._owner.state.token_ids
@@ -176,7 +200,7 @@ class Legs:
             request_id=submit.request_id,
             prompt=submit.prompt,
             accepted_token_ids=accepted,
-            sampling_params=submit.sampling_params,
+            sampling_params=self._params,
             priority=submit.priority,
             timeout=timeout,
             hold_kv=hold_kv,
@@ -186,6 +210,11 @@ class Legs:
             trace_headers=submit.trace_headers,
         )
 
+    def _settle(self, placement: Placement) -> None:
+        if self._on_settled is not None:
+            on_settled, self._on_settled = self._on_settled, None
+            on_settled(placement)
+
     # What the engines say
 
     def on_kv_granted(self, leg: Leg, kv: KVSource) -> None:
@@ -194,10 +223,16 @@ class Legs:
             self._kv = kv
             self._place(_DECODE)
 
-    def on_tokens(self, leg: Leg, token_index: int, token_ids: Sequence[int]) -> None:
+    def on_prompt_logprobs(self, leg: Leg, token_index: int, logprobs: Logprobs) -> None:
+        self._owner.on_prompt_logprobs(token_index, logprobs)
+
+    def on_tokens(self, leg: Leg, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None) -> None:
         if leg is self._decode:
             self._holds_kv = False  # whoever decodes has read it
-        self._owner.on_tokens(token_index, token_ids)
+            self._settle(leg.placement)  # and verified it: whoever joins hits it
+        elif leg.placement.whole_request:
+            self._settle(leg.placement)
+        self._owner.on_tokens(token_index, token_ids, logprobs)
 
     def on_finished(self, leg: Leg, finished: Finished) -> None:
         self._placer.release(leg.placement)

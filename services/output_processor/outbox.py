@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SlotTextLogprobs
+
+Key = tuple[int, int]
+"""A slot, and which of its samples."""
 
 
 class Outbox:
@@ -11,24 +14,33 @@ class Outbox:
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
-        """``on_news``: called when there is something to take."""
+        """``on_news``: called when there is something to take, once until it is taken."""
         self._on_news = on_news
-        self._rows: dict[int, tuple[str, int, Sequence[int]]] = {}
+        self._rows: dict[Key, tuple[str, int, Sequence[int]]] = {}
+        self._logprobs: list[SlotTextLogprobs] = []
         self._finished: list[RequestFinished] = []
         self._engine_deaths: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self._rows or self._finished or self._engine_deaths)
+        return bool(self._rows or self._finished or self._engine_deaths or self._logprobs)
 
-    def add(self, slot: int, text: str, token_index: int, token_ids: Sequence[int]) -> None:
-        """New text and tokens of a slot; they follow what was added before."""
-        if (row := self._rows.get(slot)) is not None:
+    def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
+        """New text and tokens of a sample; they follow what was added before."""
+        rows = self._rows
+        if not rows:
+            self._on_news()
+        elif (row := rows.get(key)) is not None:
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
-        self._rows[slot] = (text, token_index, token_ids)
+        rows[key] = (text, token_index, token_ids)
+
+    def tell(self, key: Key, logprobs: SlotTextLogprobs) -> None:
+        """Log probabilities of a sample's newest tokens, or of its prompt."""
+        logprobs.slot, logprobs.sample_index = key
+        self._logprobs.append(logprobs)
         self._on_news()
 
     def finish(self, finished: RequestFinished) -> None:
-        """A request ended; nothing is added for its slot any more."""
+        """A sample ended; nothing is added for it any more."""
         self._finished.append(finished)
         self._on_news()
 
@@ -40,16 +52,19 @@ class Outbox:
     def take(self) -> ProcessFrame:
         """Everything collected, as one frame."""
         rows = self._rows
+        slots, samples = zip(*rows, strict=True) if rows else ((), ())
         texts, indices, ids = zip(*rows.values(), strict=True) if rows else ((), (), ())
         counts = [len(column) for column in ids]
         frame = ProcessFrame(
-            slot=rows,
+            slot=slots,
             text=texts,
             token_index=indices,
             num_tokens=() if counts.count(1) == len(counts) else counts,
             token_ids=[token_id for column in ids for token_id in column],
             finished=self._finished,
+            logprobs=self._logprobs,
             engine_death_slots=self._engine_deaths,
+            sample_index=samples if any(samples) else (),
         )
-        self._rows, self._finished, self._engine_deaths = {}, [], []
+        self._rows, self._logprobs, self._finished, self._engine_deaths = {}, [], [], []
         return frame

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc.aio
 
@@ -34,6 +34,8 @@ class Placement:
     """To be acknowledged by the engine; None when the coordinator was away."""
     whole_request: bool = True
     """Not only the leg that was asked for."""
+    is_counted: bool = False
+    """In the last snapshot, until it is released."""
 
     @property
     def key(self) -> EngineKey:
@@ -102,7 +104,7 @@ class Placer:
         for _ in range(_MAX_PICKS):
             engine, pick, whole = await self._pick(request, unreached)
             try:
-                return Placement(await self._links.get(engine), pick, whole)
+                return Placement(await self._links.get(engine), pick, whole, is_counted=pick is None)
             except errors.Unavailable:
                 key = EngineKey.of(engine)
                 if pick is None:
@@ -112,8 +114,14 @@ class Placer:
 
     def release(self, placement: Placement) -> None:
         """The placed leg ended."""
-        if placement.pick is None:
+        if placement.is_counted:
             self._snapshot.release(placement.key)
+
+    def share(self, placement: Placement) -> Placement:
+        """The same engine for all of one more sample; its pick is acknowledged with the first, its end is its own."""
+        if placement.is_counted:
+            self._snapshot.count(placement.key)
+        return replace(placement, pick=None, whole_request=True)
 
     async def close(self) -> None:
         """Closes the channel; cancel ``watch`` before."""

@@ -4,11 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from tokenloom.v1.engine_pb2 import Finished
-from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
-from tokenloom.v1.types_pb2 import FinishReason, Timeline
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs, Submit
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
 
-from ..runtime import errors
+from ..runtime import errors, logprob_columns
 from .detokenizer import Detokenizer, StopMatch, Vocabulary
+from .token_logprobs import PromptLogprobs, with_texts
 
 
 class RequestState:
@@ -17,7 +18,7 @@ class RequestState:
     Attributes:
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         stop_match: The stop string that ended the output; whatever the engine still says does not count.
-        timeline: Filled as things happen.
+        timeline: Filled as things happen, the times of tokens at the end.
         num_attempts: 1, and one more for each time that an engine failed.
     """
 
@@ -27,8 +28,12 @@ class RequestState:
         vocabulary: Vocabulary,
         eos_token_ids: frozenset[int],
         clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        sample_index: int = 0,
     ) -> None:
         text = submit.text
+        self._sample_index = sample_index
+        self._vocabulary = vocabulary
         self._slot = submit.slot
         self._prompt_tokens = len(submit.prompt.token_ids)
         self._accepted = tuple(submit.accepted_token_ids)
@@ -41,9 +46,17 @@ class RequestState:
             stop=text.stop,
             include_stop_str=text.include_stop_str_in_output,
             skip_special=text.skip_special_tokens if text.HasField("skip_special_tokens") else True,
+            spaces_between_special=(
+                text.spaces_between_special_tokens if text.HasField("spaces_between_special_tokens") else True
+            ),
+            detokenize=text.detokenize if text.HasField("detokenize") else True,
         )
+        self._prompt_logprobs = None
+        if submit.sampling_params.HasField("prompt_logprobs"):
+            self._prompt_logprobs = PromptLogprobs(vocabulary, submit.prompt.token_ids)
         self._bytes_to_skip = submit.emitted_text_bytes
-        self._first_token_ns = 0
+        # Kept as numbers until the end: a protobuf field costs as much to set as a token to decode.
+        self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
         self._prefill: Finished | None = None
         self.token_ids: list[int] = []
         self.stop_match: StopMatch | None = None
@@ -62,12 +75,26 @@ class RequestState:
         assert self.stop_match is None
         if token_index != len(self.token_ids):
             raise errors.Internal("the engine's tokens do not follow one another")
-        now = self._clock()
-        self._first_token_ns = self._first_token_ns or now
-        self.timeline.decode_ns = now - self._first_token_ns
-        text = self._unsent(self._detokenize(token_ids))
-        self.timeline.detokenize_ns += self._clock() - now
+        self._last_token_ns = now = self._clock()
+        if not self._first_token_ns:
+            self._first_token_ns = now
+        text = self._detokenize(token_ids)
+        if self._bytes_to_skip:
+            text = self._unsent(text)
+        self._detokenize_ns += self._clock() - now
         return text, self.stop_match
+
+    def logprobs(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs) -> SlotTextLogprobs:
+        """Of tokens that were just taken, as the gateway is told; what a stop string cut off is left out."""
+        told = with_texts(self._vocabulary, token_ids, logprob_columns.part(logprobs, 0, len(token_ids)))
+        told.token_index = token_index
+        return told
+
+    def prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> SlotTextLogprobs | None:
+        """Of the prompt, if they are news to the gateway. Raises ``Internal`` when they cannot be the prompt's."""
+        if self._prompt_logprobs is None:
+            raise errors.Internal("the engine tells of a prompt that nobody asked about")
+        return self._prompt_logprobs.take(token_index, logprobs)
 
     def prefilled(self, finished: Finished) -> None:
         """The prefill leg ended; another goes on, and everything from the first token on counts as decoding."""
@@ -126,8 +153,11 @@ class RequestState:
         return str(finished.stop_token_id)
 
     def _finished(self, reason: FinishReason, stop_reason: str = "") -> RequestFinished:
+        self.timeline.decode_ns = self._last_token_ns - self._first_token_ns
+        self.timeline.detokenize_ns = self._detokenize_ns
         return RequestFinished(
             slot=self._slot,
+            sample_index=self._sample_index,
             reason=reason,
             stop_reason=stop_reason,
             prompt_tokens=self._prompt_tokens,

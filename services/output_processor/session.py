@@ -14,12 +14,10 @@ from ..runtime.hello import HEARTBEAT_SECONDS, check_hello
 from ..runtime.tasks import Tasks
 from .admission import Admission
 from .detokenizer import Vocabulary
-from .legs import Legs
-from .live_request import LiveRequest
 from .metrics import Metrics
 from .outbox import Outbox
 from .placement import Placer
-from .request_state import RequestState
+from .sample_group import SampleGroup, num_samples
 
 _NO_CREDIT_SECONDS = 5.0  # after which a gateway that takes nothing is given up
 _LIMITS_SECONDS = 2.0  # a gateway may have heard of the first engine a moment before us
@@ -42,7 +40,7 @@ class Session:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._live: dict[int, LiveRequest] = {}  # bounded by admission
+        self._live: dict[int, SampleGroup] = {}  # bounded by admission
         self._last_slot = 0
         self._credit = Credit()
         self._wake = asyncio.Event()
@@ -72,11 +70,12 @@ class Session:
             self._credit.grant(first.hello.initial_credit)
             yield ProcessFrame(hello=self._parts.hello)
             self._tasks.spawn(self._read(first, messages), name="gateway-read")
+            self._tasks.spawn(self._keep_awake(), name="gateway-heartbeat")
             while (frame := await self._next_frame()) is not None:
                 yield frame
         finally:
-            for live in list(self._live.values()):
-                live.cancel()
+            for group in list(self._live.values()):
+                group.cancel()
             await self._tasks.close()
 
     async def _read(self, first: ProcessInput, messages: AsyncIterator[ProcessInput]) -> None:
@@ -94,8 +93,8 @@ class Session:
         for resume in message.resume:
             self._refuse_resume(resume)
         for slot in message.cancel_slots:
-            if (live := self._live.get(slot)) is not None:
-                live.cancel()
+            if (group := self._live.get(slot)) is not None:
+                group.cancel()
         self._credit.grant(message.credit)
         self._wake.set()
 
@@ -116,28 +115,33 @@ class Session:
         self._take_slot(submit.slot)
         try:
             self._check(submit)
-            state = RequestState(submit, self._parts.vocabulary, self._parts.eos_token_ids)
-            self._parts.admission.enter()
+            group = self._group(submit)
+            self._parts.admission.enter(num_samples(submit))
         except Exception as error:  # one request's fault never ends the stream of all
             self._refuse(submit.slot, error)
             return
         if not self._live:
             self._written_at = time.monotonic()  # the first heartbeat is due from now on
-        live = self._live[submit.slot] = LiveRequest(submit.slot, state, self._outbox, self._ended)
-        deadline = None
-        if submit.HasField("timeout"):
-            seconds = submit.timeout.ToNanoseconds() / 1e9
-            live.expire_after(seconds)
-            deadline = time.monotonic() + seconds
-        live.replay()
-        if not live.ended:
-            live.start(Legs(submit, live, self._parts.placer, self._tasks, deadline))
+        self._live[submit.slot] = group
+        group.start(self._parts.placer, self._tasks)
+
+    def _group(self, submit: Submit) -> SampleGroup:
+        return SampleGroup(
+            submit,
+            self._parts.vocabulary,
+            self._parts.eos_token_ids,
+            self._outbox,
+            on_sample_end=self._sample_ended,
+            on_end=lambda: self._live.pop(submit.slot),
+        )
 
     def _check(self, submit: Submit) -> None:
         if submit.WhichOneof("task") != "sampling_params":
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
-        if submit.num_samples > 1:
-            raise errors.InvalidArgument("n above 1 is not supported yet", "n")
+        validation.check_samples(num_samples(submit))
+        if submit.num_samples > 1 and submit.accepted_token_ids:
+            raise errors.InvalidArgument("accepted_token_ids continue one sample, not several", "accepted_token_ids")
+        validation.check_text(submit.text)
         limits = self._parts.placer.limits
         if limits is None:
             raise errors.Unavailable("no engine is serving this model yet; try again")
@@ -145,12 +149,10 @@ class Session:
             submit.prompt.token_ids,
             submit.sampling_params,
             limits,
-            stop=submit.text.stop,
             accepted_token_ids=submit.accepted_token_ids,
         )
 
-    def _ended(self, live: LiveRequest, finished: RequestFinished) -> None:
-        del self._live[live.slot]
+    def _sample_ended(self, finished: RequestFinished) -> None:
         self._parts.admission.leave()
         self._parts.metrics.ended(finished)
 
@@ -174,17 +176,17 @@ class Session:
             if (self._live or self._outbox) and now - self._written_at >= HEARTBEAT_SECONDS:
                 self._written_at = now
                 return ProcessFrame()
-            await self._wait()
+            await self._wake.wait()
+            self._wake.clear()
 
     def _check_blocked(self, now: float) -> None:
         self._blocked_at = self._blocked_at or now
         if now - self._blocked_at > _NO_CREDIT_SECONDS:
             raise errors.ResourceExhausted(f"no credit for {_NO_CREDIT_SECONDS:g} s while output waits")
 
-    async def _wait(self) -> None:
-        try:
-            async with asyncio.timeout(HEARTBEAT_SECONDS):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
-        self._wake.clear()
+    async def _keep_awake(self) -> None:
+        """Wakes the writer for heartbeats, and to give up a gateway that takes nothing."""
+        while True:
+            due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
+            await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
+            self._wake.set()

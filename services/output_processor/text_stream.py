@@ -36,10 +36,28 @@ class TextStream(Protocol):
         """What is left: U+FFFD for a character that was never completed."""
 
 
-def open_text_stream(vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream:
+def open_text_stream(
+    vocabulary: Vocabulary,
+    prompt_ids: Sequence[int],
+    skip_special_tokens: bool,
+    *,
+    spaces_between_special_tokens: bool = True,
+) -> TextStream:
     """A stream that continues after ``prompt_ids``."""
-    kind = TableStream if vocabulary.is_tabulated else WindowStream
-    return kind(vocabulary, prompt_ids, skip_special_tokens)
+    if vocabulary.is_tabulated:  # then no decoder comes between two tokens
+        return TableStream(vocabulary, prompt_ids, skip_special_tokens)
+    spaces = skip_special_tokens or spaces_between_special_tokens
+    return WindowStream(vocabulary, prompt_ids, skip_special_tokens, spaces_between_special_tokens=spaces)
+
+
+class NoText:
+    """For outputs that are wanted as token ids."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
 
 
 class TableStream:
@@ -56,7 +74,8 @@ class TableStream:
         self._at_start = vocabulary.strips_start and not any(map(self._piece, reversed(prompt_ids)))
 
     def push(self, token_id: int) -> str:
-        piece = self._piece(token_id)
+        pieces = self._pieces
+        piece = pieces[token_id] if token_id < len(pieces) else ""
         if not piece:
             return ""  # a token without text does not come between the bytes of a character
         if isinstance(piece, bytes):
@@ -99,10 +118,18 @@ class TableStream:
 class WindowStream:
     """For all other decoders: decodes the last tokens again with each new one and gives what was added."""
 
-    __slots__ = ("_given", "_ids", "_skip", "_vocabulary")
+    __slots__ = ("_given", "_ids", "_skip", "_spaces", "_vocabulary")
 
-    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool,
+        *,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         self._vocabulary = vocabulary
+        self._spaces = spaces_between_special_tokens
         self._skip = skip_special_tokens
         seen = (i for i in reversed(prompt_ids) if not vocabulary.is_blank(i, skip_special_tokens))
         self._ids = list(islice(seen, _WINDOW))[::-1]
@@ -111,6 +138,7 @@ class WindowStream:
     def push(self, token_id: int) -> str:
         if self._vocabulary.is_blank(token_id, self._skip):
             return ""
+        joins = not self._spaces and self._is_special(token_id) and self._ids and self._is_special(self._ids[-1])
         self._ids.append(token_id)
         text = self._decode()
         if text.endswith("\ufffd") and len(self._ids) < _LONGEST_WINDOW:
@@ -120,13 +148,16 @@ class WindowStream:
             del self._ids[:-_WINDOW]
             text = self._decode()
         self._given = text
-        return added
+        return added.removeprefix(" ") if joins else added
 
     def finish(self) -> str:
         text = self._decode()
         added = self._added(text)
         self._given = text
         return added
+
+    def _is_special(self, token_id: int) -> bool:
+        return self._vocabulary.is_special(token_id)
 
     def _added(self, text: str) -> str:
         return text[len(self._given) :]

@@ -50,6 +50,16 @@ class Vocabulary:
         """Whether the decoder never sees this token: it is skipped, or beyond the vocabulary (models are padded)."""
         return (skip_special_tokens and token_id in self._special) or self.tokenizer.id_to_token(token_id) is None
 
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token alone stands for, special or not; b"" beyond the vocabulary."""
+        if not self.is_tabulated:
+            return self.decode([token_id], False).encode()
+        piece = self._pieces[token_id] if token_id < len(self._pieces) else b""
+        return piece.encode() if isinstance(piece, str) else piece
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Decodes a complete sequence with the tokenizer itself."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

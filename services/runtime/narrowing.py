@@ -11,10 +11,13 @@ from typing import Any
 from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
+from .structured_outputs import narrow_structured_outputs
 
 (MIN_TEMPERATURE,) = struct.unpack("<f", struct.pack("<f", 1e-5))
 """Below it, dividing logits by the temperature overflows float32; 0 is greedy. As the wire's float32 holds it."""
 _U32 = 2**32 - 1
+ALL_LOGPROBS = _U32
+"""-1 as the wire tells it: more than any vocabulary holds."""
 
 
 def narrow_sampling(values: Mapping[str, object]) -> types_pb2.SamplingParams:
@@ -85,15 +88,69 @@ def _set_seed(params: types_pb2.SamplingParams, name: str, value: object) -> Non
     params.seed = narrow_int(name, value, -(2**63), 2**64 - 1) % 2**64
 
 
-def _set_stop_token_ids(params: types_pb2.SamplingParams, name: str, value: object) -> None:
-    params.stop_token_ids.extend(narrow_token_ids(name, value))
+def _set_token_ids(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    getattr(params, name).extend(narrow_token_ids(name, value))
+
+
+def _set_allowed_token_ids(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    params.allowed_token_ids.extend(narrow_token_ids(name, value))
+    if not params.allowed_token_ids:
+        raise InvalidArgument(f"{name} is empty: nothing could be generated; leave it out to allow everything", name)
+
+
+def _set_logprobs(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    if value is False:
+        return
+    count = narrow_int(name, value, -1, _U32)
+    setattr(params, name, ALL_LOGPROBS if count == -1 else count)
+
+
+def _set_logit_bias(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{name} must be an object of token ids and numbers, not {_kind(value)}", name)
+    for key, bias in value.items():
+        # JSON has no keys but strings.
+        digits = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= len(str(_U32))
+        token_id = int(key) if digits else key
+        if type(token_id) is not int or not 0 <= token_id <= _U32:
+            raise InvalidArgument(f"{name} must have token ids as keys, not {key!r:.40}", name)
+        params.logit_bias[token_id] = narrow_float(name, bias)
+
+
+def _set_bad_words(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    """Of token ids: who has texts encodes them first (:mod:`.bad_words`)."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise InvalidArgument(f"{name} must be a list of lists of token ids, not {_kind(value)}", name)
+    params.bad_words.extend(types_pb2.TokenIds(ids=narrow_token_ids(name, ids)) for ids in value)
+
+
+def _set_repetition_detection(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    """As in vLLM: a largest size of 0 is off, a smallest of 0 is 1."""
+    sizes = ("max_pattern_size", "min_pattern_size", "min_count")
+    if not isinstance(value, Mapping) or not set(value) <= set(sizes):
+        raise InvalidArgument(f"{name} must be an object of {', '.join(sizes)}", name)
+    longest, shortest, count = (narrow_int(name, value.get(size, 0), 0, _U32) for size in sizes)
+    if longest:
+        params.repetition_detection.max_pattern_size = longest
+        params.repetition_detection.min_pattern_size = shortest or 1
+        params.repetition_detection.min_count = count
+
+
+def _set_bool(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name} must be true or false, not {_kind(value)}", name)
+    setattr(params, name, value)
 
 
 def _refuse(params: types_pb2.SamplingParams, name: str, value: object) -> None:
     """Parameters of a later version: only what asks for nothing is understood."""
-    if any(value == nothing and type(value) is type(nothing) for nothing in _ASKS_NOTHING[name]):
+    if value == {} and type(value) is dict:
         return
     raise InvalidArgument(f"{name} is not supported yet", name)
+
+
+def _set_structured_outputs(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    params.structured_outputs.CopyFrom(narrow_structured_outputs(value, name))
 
 
 def _kind(value: object) -> str:
@@ -101,15 +158,6 @@ def _kind(value: object) -> str:
         type(value), type(value).__name__
     )
 
-
-_ASKS_NOTHING: dict[str, tuple[object, ...]] = {
-    "min_tokens": (0,),
-    "logprobs": (False,),  # 0 is one: of the sampled token
-    "prompt_logprobs": (False,),
-    "logit_bias": ({},),
-    "allowed_token_ids": ([], ()),
-    "bad_words": ([], ()),
-}
 
 _NARROW: dict[str, Callable[[types_pb2.SamplingParams, str, Any], None]] = {
     "max_tokens": _set_max_tokens,
@@ -121,11 +169,17 @@ _NARROW: dict[str, Callable[[types_pb2.SamplingParams, str, Any], None]] = {
     "presence_penalty": _set_float,
     "frequency_penalty": _set_float,
     "repetition_penalty": _set_float,
-    "stop_token_ids": _set_stop_token_ids,
-    "min_tokens": _refuse,
-    "logprobs": _refuse,
-    "prompt_logprobs": _refuse,
-    "logit_bias": _refuse,
-    "allowed_token_ids": _refuse,
-    "bad_words": _refuse,
+    "stop_token_ids": _set_token_ids,
+    "min_tokens": _set_u32,
+    "logprobs": _set_logprobs,
+    "prompt_logprobs": _set_logprobs,
+    "logprob_token_ids": _set_token_ids,
+    "logit_bias": _set_logit_bias,
+    "allowed_token_ids": _set_allowed_token_ids,
+    "bad_words": _set_bad_words,
+    "repetition_detection": _set_repetition_detection,
+    "skip_reading_prefix_cache": _set_bool,
+    "thinking_token_budget": _refuse,
+    "extra_args": _refuse,
+    "structured_outputs": _set_structured_outputs,
 }

@@ -7,6 +7,7 @@ from itertools import zip_longest
 from tokenloom.engine_core.block_hash import block_hashes
 from tokenloom.engine_core.block_pool import BlockPool
 from tokenloom.engine_core.request import Request, RequestStatus
+from tokenloom.engine_core.request_queue import priority_key
 from tokenloom.engine_core.scheduler import Scheduler
 
 
@@ -27,13 +28,28 @@ def check_scheduler(scheduler: Scheduler) -> None:
         if not (request.remote and request.remote.wait_ns):
             assert not request.block_ids
             assert request.num_computed_tokens == 0
+    if scheduler._in_flight is None:
+        assert all(not request.num_output_placeholders for request in scheduler.requests.values())
     for request in scheduler.running:
-        assert request.num_computed_tokens < request.num_tokens == len(request.all_token_ids)
+        assert request.num_tokens == len(request.all_token_ids)
+        assert request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+        assert request.num_tokens + request.num_output_placeholders <= request.max_num_tokens
         num_blocks = -(-request.num_computed_tokens // scheduler.kv.block_size)
         assert len(request.block_ids) == num_blocks or (request.remote and len(request.block_ids) > num_blocks)
+    _check_order(scheduler)
     holders = waiting + scheduler.running + away + [request for request in loading if request.is_finished]
     check_pool(scheduler.kv.pool, holders, list(remote._held.values()) if remote is not None else ())
     _check_content(scheduler)
+
+
+def _check_order(scheduler: Scheduler) -> None:
+    """Who runs and who waits stand in the order of the policy; without KV from elsewhere nobody gets past another."""
+    if scheduler.config.policy == "priority":
+        for requests in (scheduler.running, list(scheduler.waiting)):
+            assert requests == sorted(requests, key=priority_key)
+    elif scheduler._remote is None:
+        arrivals = [request.arrival_ns for request in [*scheduler.running, *scheduler.waiting]]
+        assert arrivals == sorted(arrivals)
 
 
 def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]] = ()) -> None:
@@ -62,8 +78,9 @@ def _check_content(scheduler: Scheduler) -> None:
     """A block can be hit only when it is full, and only by the tokens it holds; what is shared can be hit."""
     pool, size = scheduler.kv.pool, scheduler.kv.block_size
     for request in scheduler.running:
-        hashes = block_hashes(request.all_token_ids[: request.num_computed_tokens], size, salt=request.cache_salt)
-        num_computed_blocks = -(-request.num_computed_tokens // size)
+        num_known = min(request.num_computed_tokens, request.num_tokens)
+        hashes = block_hashes(request.all_token_ids[:num_known], size, salt=request.cache_salt)
+        num_computed_blocks = -(-num_known // size)
         for block_id, block_hash in zip_longest(request.block_ids[:num_computed_blocks], hashes):
             assert pool._hashes[block_id] in (None, block_hash)
             assert pool.ref_counts[block_id] == 1 or block_hash is not None

@@ -86,6 +86,37 @@ def test_a_grammar_leaves_only_what_it_allows() -> None:
     assert run(make_worker(), block_ids=[0, 1], grammar=GrammarOutput.of(["a"], bitmask)) == [[2 * 32 + 5]]
 
 
+def test_logprobs_tell_the_token_and_the_best() -> None:
+    worker = make_worker()
+    new = NewRequestData("a", PROMPT, [], SamplingParams(9, seed=0, logprobs=2, logprob_token_ids=(5,)), [0, 1], 0)
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 6}, 6, [], []))
+    (token_id,) = expected_tokens(PROMPT, 1, VOCAB_SIZE)
+    told = worker.sample_tokens(None).logprobs["a"]
+    assert (told.sampled, told.rank, told.top) == ([-1 / 8], [1], 3)
+    assert told.token_ids == [token_id, (token_id + 1) % VOCAB_SIZE, 5]
+    assert told.logprobs == [-1 / 8, -2 / 8, -((5 - token_id) % VOCAB_SIZE + 1) / 8]
+
+
+@pytest.mark.parametrize("chunks", [[6], [4, 2], [1, 4, 1]])
+def test_prompt_logprobs_come_in_chunks(chunks: list[int]) -> None:
+    worker = make_worker()
+    new = NewRequestData("a", PROMPT, [], SamplingParams(9, seed=0, prompt_logprobs=1), [0, 1], 0)
+    sampled, best, start = list[float](), list[int](), 0
+    for number, chunk in enumerate(chunks):
+        cached = CachedRequestData(*([["a"], [[]], [start]] if number else [[], [], []]), {})
+        news = [] if number else [new]
+        worker.execute_model(SchedulerOutput(news, cached, {"a": chunk}, chunk, [], []))
+        result = worker.sample_tokens(None)
+        assert not result.logprobs
+        sampled += result.prompt_logprobs["a"].sampled
+        best += result.prompt_logprobs["a"].token_ids
+        start += chunk
+    assert best == [expected_tokens(PROMPT[:n], 1, VOCAB_SIZE)[0] for n in range(1, 6)]
+    ranks = [(taken - token_id) % VOCAB_SIZE + 1 for taken, token_id in zip(PROMPT[1:], best, strict=True)]
+    assert sampled == [-rank / 8 for rank in ranks]
+    assert go_on(worker, [], 6) == [expected_tokens(PROMPT, 2, VOCAB_SIZE)[1:]]
+
+
 def test_order_matters() -> None:
     assert expected_tokens([1, 2], 1) != expected_tokens([2, 1], 1)
 

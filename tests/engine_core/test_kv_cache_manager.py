@@ -86,10 +86,10 @@ def test_a_free_hit_needs_room_too() -> None:
     request = make_request_of([1] * 12)
     hits = kv.find_cached_blocks(request)
     assert len(hits) == 2
-    assert not kv.can_admit(request, hits, num_spare=0)
+    assert not kv.can_admit(request, hits, request.num_tokens, num_spare=0)
     kv.free(other)
-    assert kv.can_admit(request, hits, num_spare=1)
-    assert not kv.can_admit(request, hits, num_spare=2)
+    assert kv.can_admit(request, hits, request.num_tokens, num_spare=1)
+    assert not kv.can_admit(request, hits, request.num_tokens, num_spare=2)
 
 
 def test_freed_blocks_are_hit_until_they_are_needed() -> None:

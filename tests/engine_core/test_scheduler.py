@@ -2,43 +2,10 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
-from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
-from tokenloom.engine_core.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.messages import EngineCoreOutput, FinishReason, PrefillStats
+from tests.engine_core.scheduling import make_scheduler, step
+from tokenloom.engine_core.messages import FinishReason, PrefillStats
 from tokenloom.engine_core.scheduler import Scheduler
 from tokenloom.engine_core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-
-
-class Clock:
-    """Counts calls: every reading is one nanosecond later."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def __call__(self) -> int:
-        self.now += 1
-        return self.now
-
-
-def make_scheduler(
-    *, num_blocks: int = 64, max_model_len: int = 100, caching: bool = True, **settings: object
-) -> Scheduler:
-    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 32} | settings)  # type: ignore[arg-type]
-    cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
-    return Scheduler(config, cache, KVCacheConfig(num_blocks, max_model_len), Clock())
-
-
-def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
-    """A step whose worker answers ``token_id`` for every request that is due one."""
-    scheduled = scheduler.schedule()
-    sampled = []
-    for request_id, num_tokens in scheduled.num_scheduled_tokens.items():
-        request = scheduler.requests[request_id]
-        sampled.append([token_id] if request.num_computed_tokens + num_tokens == request.num_tokens else [])
-    result = ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled)
-    outputs = scheduler.update_from_output(scheduled, result)
-    check_scheduler(scheduler)
-    return scheduled, outputs
 
 
 def new_ids(scheduled: SchedulerOutput) -> list[str]:
@@ -393,12 +360,10 @@ def test_a_request_may_need_the_whole_pool() -> None:
     check_idle(scheduler)
 
 
-def test_priority_waits_for_its_scheduler() -> None:
+def test_priorities_need_their_policy() -> None:
     scheduler = make_scheduler()
-    message = make_request("a", [1])
-    message.priority = 1
-    scheduler.add_request(message)
-    assert scheduler.take_early_outputs()[0].error == "priority is not supported yet"
+    scheduler.add_request(make_request("a", [1], priority=1))
+    assert scheduler.take_early_outputs()[0].error == "priority is 1, but the engine's scheduling policy is fcfs"
 
 
 # Aborts

@@ -1,3 +1,4 @@
+import gzip
 import shutil
 from pathlib import Path
 
@@ -108,3 +109,16 @@ class RunnerThatNotes:
 
     def dummy_run(self, query_lens, block_size):
         self._notes.append((self._num_blocks, query_lens))
+
+
+def test_steps_are_profiled_between_start_and_stop(tmp_path):
+    worker = make_worker(dtype="float32", profiler_dir=str(tmp_path))
+    worker.load_model()
+    worker.initialize_kv_cache(8)
+    worker.profile(True)
+    new = NewRequestData("a", [5, 6, 7], [], GREEDY, [2], 0)
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    worker.profile(False)
+    (trace,) = tmp_path.iterdir()
+    assert b"mkldnn" in gzip.decompress(trace.read_bytes()), "the layers' multiplications"
+    worker.shutdown()

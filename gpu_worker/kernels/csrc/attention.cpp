@@ -2,255 +2,19 @@
 //
 // A call is cut into pieces of work (some queries, one KV head, a range of positions) that threads draw, dearest first.
 // Results of pieces that share queries are partial (an output, its largest score, its sum of weights) and merged.
-// Arithmetic is float32 whatever the dtype. Build with -DHEAD_SIZE=n, a multiple of 16.
+// Sums are float32 whatever the dtype. Build with -DHEAD_SIZE=n, a multiple of 16.
 #include <omp.h>
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
-#include "vec.h"
+#include "attention_amx.h"
+#include "attention_decode.h"
+#include "attention_tile.h"
 
 namespace {
-
-constexpr int D = HEAD_SIZE, VECS = D / LANES;
-static_assert(D % LANES == 0, "heads are whole vectors");
-constexpr float LOWEST = -1e30f;
-constexpr int PARTIAL = D + 2;  // output, largest score, sum of weights
-
-}  // namespace
-
-extern "C" {
-
-struct AttentionArgs {
-  const void* query;            // [T, num_heads, D], rows query_stride apart
-  const void* key;              // [num_blocks, num_kv_heads, block_size, D]
-  const void* value;            // likewise
-  void* out;                    // [T, num_heads, D]
-  const int32_t* block_tables;  // [num_requests, table_stride]
-  const int32_t* query_starts;  // [num_requests + 1]
-  const int32_t* seq_lens;      // [num_requests]
-  const int32_t* members;       // requests of the groups that share a prefix, group after group
-  const int32_t* group_starts;  // [num_groups + 1] into members
-  const int32_t* shared_lens;   // [num_groups] tokens of the prefix, whole blocks
-  int64_t num_groups, num_requests, num_heads, num_kv_heads, block_size, table_stride, query_stride;
-  int64_t window;  // 0: none
-  float scale;
-  int32_t is_bf16, num_threads;
-};
-
-}  // extern "C"
-
-namespace {
-
-typedef AttentionArgs Args;
-
-template <class T>
-const T* kv_row(const Args& a, const void* cache, const int32_t* table, int head, int position) {
-  const int64_t block = table[position / a.block_size], offset = position % a.block_size;
-  return (const T*)cache + ((block * a.num_kv_heads + head) * a.block_size + offset) * D;
-}
-
-inline void prefetch(const void* row, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
-}
-
-// Lane t of the result is the sum of rows[t].
-inline Vec sum_rows(Vec* rows) {
-  const VecInt a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
-  const VecInt a4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}, b4 = a4 + 4;
-  const VecInt a2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, b2 = a2 + 2;
-  const VecInt a1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, b1 = a1 + 1;
-  auto halve = [&](int n, VecInt a, VecInt b) {
-    for (int i = 0; i < n; ++i)
-      rows[i] = __builtin_shuffle(rows[i], rows[i + n], a) + __builtin_shuffle(rows[i], rows[i + n], b);
-  };
-  halve(8, a8, b8);
-  halve(4, a4, b4);
-  halve(2, a2, b2);
-  halve(1, a1, b1);
-  return rows[0];
-}
-
-// Where a row's result goes: normalized to `out`, or as it is to `partial` if that is set.
-template <class T>
-struct Target {
-  T* out;
-  float* partial;
-
-  void write(const Vec* o, float top, float weights) const {
-    if (partial) {
-      for (int i = 0; i < VECS; ++i) store(partial + i * LANES, o[i]);
-      partial[D] = top;
-      partial[D + 1] = weights;
-    } else {
-      for (int i = 0; i < VECS; ++i) store(out + i * LANES, o[i] * (1.f / weights));
-    }
-  }
-};
-
-// ---- One token: its G query heads of a KV head over positions [begin, end), the head's elements in lanes.
-
-constexpr int SPAN = 64;  // positions between two looks at the largest score
-
-template <class T, int G>
-void decode(const Args& a, const int32_t* table, int head, const T* query, int begin, int end, int visible,
-            const Target<T>* targets) {
-  Vec q[G][VECS], o[G][VECS] = {};
-  float top[G], weights[G] = {};
-  for (int g = 0; g < G; ++g) {
-    top[g] = LOWEST;
-    for (int i = 0; i < VECS; ++i) q[g][i] = load(query + g * D + i * LANES) * a.scale;
-  }
-  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  alignas(64) float scores[G][SPAN];
-  for (int start = begin; start < end; start += SPAN) {
-    const int count = std::min(SPAN, end - start), vecs = (count + LANES - 1) / LANES;
-    for (int c = 0; c < count; c += LANES) {
-      const T* keys = kv_row<T>(a, a.key, table, head, start + c);
-      const T* values = (const T*)a.value + (keys - (const T*)a.key);
-      const int n = std::min(LANES, count - c);
-      Vec rows[G][LANES];
-      for (int t = 0; t < n; ++t) {
-        prefetch(values + t * D, D * sizeof(T));
-        Vec even[G] = {}, odd[G] = {};
-        for (int i = 0; i < VECS; ++i) {
-          const Vec x = load(keys + t * D + i * LANES);
-          for (int g = 0; g < G; ++g) (i & 1 ? odd : even)[g] += x * q[g][i];
-        }
-        for (int g = 0; g < G; ++g) rows[g][t] = even[g] + odd[g];
-      }
-      const VecInt positions = lanes + (start + c);
-      for (int g = 0; g < G; ++g) {
-        for (int t = n; t < LANES; ++t) rows[g][t] = Vec{};
-        const Vec s = sum_rows(rows[g]);
-        store(&scores[g][c], (positions >= visible) & (positions < end) ? s : splat(LOWEST));
-      }
-    }
-    for (int g = 0; g < G; ++g) {
-      Vec best = load(scores[g]);
-      for (int i = 1; i < vecs; ++i) best = maximum(best, load(scores[g] + i * LANES));
-      const float now = std::max(top[g], largest(best)), shrink = std::exp(top[g] - now);
-      Vec total = {};
-      for (int i = 0; i < vecs; ++i) {
-        const Vec e = exponential(load(scores[g] + i * LANES) - now);
-        total += e;
-        store(scores[g] + i * LANES, e);
-      }
-      top[g] = now;
-      weights[g] = weights[g] * shrink + sum(total);
-      for (int i = 0; i < VECS; ++i) o[g][i] *= shrink;
-    }
-    for (int c = 0; c < count; c += LANES) {
-      const T* values = kv_row<T>(a, a.value, table, head, start + c);
-      const int n = std::min(LANES, count - c), next = start + SPAN + c;
-      const T* ahead = next < end ? kv_row<T>(a, a.key, table, head, next) : values;
-      for (int t = 0; t < n; ++t) {
-        prefetch(ahead + t * D, D * sizeof(T));
-        for (int i = 0; i < VECS; ++i) {
-          const Vec x = load(values + t * D + i * LANES);
-          for (int g = 0; g < G; ++g) o[g][i] += x * scores[g][c + t];
-        }
-      }
-    }
-  }
-  for (int g = 0; g < G; ++g) targets[g].write(o[g], top[g], weights[g]);
-}
-
-// ---- Many rows (a query head of a token each) over positions [begin, end): rows in lanes, keys and values broadcast.
-
-template <class T>
-struct Row {
-  const T* query;
-  int last;  // position of the token: it sees (last - window, last]
-  Target<T> target;
-};
-
-constexpr int MAX_ROWS = 32, TILE = 32;  // rows and positions of one tile
-#ifdef __AVX512F__
-constexpr int UNROLL = 8;  // keys, or elements of values, that share a load of the rows: as many as registers hold
-#else
-constexpr int UNROLL = 4;
-#endif
-
-template <class T, int V>
-void tile(const Args& a, const int32_t* table, int head, const Row<T>* rows, int num_rows, int begin, int end) {
-  constexpr int R = V * LANES;
-  alignas(64) float q[D][R] = {}, o[D][R] = {}, p[TILE][R], k[TILE][D], v[TILE][D];
-  VecInt last[V] = {};
-  Vec top[V], weights[V] = {};
-  for (int i = 0; i < V; ++i) top[i] = splat(LOWEST);
-  for (int r = 0; r < R; ++r) last[r / LANES][r % LANES] = rows[std::min(r, num_rows - 1)].last;
-  for (int r = 0; r < num_rows; ++r)
-    for (int i = 0; i < VECS; ++i) {
-      const Vec x = load(rows[r].query + i * LANES) * a.scale;
-      for (int e = 0; e < LANES; ++e) q[i * LANES + e][r] = x[e];
-    }
-  for (int start = begin; start < end; start += TILE) {
-    const int count = std::min(TILE, end - start);
-    for (int t = 0; t < count; ++t) {
-      const T* keys = kv_row<T>(a, a.key, table, head, start + t);
-      const T* values = (const T*)a.value + (keys - (const T*)a.key);
-      for (int i = 0; i < VECS; ++i) {
-        store(&k[t][i * LANES], load(keys + i * LANES));
-        store(&v[t][i * LANES], load(values + i * LANES));
-      }
-    }
-    if (count < TILE) {
-      memset(k[count], 0, (TILE - count) * D * sizeof(float));
-      memset(v[count], 0, (TILE - count) * D * sizeof(float));
-    }
-    Vec now[V];
-    for (int i = 0; i < V; ++i) now[i] = top[i];
-    for (int t = 0; t < TILE; t += UNROLL) {
-      Vec score[UNROLL][V] = {};
-      for (int d = 0; d < D; ++d)
-        for (int u = 0; u < UNROLL; ++u)
-          for (int i = 0; i < V; ++i) score[u][i] += load(&q[d][i * LANES]) * k[t + u][d];
-      for (int u = 0; u < UNROLL; ++u) {
-        const int position = start + t + u;
-        for (int i = 0; i < V; ++i) {
-          VecInt seen = last[i] >= position;
-          if (a.window) seen &= last[i] - (int)a.window < position;
-          if (position >= end) seen = VecInt{};
-          const Vec x = seen ? score[u][i] : splat(LOWEST);
-          now[i] = maximum(now[i], x);
-          store(&p[t + u][i * LANES], x);
-        }
-      }
-    }
-    Vec shrink[V];
-    for (int i = 0; i < V; ++i) {
-      shrink[i] = exponential(top[i] - now[i]);
-      top[i] = now[i];
-      Vec total = {};
-      for (int t = 0; t < TILE; ++t) {
-        const Vec e = exponential(load(&p[t][i * LANES]) - now[i]);
-        total += e;
-        store(&p[t][i * LANES], e);
-      }
-      weights[i] = weights[i] * shrink[i] + total;
-    }
-    for (int d = 0; d < D; d += UNROLL) {
-      Vec sums[UNROLL][V];
-      for (int u = 0; u < UNROLL; ++u)
-        for (int i = 0; i < V; ++i) sums[u][i] = load(&o[d + u][i * LANES]) * shrink[i];
-      for (int t = 0; t < TILE; ++t)
-        for (int u = 0; u < UNROLL; ++u)
-          for (int i = 0; i < V; ++i) sums[u][i] += load(&p[t][i * LANES]) * v[t][d + u];
-      for (int u = 0; u < UNROLL; ++u)
-        for (int i = 0; i < V; ++i) store(&o[d + u][i * LANES], sums[u][i]);
-    }
-  }
-  for (int r = 0; r < num_rows; ++r) {
-    Vec row[VECS] = {};
-    for (int i = 0; i < VECS; ++i)
-      for (int e = 0; e < LANES; ++e) row[i][e] = o[i * LANES + e][r];
-    rows[r].target.write(row, top[r / LANES][r % LANES], weights[r / LANES][r % LANES]);
-  }
-}
-
-// ---- Pieces
 
 struct Piece {
   int32_t request;  // whose queries, or (group) a member, for its block table
@@ -263,7 +27,7 @@ struct Piece {
 template <class T>
 class Call {
  public:
-  explicit Call(const Args& args) : a(args), heads(a.num_heads / a.num_kv_heads), tokens(MAX_ROWS / heads) {
+  explicit Call(const Args& args) : a(args), heads(a.num_heads / a.num_kv_heads), tokens(max_rows() / heads) {
     cut();
     partials.resize(num_partials * PARTIAL);
   }
@@ -358,13 +122,33 @@ class Call {
   void compute(const Piece& piece) {
     const int32_t* table = a.block_tables + piece.request * a.table_stride;
     if (piece.group < 0 && is_decode(piece.request) && heads <= 4) return compute_decode(piece, table);
-    Row<T> rows[MAX_ROWS];
-    const int num_rows = piece.count * heads;
+    std::vector<Row<T>> rows(piece.count * heads);
+    const int num_rows = rows.size();
     for (int i = 0; i < num_rows; ++i) rows[i] = row(piece, piece.first + i / heads, i % heads);
+#ifdef ATTEND_WITH_AMX
+    if constexpr (std::is_same_v<T, BF16>)
+      if (may_use_amx()) return compute_amx(piece, table, rows);
+#endif
     if (num_rows <= LANES)
-      tile<T, 1>(a, table, piece.head, rows, num_rows, piece.begin, piece.end);
+      tile<T, 1>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
     else
-      tile<T, 2>(a, table, piece.head, rows, num_rows, piece.begin, piece.end);
+      tile<T, 2>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
+  }
+
+#ifdef ATTEND_WITH_AMX
+  void compute_amx(const Piece& piece, const int32_t* table, const std::vector<Row<T>>& rows) {
+    if (rows.size() <= 2 * LANES)
+      AmxTile<2>(a, rows.data(), rows.size()).run(table, piece.head, piece.begin, piece.end);
+    else
+      AmxTile<4>(a, rows.data(), rows.size()).run(table, piece.head, piece.begin, piece.end);
+  }
+#endif
+
+  static int max_rows() {
+#ifdef ATTEND_WITH_AMX
+    if (std::is_same_v<T, BF16> && may_use_amx()) return MAX_AMX_ROWS;
+#endif
+    return MAX_ROWS;
   }
 
   Row<T> row(const Piece& piece, int index, int g) {

@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t VecInt __attribute__((vector_size(64)));
@@ -33,9 +36,13 @@ inline void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }
 
 // Rounds to nearest even. A NaN stays one: its payload is cut, not rounded.
 inline void store(BF16* p, Vec x) {
+#ifdef __AVX512BF16__
+  const __m256bh half = _mm512_cvtneps_pbh(x);
+#else
   VecBits bits = (VecBits)x;
   VecBits rounded = bits + 0x7fff + ((bits >> 16) & 1);
   VecHalf half = __builtin_convertvector((x == x ? rounded : bits | 0x400000) >> 16, VecHalf);
+#endif
   memcpy(p, &half, sizeof half);
 }
 
@@ -56,17 +63,20 @@ inline void store(T* p, Vec x, int64_t n) {
   memcpy(p, padded, n * sizeof(T));
 }
 
-inline float sum(Vec x) {
-  float total = 0;
-  for (int i = 0; i < LANES; ++i) total += x[i];
-  return total;
+// Of all lanes, by halves: a chain of sixteen operations is slow.
+template <class F>
+inline float fold(Vec x, F both) {
+  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+  for (int n = LANES / 2; n; n /= 2) x = both(x, __builtin_shuffle(x, lanes ^ n));
+  return x[0];
 }
 
-inline float largest(Vec x) {
-  float top = x[0];
-  for (int i = 1; i < LANES; ++i) top = top > x[i] ? top : x[i];
-  return top;
+inline float sum(Vec x) {
+  return fold(x, [](Vec a, Vec b) { return a + b; });
 }
+
+inline float largest(Vec x) { return fold(x, maximum); }
 
 // e^x within 3e-7 of it, for x in [-87, 88]; beyond, the value at that end.
 inline Vec exponential(Vec x) {

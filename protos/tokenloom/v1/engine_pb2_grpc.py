@@ -140,10 +140,45 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.WatchKVEvents = channel.unary_stream(
+                '/tokenloom.v1.EngineAdmin/WatchKVEvents',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsResponse.FromString,
+                _registered_method=True)
         self.SetRole = channel.unary_unary(
                 '/tokenloom.v1.EngineAdmin/SetRole',
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/Sleep',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/WakeUp',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.IsSleeping = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/IsSleeping',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.IsSleepingRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.IsSleepingResponse.FromString,
+                _registered_method=True)
+        self.ReloadWeights = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/ReloadWeights',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsResponse.FromString,
+                _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/StartProfile',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.StartProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/tokenloom.v1.EngineAdmin/StopProfile',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileResponse.FromString,
                 _registered_method=True)
 
 
@@ -182,8 +217,63 @@ class EngineAdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchKVEvents(self, request, context):
+        """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+        naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+        cache is then to be built anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetRole(self, request, context):
         """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Sleep(self, request, context):
+        """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+        FAILED_PRECONDITION when asleep in another level, or as Pause.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
+        weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IsSleeping(self, request, context):
+        """Whether the engine sleeps, from the call of Sleep on until all is awake.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReloadWeights(self, request, context):
+        """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
+        streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
+        does not fit: the old weights stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartProfile(self, request, context):
+        """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
+        """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -212,10 +302,45 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
+            'WatchKVEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKVEvents,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsResponse.SerializeToString,
+            ),
             'SetRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRole,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.SleepRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.WakeUpRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'IsSleeping': grpc.unary_unary_rpc_method_handler(
+                    servicer.IsSleeping,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.IsSleepingRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.IsSleepingResponse.SerializeToString,
+            ),
+            'ReloadWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadWeights,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsResponse.SerializeToString,
+            ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.StartProfileRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.StartProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.StopProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -338,6 +463,33 @@ class EngineAdmin:
             _registered_method=True)
 
     @staticmethod
+    def WatchKVEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/WatchKVEvents',
+            tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def SetRole(request,
             target,
             options=(),
@@ -354,6 +506,168 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/SetRole',
             tokenloom_dot_v1_dot_engine__pb2.SetRoleRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/Sleep',
+            tokenloom_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/WakeUp',
+            tokenloom_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IsSleeping(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/IsSleeping',
+            tokenloom_dot_v1_dot_engine__pb2.IsSleepingRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.IsSleepingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/ReloadWeights',
+            tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.ReloadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/StartProfile',
+            tokenloom_dot_v1_dot_engine__pb2.StartProfileRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.StartProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/StopProfile',
+            tokenloom_dot_v1_dot_engine__pb2.StopProfileRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.StopProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -107,8 +107,32 @@ class EngineAdminStub:
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
     their readers.
     """
+    WatchKVEvents: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]
+    """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+    naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+    cache is then to be built anew.
+    """
     SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
     """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
+    """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+    FAILED_PRECONDITION when asleep in another level, or as Pause.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
+    """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
+    weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+    """
+    IsSleeping: _grpc.UnaryUnaryMultiCallable[_engine_pb2.IsSleepingRequest, _engine_pb2.IsSleepingResponse]
+    """Whether the engine sleeps, from the call of Sleep on until all is awake."""
+    ReloadWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]
+    """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
+    streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
+    does not fit: the old weights stay.
+    """
+    StartProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]
+    """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already."""
+    StopProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]
+    """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded."""
 
 @_typing.type_check_only
 class EngineAdminAsyncStub(EngineAdminStub):
@@ -128,8 +152,32 @@ class EngineAdminAsyncStub(EngineAdminStub):
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
     their readers.
     """
+    WatchKVEvents: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]  # type: ignore[assignment]
+    """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+    naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+    cache is then to be built anew.
+    """
     SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
+    """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+    FAILED_PRECONDITION when asleep in another level, or as Pause.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
+    """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
+    weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+    """
+    IsSleeping: _aio.UnaryUnaryMultiCallable[_engine_pb2.IsSleepingRequest, _engine_pb2.IsSleepingResponse]  # type: ignore[assignment]
+    """Whether the engine sleeps, from the call of Sleep on until all is awake."""
+    ReloadWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]  # type: ignore[assignment]
+    """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
+    streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
+    does not fit: the old weights stay.
+    """
+    StartProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]  # type: ignore[assignment]
+    """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already."""
+    StopProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]  # type: ignore[assignment]
+    """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded."""
 
 class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     """Operations of one engine. Callers: operators."""
@@ -172,11 +220,77 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def WatchKVEvents(
+        self,
+        request: _engine_pb2.WatchKVEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchKVEventsResponse], _abc.AsyncIterator[_engine_pb2.WatchKVEventsResponse]]:
+        """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+        naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+        cache is then to be built anew.
+        """
+
+    @_abc_1.abstractmethod
     def SetRole(
         self,
         request: _engine_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SetRoleResponse, _abc.Awaitable[_engine_pb2.SetRoleResponse]]:
         """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _engine_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
+        """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+        FAILED_PRECONDITION when asleep in another level, or as Pause.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _engine_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.WakeUpResponse, _abc.Awaitable[_engine_pb2.WakeUpResponse]]:
+        """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
+        weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+        """
+
+    @_abc_1.abstractmethod
+    def IsSleeping(
+        self,
+        request: _engine_pb2.IsSleepingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.IsSleepingResponse, _abc.Awaitable[_engine_pb2.IsSleepingResponse]]:
+        """Whether the engine sleeps, from the call of Sleep on until all is awake."""
+
+    @_abc_1.abstractmethod
+    def ReloadWeights(
+        self,
+        request: _engine_pb2.ReloadWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.ReloadWeightsResponse, _abc.Awaitable[_engine_pb2.ReloadWeightsResponse]]:
+        """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
+        streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
+        does not fit: the old weights stay.
+        """
+
+    @_abc_1.abstractmethod
+    def StartProfile(
+        self,
+        request: _engine_pb2.StartProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.StartProfileResponse, _abc.Awaitable[_engine_pb2.StartProfileResponse]]:
+        """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already."""
+
+    @_abc_1.abstractmethod
+    def StopProfile(
+        self,
+        request: _engine_pb2.StopProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.StopProfileResponse, _abc.Awaitable[_engine_pb2.StopProfileResponse]]:
+        """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded."""
 
 def add_EngineAdminServicer_to_server(servicer: EngineAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -142,7 +142,7 @@ class RequestFinished(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., attempts: _Optional[int] = ..., timeline: _Optional[_Union[_types_pb2.Timeline, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class SlotTextLogprobs(_message.Message):
-    __slots__ = ("slot", "prompt", "token_index", "logprobs", "sampled_text", "token_text", "sample_index")
+    __slots__ = ("slot", "prompt", "token_index", "logprobs", "sampled_text", "token_text", "sample_index", "first_text")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,7 @@ class SlotTextLogprobs(_message.Message):
     SAMPLED_TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_TEXT_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TEXT_FIELD_NUMBER: _ClassVar[int]
     slot: int
     prompt: bool
     token_index: int
@@ -157,4 +158,5 @@ class SlotTextLogprobs(_message.Message):
     sampled_text: _containers.RepeatedScalarFieldContainer[bytes]
     token_text: _containers.RepeatedScalarFieldContainer[bytes]
     sample_index: int
-    def __init__(self, slot: _Optional[int] = ..., prompt: _Optional[bool] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ..., sampled_text: _Optional[_Iterable[bytes]] = ..., token_text: _Optional[_Iterable[bytes]] = ..., sample_index: _Optional[int] = ...) -> None: ...
+    first_text: bytes
+    def __init__(self, slot: _Optional[int] = ..., prompt: _Optional[bool] = ..., token_index: _Optional[int] = ..., logprobs: _Optional[_Union[_types_pb2.Logprobs, _Mapping]] = ..., sampled_text: _Optional[_Iterable[bytes]] = ..., token_text: _Optional[_Iterable[bytes]] = ..., sample_index: _Optional[int] = ..., first_text: _Optional[bytes] = ...) -> None: ...

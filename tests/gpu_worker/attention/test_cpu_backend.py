@@ -54,10 +54,12 @@ def test_head_sizes(batch, window, head_size):
     compare(batch, shape(2, head_size=head_size), window)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("num_heads", "head_size"), [(4, 32), (2, 128), (10, 64), (64, 32), (6, 80)])
+@pytest.mark.parametrize("window", [None, 7, 40, 200])
 @pytest.mark.parametrize("batch", ALL)
-def test_bfloat16_is_close(batch, window):
-    compare(batch, shape(2, torch.bfloat16), window, rtol=2e-2, atol=2e-2)
+def test_bfloat16_is_close(batch, window, num_heads, head_size):
+    """With the matrix unit where there is one, for heads of whole 32s."""
+    compare(batch, shape(2, torch.bfloat16, num_heads, head_size), window, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in CPUINFO, reason="builds for x86-64")
@@ -70,8 +72,9 @@ def test_builds_for_lesser_processors_are_right(batch, march):
         compare(batch, shape(2, torch.bfloat16), window, march, rtol=2e-2, atol=2e-2)
 
 
-def test_another_request_s_infinities_stay_its_own():
-    config = shape(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_request_s_infinities_stay_its_own(dtype):
+    config = shape(2, dtype)
     step = make_step([1, 20, 1], [5, 100, 20], 4, config)
     step.cache[:, step.arrays["block_tables"][1]] = float("nan")
     step.cache[:, step.arrays["block_tables"][0][1:]] = float("nan")
@@ -80,8 +83,9 @@ def test_another_request_s_infinities_stay_its_own():
     assert found[1:21].isnan().all()
 
 
-def test_what_lies_behind_a_request_s_tokens_is_not_read():
-    config = shape(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lies_behind_a_request_s_tokens_is_not_read(dtype):
+    config = shape(2, dtype)
     step = make_step([1, 7], [5, 23], 4, config)
     clean, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
     first, second = step.arrays["block_tables"][:, :2]

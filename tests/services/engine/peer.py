@@ -13,9 +13,11 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.engine_core.async_client import AsyncInprocClient
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.services.runtime import logprob_columns
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 from tokenloom.services.runtime.hello import make_hello
@@ -23,7 +25,7 @@ from tokenloom.services.runtime.host import Host
 from tokenloom.services.runtime.service import running
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished
 from tokenloom.v1.engine_pb2_grpc import EngineStub
-from tokenloom.v1.types_pb2 import Hello, Prompt, SamplingParams
+from tokenloom.v1.types_pb2 import Hello, Logprobs, Prompt, SamplingParams
 
 STEP_SECONDS = 0.002
 VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
@@ -46,7 +48,7 @@ def make_settings(directory: Path, **changes: Any) -> EngineSettings:
 def make_service(settings: EngineSettings, worker: type[HashWorker] = HashWorker) -> EngineService:
     """An engine whose core runs in this process."""
     config = settings.engine_config(str(DEMO_MODEL))
-    return EngineService(settings, AsyncInprocClient(config, worker(config)))
+    return EngineService(settings, AsyncInprocClient(config, UniProcExecutor(worker(config))))
 
 
 @asynccontextmanager
@@ -79,6 +81,8 @@ class Received:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
     first_index: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
 
     def take(self, frame: EngineFrame) -> None:
         self.frames.append(frame)
@@ -86,6 +90,7 @@ class Received:
         counts = list(frame.num_tokens) or [1] * len(frame.slot)
         assert len(frame.token_index) == len(counts) == len(frame.slot)
         assert sum(counts) == len(frame.token_ids)
+        self._take_logprobs(frame)
         token_ids = iter(frame.token_ids)
         for slot, index, count in zip(frame.slot, frame.token_index, counts, strict=True):
             assert slot not in self.finished, "tokens after the end"
@@ -96,6 +101,22 @@ class Received:
         for finished in frame.finished:
             assert finished.slot not in self.finished, "finished twice"
             self.finished[finished.slot] = finished
+
+    def _take_logprobs(self, frame: EngineFrame) -> None:
+        counts = dict(zip(frame.slot, frame.num_tokens or [1] * len(frame.slot), strict=True))
+        indices = dict(zip(frame.slot, frame.token_index, strict=True))
+        for each in frame.logprobs:
+            assert logprob_columns.fit_together(each.logprobs)
+            assert each.slot not in self.finished, "log probabilities after the end"
+            known = self.prompt_logprobs if each.prompt else self.logprobs
+            if each.prompt:
+                assert each.slot not in self.token_ids, "the prompt after the first token"
+                told = logprob_columns.num_positions(known[each.slot]) if each.slot in known else 0
+                assert each.token_index == 1 + told
+            else:
+                assert each.token_index == indices[each.slot]
+                assert logprob_columns.num_positions(each.logprobs) == counts[each.slot]
+            logprob_columns.extend(known.setdefault(each.slot, Logprobs(top=each.logprobs.top)), each.logprobs)
 
 
 class Peer:

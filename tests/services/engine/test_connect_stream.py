@@ -210,7 +210,7 @@ class TestBadRequests:
             ([1], {"sampling_params": types_pb2.SamplingParams(temperature=float("nan"))}, "temperature"),
             ([1], {"sampling_params": types_pb2.SamplingParams(top_p=0.0)}, "top_p"),
             ([1], {"sampling_params": types_pb2.SamplingParams(repetition_penalty=float("inf"))}, "repetition_penalty"),
-            ([1], {"sampling_params": types_pb2.SamplingParams(logprobs=1)}, "logprobs"),
+            ([1], {"sampling_params": types_pb2.SamplingParams(logprobs=21)}, "logprobs"),
             ([1], {"sampling_params": types_pb2.SamplingParams(stop_token_ids=[VOCAB_SIZE])}, "stop_token_ids"),
             ([1], {"accepted_token_ids": [VOCAB_SIZE]}, "accepted_token_ids"),
             ([1], {"accepted_token_ids": [1] * 2048}, "accepted_token_ids"),

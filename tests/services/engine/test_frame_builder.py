@@ -4,8 +4,15 @@ from hypothesis import strategies as st
 
 from tests.services.engine.peer import Received
 from tokenloom.services.engine.frame_builder import FrameBuilder
+from tokenloom.services.runtime import logprob_columns
 from tokenloom.v1.engine_pb2 import Finished
-from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH, FINISH_REASON_STOP, Error
+from tokenloom.v1.types_pb2 import (
+    FINISH_REASON_ABORT,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    Error,
+    Logprobs,
+)
 
 
 def drain(builder: FrameBuilder) -> Received:
@@ -69,4 +76,65 @@ def test_a_stop_before_what_waits_drops_all_of_it(num_tokens: int) -> None:
     builder = FrameBuilder()
     builder.add_tokens(1, 10, [1, 2])
     builder.cut(1, num_tokens)
+    assert not builder.has_data
+
+
+def logprobs(count: int, top: int, first: int = 0) -> Logprobs:
+    """Every value tells its place."""
+    return Logprobs(
+        sampled=[-float(i) for i in range(first, first + count)],
+        rank=range(first + 1, first + count + 1),
+        top=top,
+        token_id=range(first * top, (first + count) * top),
+        logprob=[-float(i) for i in range(first * top, (first + count) * top)],
+    )
+
+
+def test_log_probabilities_merge_with_their_tokens() -> None:
+    builder = FrameBuilder()
+    builder.add_tokens(1, 0, [7], logprobs(1, 2))
+    builder.add_tokens(2, 0, [9])
+    builder.add_tokens(1, 1, [8, 9], logprobs(2, 2, first=1))
+    frame = builder.take(1)
+    (told,) = frame.logprobs
+    assert (told.slot, told.token_index, told.logprobs) == (1, 0, logprobs(3, 2))
+
+
+@given(
+    rows=st.dictionaries(st.integers(1, 2**32 - 1), st.tuples(st.integers(1, 40), st.integers(0, 60)), max_size=6),
+    prompt=st.integers(0, 40),
+    max_bytes=st.integers(1024, 4096),
+)
+def test_frames_with_log_probabilities_fit_and_lose_nothing(
+    rows: dict[int, tuple[int, int]], prompt: int, max_bytes: int
+) -> None:
+    builder = FrameBuilder(max_bytes)
+    for slot, (count, top) in rows.items():
+        if prompt:
+            builder.add_prompt(slot, logprobs(prompt, top))
+        builder.add_tokens(slot, 0, [2**32 - 1] * count, logprobs(count, top))
+        builder.finish(Finished(slot=slot, num_output_tokens=count))
+    received = drain(builder)
+    assert {slot: len(ids) for slot, ids in received.token_ids.items()} == {s: count for s, (count, _) in rows.items()}
+    assert received.logprobs == {slot: logprobs(*row) for slot, row in rows.items()}
+    assert received.finished.keys() == rows.keys()
+    if prompt:
+        assert received.prompt_logprobs == {slot: logprobs(prompt, top) for slot, (_, top) in rows.items()}
+    for frame in received.frames:
+        one_position = [logprob_columns.num_positions(each.logprobs) for each in frame.logprobs] == [1]
+        assert frame.ByteSize() <= max_bytes or one_position
+
+
+def test_a_stop_drops_later_log_probabilities() -> None:
+    builder = FrameBuilder()
+    builder.add_tokens(1, 10, [1, 2, 3, 4], logprobs(4, 1))
+    builder.cut(1, 12)
+    assert drain(builder).logprobs[1] == logprobs(2, 1)
+
+
+def test_what_was_aborted_tells_nothing_of_its_prompt() -> None:
+    builder = FrameBuilder()
+    builder.add_prompt(1, logprobs(5, 1))
+    builder.finish(Finished(slot=1, reason=FINISH_REASON_ABORT))
+    assert not builder.take(1).logprobs
     assert not builder.has_data

@@ -20,7 +20,16 @@ from tokenloom.v1.coordinator_pb2 import (
     WatchRequest,
 )
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorServicer, add_CoordinatorServicer_to_server
-from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVGrant, KVSource, PickId
+from tokenloom.v1.engine_pb2 import (
+    AddRequest,
+    EngineFrame,
+    EngineInput,
+    Finished,
+    KVGrant,
+    KVSource,
+    PickId,
+    SlotLogprobs,
+)
 from tokenloom.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Submit, TextOptions
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorStub
@@ -60,6 +69,7 @@ class EngineStream:
         *rows: tuple[int, int, Sequence[int]],
         finished: Sequence[Finished] = (),
         granted: Sequence[KVGrant] = (),
+        logprobs: Sequence[SlotLogprobs] = (),
     ) -> None:
         """A step's frame; rows are (slot, token_index, token_ids)."""
         self.step += 1
@@ -72,6 +82,7 @@ class EngineStream:
                 token_ids=[i for _, _, ids in rows for i in ids],
                 finished=finished,
                 kv_granted=granted,
+                logprobs=logprobs,
             )
         )
 

@@ -179,7 +179,7 @@ class LegsMachine(RuleBasedStateMachine):
         self.ends: list[RequestFinished] = []
         request = submit(1, max_tokens=max_tokens, stop=[stop] if stop else [])
         state = RequestState(request, words, frozenset())
-        self.live = LiveRequest(1, state, self.outbox, lambda live, end: self.ends.append(end))
+        self.live = LiveRequest((1, 0), state, self.outbox, lambda live, end: self.ends.append(end))
         legs = Legs(request, self.live, self.placements, self.placements, None)  # type: ignore[arg-type]
         self.live.start(legs)
 

@@ -15,7 +15,7 @@ def test_what_comes_out_is_what_went_in(additions: list[tuple[int, str, list[int
     texts, ids = dict[int, str](), dict[int, list[int]]()
     got_texts, got_ids = dict[int, str](), dict[int, list[int]]()
     for i, (slot, text, token_ids) in enumerate(additions):
-        outbox.add(slot, text, len(ids.get(slot, [])), token_ids)
+        outbox.add((slot, 0), text, len(ids.get(slot, [])), token_ids)
         texts[slot] = texts.get(slot, "") + text
         ids[slot] = ids.get(slot, []) + token_ids
         if i in take_after:
@@ -41,8 +41,8 @@ def read(frame: ProcessFrame, texts: dict[int, str], ids: dict[int, list[int]]) 
 
 def test_one_token_each_needs_no_counts() -> None:
     outbox = Outbox(lambda: None)
-    outbox.add(1, "a", 0, [5])
-    outbox.add(2, "b", 3, [6])
+    outbox.add((1, 0), "a", 0, [5])
+    outbox.add((2, 0), "b", 3, [6])
     assert outbox.take() == ProcessFrame(slot=[1, 2], text=["a", "b"], token_index=[0, 3], token_ids=[5, 6])
 
 
@@ -50,7 +50,7 @@ def test_news_are_told_and_ends_come_with_the_rows() -> None:
     news: list[int] = []
     outbox = Outbox(lambda: news.append(1))
     assert not outbox
-    outbox.add(1, "a", 0, [5])
+    outbox.add((1, 0), "a", 0, [5])
     outbox.engine_died(1)
     outbox.finish(RequestFinished(slot=1))
     assert len(news) == 3

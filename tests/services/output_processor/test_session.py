@@ -15,9 +15,9 @@ from tokenloom.services.output_processor import engine_link
 from tokenloom.services.output_processor.request_state import RequestState
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
 from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
-from tokenloom.v1.engine_pb2 import EngineFrame, Finished
+from tokenloom.v1.engine_pb2 import EngineFrame, Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume
-from tokenloom.v1.types_pb2 import FinishReason
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 
@@ -170,8 +170,10 @@ async def test_resume_is_not_found(mesh: Mesh) -> None:
         ({"prompt": [LIMITS.vocab_size]}, "prompt"),
         ({"stop": [""]}, "stop"),
         ({"max_tokens": 10_000}, "max_tokens"),
-        ({"num_samples": 2}, "n"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"num_samples": 129}, "n"),
+        ({"num_samples": 2, "accepted_token_ids": [1]}, "accepted_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["a"], "detokenize": False}, "stop"),
     ],
 )
 async def test_a_bad_request_ends_alone(mesh: Mesh, fields: dict[str, object], name: str) -> None:
@@ -375,3 +377,42 @@ async def test_a_gateway_of_another_model_is_refused(mesh: Mesh) -> None:
         await gateway.greet()
     assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "model" in (failure.value.details() or "")
+
+
+async def test_logprobs_come_with_their_tokens_and_end_with_the_stop_string(mesh: Mesh) -> None:
+    ids = mesh.ids("Once upon a time")
+    remain = next(n for n in range(1, len(ids) + 1) if "upon" in mesh.tokenizer.decode(ids[:n]))
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, stop=["upon"], logprobs=1, prompt_logprobs=0))
+    prompt = SlotLogprobs(slot=slot, prompt=True, token_index=1, logprobs=Logprobs(sampled=[-1, -2], rank=[3, 4]))
+    columns = Logprobs(
+        sampled=[-float(i) for i in ids], rank=[1] * len(ids), top=1, token_id=ids, logprob=[-float(i) for i in ids]
+    )
+    stream.send(
+        (slot, 0, ids),
+        logprobs=[prompt, SlotLogprobs(slot=slot, token_index=0, logprobs=columns)],
+        finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=len(ids))],
+    )
+    frame = await gateway.next_frame()
+    of_prompt, of_output = frame.logprobs
+    assert (of_prompt.slot, of_prompt.prompt, of_prompt.token_index) == (1, True, 1)
+    assert (list(of_prompt.logprobs.rank), len(of_prompt.sampled_text)) == ([3, 4], 2)
+    assert list(of_output.logprobs.token_id) == list(frame.token_ids) == ids[:remain]
+    assert b"".join(of_output.sampled_text).decode() == mesh.tokenizer.decode(ids[:remain])
+    assert frame.finished[0].completion_tokens == remain
+
+
+async def test_logprobs_of_other_tokens_end_the_engines_stream(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, logprobs=0))
+    stream.send((slot, 0, [5, 6]), logprobs=[SlotLogprobs(slot=slot, logprobs=Logprobs(sampled=[-1], rank=[1]))])
+    _, _, finished = await gateway.until_finished(1)
+    assert finished.error.reason == "UNAVAILABLE"
+
+
+async def test_token_ids_without_text(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1, detokenize=False))
+    stream.send((slot, 0, [5, 6]), finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=2)])
+    text, ids, finished = await gateway.until_finished(1)
+    assert (text, ids, finished.reason) == ("", [5, 6], LENGTH)

@@ -7,7 +7,7 @@ import pytest
 from tokenloom.services.runtime.errors import InvalidArgument
 from tokenloom.services.runtime.narrowing import narrow_sampling, narrow_token_ids
 from tokenloom.services.runtime.validation import check_sampling
-from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams
+from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams, TokenIds
 
 
 def test_what_is_unset_stays_unset() -> None:
@@ -27,8 +27,19 @@ def test_all_fields() -> None:
         "frequency_penalty": 1.5,
         "repetition_penalty": 1.25,
         "stop_token_ids": [1, 2],
+        "min_tokens": 2,
+        "logprobs": 4,
+        "prompt_logprobs": 0,
+        "logprob_token_ids": [3],
+        "logit_bias": {4: -1.5},
+        "allowed_token_ids": [5, 6],
+        "repetition_detection": {"max_pattern_size": 8, "min_pattern_size": 2, "min_count": 3},
+        "skip_reading_prefix_cache": True,
     }
     assert narrow_sampling(values) == SamplingParams(**values)
+    assert narrow_sampling({"bad_words": [[1, 2], [3]]}) == SamplingParams(
+        bad_words=[TokenIds(ids=[1, 2]), TokenIds(ids=[3])]
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,6 +54,9 @@ def test_all_fields() -> None:
         ("temperature", 0, 0.0),
         ("temperature", 1e-9, 0.0),
         ("max_tokens", 5.0, 5),
+        ("logprobs", 0, 0),
+        ("logprobs", -1, 2**32 - 1),
+        ("prompt_logprobs", -1, 2**32 - 1),
     ],
 )
 def test_special_values(name: str, value: object, narrowed: object) -> None:
@@ -52,7 +66,7 @@ def test_special_values(name: str, value: object, narrowed: object) -> None:
 
 
 NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
-INTEGERS = ["max_tokens", "top_k", "seed"]
+INTEGERS = ["max_tokens", "top_k", "seed", "min_tokens"]
 
 
 @pytest.mark.parametrize("name", NUMBERS + INTEGERS)
@@ -86,25 +100,41 @@ def test_a_number_too_large_for_a_float() -> None:
     assert narrow_sampling({"temperature": 1e300}).temperature == math.inf  # for the validator to refuse
 
 
-LATER = ["min_tokens", "logprobs", "prompt_logprobs", "logit_bias", "allowed_token_ids", "bad_words"]
-
-
-@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("name", ["thinking_token_budget", "extra_args"])
 def test_later_parameters_are_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{name} is not supported yet") as caught:
-        narrow_sampling({name: 3})
+        narrow_sampling({name: {"a": 3}})
     assert caught.value.field == name
 
 
-def test_later_parameters_that_ask_for_nothing() -> None:
-    values = {"min_tokens": 0, "logit_bias": {}, "allowed_token_ids": [], "bad_words": [], "logprobs": False}
+def test_what_asks_for_nothing() -> None:
+    values = {"min_tokens": 0, "logit_bias": {}, "bad_words": [], "logprobs": False, "extra_args": {}}
+    values |= {"repetition_detection": {"max_pattern_size": 0}}
     assert narrow_sampling(values) == SamplingParams()
-    for name in ("min_tokens", "bad_words"):  # falsy, but of no type that asks for nothing
-        with pytest.raises(InvalidArgument):
-            narrow_sampling({name: ""})
-    for name in ("logprobs", "prompt_logprobs"):  # zero alternatives are one log probability still
-        with pytest.raises(InvalidArgument):
-            narrow_sampling({name: 0})
+
+
+def test_keys_of_json_are_token_ids() -> None:
+    assert dict(narrow_sampling({"logit_bias": {"50256": -100, "7": 1}}).logit_bias) == {50256: -100.0, 7: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("logprobs", value) for value in (True, -2, "5", 1.5, 2**32, [])),
+        *(("prompt_logprobs", value) for value in (True, -2, {}, 10**400)),
+        *(("logit_bias", {key: 1}) for key in ("", "a", "-1", "1.0", "\u0665", "9" * 5000, 1.0, True, 2**32, None)),
+        *(("logit_bias", value) for value in ([], "1", {"1": "2"}, {"1": True}, {"1": None}, {"1": [2]})),
+        *(("allowed_token_ids", value) for value in ([], (), "1", [True], [-1], {})),
+        *(("logprob_token_ids", value) for value in ("1", [1.0], [2**32])),
+        *(("bad_words", value) for value in ("abc", ["abc"], [1], [[-1]], {}, 5)),
+        *(("repetition_detection", value) for value in (5, [], {"size": 1}, {"min_count": -1}, {"min_count": "2"})),
+        *(("skip_reading_prefix_cache", value) for value in (1, 0, "true", [])),
+    ],
+)
+def test_wrong_shapes(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        narrow_sampling({name: value})
+    assert caught.value.field in (name, "min_count")
 
 
 def test_unknown_names() -> None:

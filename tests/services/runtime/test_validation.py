@@ -6,7 +6,7 @@ import pytest
 
 from tokenloom.services.runtime import validation
 from tokenloom.services.runtime.errors import InvalidArgument
-from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams, TokenIds
+from tokenloom.v1.types_pb2 import ModelLimits, RepetitionDetection, SamplingParams, TokenIds
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=50)
 
@@ -21,6 +21,14 @@ def refused(field: str, token_ids: list[int] | None = None, *, stop: tuple[str, 
 
 def accepted(token_ids: list[int] | None = None, *, stop: tuple[str, ...] = (), **params: object) -> None:
     validation.check_generate([1] if token_ids is None else token_ids, SamplingParams(**params), LIMITS, stop=stop)
+
+
+def words(*sequences: list[int]) -> list[TokenIds]:
+    return [TokenIds(ids=ids) for ids in sequences]
+
+
+def detection(longest: int, shortest: int, count: int) -> RepetitionDetection:
+    return RepetitionDetection(max_pattern_size=longest, min_pattern_size=shortest, min_count=count)
 
 
 FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
@@ -45,6 +53,25 @@ def test_floats_that_are_never_right(name: str, value: float) -> None:
         ("seed", [0, 2**64 - 1], []),
         ("max_tokens", [1, 99], [0, 100, 101, 2**32 - 1]),
         ("stop_token_ids", [[0], [49], []], [[50], [2**32 - 1], [0] * 1025]),
+        ("min_tokens", [0, 1, 2**32 - 1], []),
+        ("logprobs", [0, 20], [21, 2**32 - 1]),
+        ("prompt_logprobs", [0, 20], [21, 2**32 - 1]),
+        ("logit_bias", [{}, {0: 100, 49: -100}], [{50: 1}, {1: 100.1}, {1: -101}, {1: math.nan}, {1: -math.inf}]),
+        ("allowed_token_ids", [[], [0, 49], [1] * 50], [[50], [1] * 51]),
+        ("bad_words", [words([1, 2], [49])], [words([]), words([50]), words([1] * 129), words(*[[1]] * 1025)]),
+        (
+            "repetition_detection",
+            [detection(1, 1, 2), detection(1024, 1, 1024)],
+            [
+                detection(2, 3, 2),
+                detection(1, 0, 2),
+                detection(0, 0, 2),
+                detection(1, 1, 1),
+                detection(1025, 1, 2),
+                detection(1, 1, 1025),
+            ],
+        ),
+        ("skip_reading_prefix_cache", [True], []),
     ],
 )
 def test_ranges(name: str, right: list[object], wrong: list[object]) -> None:
@@ -52,6 +79,40 @@ def test_ranges(name: str, right: list[object], wrong: list[object]) -> None:
         accepted(**{name: value})
     for value in wrong:
         refused(name, **{name: value})
+
+
+def test_the_engines_limit_decides_how_many_logprobs() -> None:
+    def check(asked: int, most: int) -> None:
+        limits = ModelLimits(max_model_len=100, vocab_size=50, max_logprobs=most)
+        validation.check_sampling(SamplingParams(logprobs=asked), limits)
+
+    check(0, 0)
+    check(30, 30)
+    check(2**32 - 1, 50)  # all of the vocabulary
+    for asked, most in ((1, 0), (31, 30), (2**32 - 1, 49)):
+        with pytest.raises(InvalidArgument, match=f"from 0 to {most}, not"):
+            check(asked, most)
+
+
+def test_tokens_to_tell_need_logprobs() -> None:
+    accepted(logprobs=0, logprob_token_ids=[0, 49])
+    refused("logprob_token_ids", logprob_token_ids=[1])
+    refused("logprob_token_ids", logprobs=0, logprob_token_ids=[50])
+    refused("logprob_token_ids", logprobs=0, logprob_token_ids=[1] * 21)
+
+
+def test_min_tokens_leaves_room() -> None:
+    accepted(min_tokens=5, max_tokens=5)
+    refused("min_tokens", min_tokens=6, max_tokens=5)
+
+
+def test_samples() -> None:
+    validation.check_samples(1, 1024)
+    validation.check_samples(128, 8)
+    for n, num_prompts in ((0, 1), (-1, 1), (129, 1), (128, 9), (2, 1024)):
+        with pytest.raises(InvalidArgument) as caught:
+            validation.check_samples(n, num_prompts)
+        assert caught.value.field == "n"
 
 
 def test_defaults_are_right() -> None:
@@ -91,24 +152,15 @@ def test_accepted_tokens_are_checked_too() -> None:
         assert caught.value.field == "accepted_token_ids"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("min_tokens", 1),
-        ("logprobs", 0),
-        ("prompt_logprobs", 5),
-        ("logit_bias", {1: 0.0}),
-        ("allowed_token_ids", [1]),
-        ("bad_words", [TokenIds(ids=[1])]),
-    ],
-)
-def test_parameters_of_later_versions_are_refused(name: str, value: object) -> None:
-    assert "not supported yet" in refused(name, **{name: value})
+def test_structured_outputs_have_limits() -> None:
+    accepted(structured_outputs={"json_object": True})
+    assert "is empty" in refused("structured_outputs", structured_outputs={"regex": ""})
 
 
 def test_every_parameter_is_checked_or_refused() -> None:
     """A field that is added to the contract must be added to the validator."""
-    known = {*FLOATS, "max_tokens", "top_k", "seed", "stop_token_ids", *validation._LATER}
+    free = {"max_tokens", "top_k", "seed", "skip_reading_prefix_cache"}
+    known = {*FLOATS, *free, *validation._CHECKS}
     assert {field.name for field in SamplingParams.DESCRIPTOR.fields} == known
 
 

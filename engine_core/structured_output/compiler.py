@@ -1,0 +1,105 @@
+"""Compiles constraints beside the loop: each first in a process that may be killed, then in a thread of this one."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ..config import StructuredOutputConfig
+from ..sampling_params import StructuredOutput
+from .backend import CompiledGrammar, StructuredOutputBackend
+from .compiler_process import CompilerProcess, CompilerUnavailable, Setup
+from .registry import make_backend
+
+NUM_COMPILERS = 2
+"""So that one constraint that takes its full time does not hold up all others."""
+MAX_PENDING = 256
+"""Constraints that may wait for a compiler; the next is refused."""
+MAX_COMPILED = 64
+"""Constraints that are remembered, refused ones included: at most 64 MiB each, most of them a thousandth of that."""
+
+
+class GrammarCompiler:
+    """Compiles a constraint once, for however many requests. :meth:`compile` and :meth:`close` are for one thread."""
+
+    def __init__(self, config: StructuredOutputConfig, vocab_size: int) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._backend: StructuredOutputBackend | None = None
+        self._lock = threading.Lock()  # over the processes and the making of the backend
+        self._idle: list[CompilerProcess] = []
+        self._busy: set[CompilerProcess] = set()
+        self._closed = False
+        self._known: OrderedDict[StructuredOutput, Future[CompiledGrammar]] = OrderedDict()
+        self._pool = ThreadPoolExecutor(NUM_COMPILERS, "grammar-compiler")
+
+    @property
+    def backend(self) -> StructuredOutputBackend:
+        """Loaded when first asked for. Raises ``GrammarError`` when it cannot be."""
+        with self._lock:
+            if self._backend is None:
+                self._backend = make_backend(self._config, self._vocab_size)
+            return self._backend
+
+    def compile(self, constraint: StructuredOutput, done: Callable[[Future[CompiledGrammar]], None]) -> None:
+        """Calls ``done``, from any thread, with a future that has the grammar or a ``GrammarError``.
+
+        Raises ``CompilerUnavailable`` when too many constraints wait.
+        """
+        future = self._known.get(constraint)
+        if future is None or (future.done() and isinstance(future.exception(), CompilerUnavailable)):
+            if sum(not known.done() for known in self._known.values()) >= MAX_PENDING:
+                raise CompilerUnavailable("too many grammars wait to be compiled")
+            future = self._known[constraint] = self._pool.submit(self._compile, constraint)
+            self._evict()
+        self._known.move_to_end(constraint)
+        future.add_done_callback(done)
+
+    def close(self) -> None:
+        """Ends processes and threads. Idempotent."""
+        with self._lock:
+            self._closed = True
+            processes = [*self._idle, *self._busy]
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+        self._pool.shutdown(wait=True)
+
+    def _evict(self) -> None:
+        for constraint in list(self._known):
+            if len(self._known) <= MAX_COMPILED:
+                return
+            if self._known[constraint].done():
+                del self._known[constraint]
+
+    def _compile(self, constraint: StructuredOutput) -> CompiledGrammar:
+        prepared = self._prepare(constraint)
+        return self.backend.load(prepared)
+
+    def _prepare(self, constraint: StructuredOutput) -> str:
+        process = self._take_process()
+        try:
+            return process.prepare(constraint)
+        finally:
+            self._give_back(process)
+
+    def _take_process(self) -> CompilerProcess:
+        with self._lock:
+            if self._closed:
+                raise CompilerUnavailable("the engine is shutting down")
+            process = self._idle.pop() if self._idle else None
+            if process is not None:
+                self._busy.add(process)
+                return process
+        process = CompilerProcess(Setup(self._config, self._vocab_size))
+        with self._lock:
+            self._busy.add(process)
+        return process
+
+    def _give_back(self, process: CompilerProcess) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            if process.is_alive and not self._closed:
+                self._idle.append(process)
+                return
+        process.kill()

@@ -1,0 +1,165 @@
+"""``python -m tokenloom.engine_core.structured_output.compiler_process``: constraints tried in a process that can die.
+
+Speaks msgpack behind 4-byte big-endian lengths on stdin and stdout: first a ``Setup``, answered by a ``Reply`` without
+a grammar, then one ``Reply`` for each ``StructuredOutput``. Ends when stdin does, and at once when a constraint
+outlives its time or takes more than its memory.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+from typing import IO, TypeVar
+
+import msgspec
+
+from ..config import StructuredOutputConfig
+from ..sampling_params import StructuredOutput
+from .backend import GrammarError
+from .registry import make_backend
+
+COMPILE_SECONDS = 2.0
+_START_SECONDS = 30.0
+_LENGTH = struct.Struct(">I")
+_COMMAND = (sys.executable, "-m", "tokenloom.engine_core.structured_output.compiler_process")
+
+T = TypeVar("T")
+
+
+class CompilerUnavailable(GrammarError):
+    """Nothing is known of the constraint: it may be tried again."""
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """The first message."""
+
+    config: StructuredOutputConfig
+    vocab_size: int
+    seconds: float = COMPILE_SECONDS
+    """For one constraint."""
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """One of them."""
+
+    prepared: str = ""
+    refused: str = ""
+    """Why not; fit for a client."""
+
+
+class CompilerProcess:
+    """The process, from the side of the engine. For one thread at a time; :meth:`kill` is for any."""
+
+    def __init__(self, setup: Setup) -> None:
+        """Waits until it is ready. Raises ``GrammarError`` when there is no backend to be ready with,
+        ``CompilerUnavailable`` when it does not start."""
+        # Its errors are in its replies; a library that aborts for want of memory is not to write into our log.
+        self._process = subprocess.Popen(
+            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            reply = self._exchange(setup)
+        except GrammarError:
+            raise CompilerUnavailable("the process that compiles grammars does not start") from None
+        if reply.refused:
+            self.kill()
+            raise GrammarError(reply.refused)
+
+    def prepare(self, constraint: StructuredOutput) -> str:
+        """What the backend makes a grammar of. Raises ``GrammarError``; see :attr:`is_alive` after that."""
+        reply = self._exchange(constraint)
+        if reply.refused:
+            raise GrammarError(reply.refused)
+        return reply.prepared
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can take another constraint."""
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """Ends it. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # what it was never to read
+                stream.close()
+
+    def _exchange(self, message: Setup | StructuredOutput) -> Reply:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            _write(stdin, message)
+            reply = _read(stdout, Reply)
+        except (OSError, ValueError):  # it is gone, or kill() came between
+            reply = None
+        if reply is None:
+            self.kill()
+            raise GrammarError(_DEATHS.get(self._process.returncode, "it takes too much memory to compile"))
+        return reply
+
+
+_DEATHS = {
+    -signal.SIGALRM: f"it takes more than {COMPILE_SECONDS:g} s to compile",
+    -signal.SIGKILL: "compiling it was given up",
+}
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
+    signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM's default action ends the process
+    stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
+    setup = _read(stdin, Setup) or sys.exit()
+    try:
+        backend = make_backend(setup.config, setup.vocab_size)
+    except GrammarError as error:
+        _write(stdout, Reply(refused=str(error)))
+        return
+    limit = _data_bytes() + backend.COMPILE_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _write(stdout, Reply())
+    while True:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        if (constraint := _read(stdin, StructuredOutput)) is None:
+            return
+        signal.setitimer(signal.ITIMER_REAL, setup.seconds)
+        try:
+            reply = Reply(prepared=backend.prepare(constraint.kind, constraint.source))
+        except GrammarError as error:
+            reply = Reply(refused=str(error))
+        except MemoryError:
+            os._exit(1)  # as when the library finds no memory
+        _write(stdout, reply)
+
+
+def _data_bytes() -> int:
+    """Private memory of this process as RLIMIT_DATA counts it."""
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("VmData:"))
+    return int(line.split()[1]) << 10
+
+
+def _write(stream: IO[bytes], message: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(message)
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def _read(stream: IO[bytes], message_type: type[T]) -> T | None:
+    """The next message; None at the end."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    data = stream.read(_LENGTH.unpack(header)[0])
+    return msgspec.msgpack.decode(data, type=message_type) if data else None
+
+
+if __name__ == "__main__":
+    main()

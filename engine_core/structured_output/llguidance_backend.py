@@ -1,0 +1,129 @@
+"""Grammars by llguidance: lazily compiled, with limits on every step of it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import llguidance
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
+
+from ..sampling_params import GrammarKind
+from .backend import Bitmask, GrammarError
+
+_WHITESPACE = r"[ \t\n\r]{0,40}"
+"""Between two JSON tokens: enough to indent; without a bound a model caught in a loop of it would never come out."""
+_MAX_ERROR_CHARS = 300
+
+
+class LLGuidanceBackend:
+    """Fulfils :class:`.backend.StructuredOutputBackend`."""
+
+    COMPILE_BYTES = 64 << 20
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """``vocab_size``: the model's. Raises ``ValueError`` for a tokenizer whose tokens' bytes it cannot tell."""
+        eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._tokenizer = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
+        self.eos_token_ids = tuple(self._tokenizer.eos_tokens)
+        # Steps are bounded by the library's own defaults; a row of many optional properties is no attack.
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=10_000, max_lexer_states=100_000, verbose_errors=False
+        )
+
+    def prepare(self, kind: GrammarKind, source: str) -> str:
+        """Its own form of the grammar, after building it once and asking it for a bitmask."""
+        grammar = _grammar(kind, source)
+        matcher = self._build(grammar)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _error(matcher)
+        return grammar
+
+    def load(self, prepared: str) -> "_Compiled":
+        return _Compiled(self._build(prepared))
+
+    def _build(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _error(matcher)
+        return matcher
+
+
+class _Compiled:
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def start(self) -> "_Grammar":
+        return _Grammar(self._matcher.deep_copy())
+
+
+class _Grammar:
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        if not self._matcher.consume_tokens(list(token_ids)):
+            raise GrammarError("a token does not follow the grammar")
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> int:
+        return self._matcher.validate_tokens(list(token_ids))
+
+    def rollback(self, num_tokens: int) -> None:
+        if not self._matcher.rollback(num_tokens):
+            raise _error(self._matcher)
+
+    def reset(self) -> None:
+        self._matcher.reset()
+
+    def is_terminated(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def fill_bitmask(self, row: Bitmask) -> None:
+        assert row.flags.c_contiguous
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise _error(self._matcher)
+
+
+def _grammar(kind: GrammarKind, source: str) -> str:
+    """A constraint as llguidance takes it."""
+    compiler = llguidance.LLMatcher
+    match kind:
+        case GrammarKind.JSON:
+            return _json_grammar(source)
+        case GrammarKind.JSON_OBJECT:
+            return _json_grammar('{"type": "object"}')
+        case GrammarKind.REGEX:
+            return compiler.grammar_from_regex(source)
+        case GrammarKind.CHOICE:
+            # Lark takes JSON's escapes, but DEL only as one.
+            texts = (json.dumps(text).replace("\x7f", "\\u007f") for text in json.loads(source))
+            return compiler.grammar_from_lark(f"start: {' | '.join(texts)}")
+        case GrammarKind.GRAMMAR:
+            return compiler.grammar_from_lark(source if is_lark_syntax(source) else _lark_of_gbnf(source))
+
+
+def _json_grammar(schema: str) -> str:
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+    except ValueError as error:
+        raise GrammarError(_shorten(str(error))) from None
+
+
+def _lark_of_gbnf(source: str) -> str:
+    try:
+        return gbnf_to_lark(source)
+    except GbnfToLarkError as error:
+        raise GrammarError(_shorten(str(error))) from None
+    except Exception as error:  # the converter's own word for what is not EBNF
+        raise GrammarError(
+            f"neither EBNF (root ::= ...) nor Lark (start: ...): {_shorten(str(error)) or type(error).__name__}"
+        ) from None
+
+
+def _error(matcher: llguidance.LLMatcher) -> GrammarError:
+    return GrammarError(_shorten(matcher.get_error()))
+
+
+def _shorten(message: str) -> str:
+    return " ".join(message.replace("<non-verbose/>", "").split())[:_MAX_ERROR_CHARS]

@@ -1,0 +1,123 @@
+"""Grammars by xgrammar: compiled in full, so the compiled form crosses from the process that may be killed."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from ..sampling_params import GrammarKind
+from .backend import Bitmask, GrammarError, bitmask_of
+
+_MAX_WHITESPACE = 40
+"""As llguidance's backend has it."""
+_MAX_ERROR_CHARS = 300
+_WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+
+
+class XGrammarBackend:
+    """Fulfils :class:`.backend.StructuredOutputBackend`."""
+
+    COMPILE_BYTES = 512 << 20
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """``vocab_size``: the model's."""
+        source = tokenizer_file.read_text()
+        metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(source)
+        eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
+        self._tokenizer = xgrammar.TokenizerInfo(
+            _vocabulary(json.loads(source), vocab_size), vocab_size=vocab_size, stop_token_ids=eos or None, **metadata
+        )
+        # One thread, and no cache: both belong to the engine's own compiler.
+        self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
+        self.eos_token_ids = tuple(self._tokenizer.stop_token_ids)
+
+    def prepare(self, kind: GrammarKind, source: str) -> str:
+        """The compiled grammar, serialized."""
+        try:
+            compiled: str = self._compile(kind, source).serialize_json()
+        except (RuntimeError, ValueError) as error:
+            raise GrammarError(_fit_for_a_client(str(error))) from None
+        return compiled
+
+    def load(self, prepared: str) -> "_Compiled":
+        return _Compiled(xgrammar.CompiledGrammar.deserialize_json(prepared, self._tokenizer))
+
+    def _compile(self, kind: GrammarKind, source: str) -> Any:
+        match kind:
+            case GrammarKind.JSON:
+                return self._compiler.compile_json_schema(source, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE)
+            case GrammarKind.JSON_OBJECT:
+                return self._compile(GrammarKind.JSON, '{"type": "object"}')
+            case GrammarKind.REGEX:
+                return self._compiler.compile_regex(source)
+            case GrammarKind.CHOICE:
+                texts = (json.dumps(text) for text in json.loads(source))
+                return self._compiler.compile_grammar(f"root ::= {' | '.join(texts)}")
+            case GrammarKind.GRAMMAR:
+                return self._compiler.compile_grammar(source)
+
+
+class _Compiled:
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def start(self) -> "_Grammar":
+        return _Grammar(self._compiled)
+
+
+class _Grammar:
+    def __init__(self, compiled: Any) -> None:
+        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._num_words = -(-compiled.tokenizer_info.vocab_size // 32)
+        self._eos = bitmask_of(self._matcher.stop_token_ids, self._num_words)
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        if not all(self._matcher.accept_token(token_id) for token_id in token_ids):
+            raise GrammarError("a token does not follow the grammar")
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> int:
+        num_valid = 0
+        while num_valid < len(token_ids) and self._matcher.accept_token(token_ids[num_valid]):
+            num_valid += 1
+        self._matcher.rollback(num_valid)
+        return num_valid
+
+    def rollback(self, num_tokens: int) -> None:
+        try:
+            self._matcher.rollback(num_tokens)
+        except (RuntimeError, ValueError) as error:
+            raise GrammarError(str(error)) from None
+
+    def reset(self) -> None:
+        self._matcher.reset()
+
+    def is_terminated(self) -> bool:
+        row = np.zeros(self._num_words, dtype=np.int32)
+        self.fill_bitmask(row)
+        return not np.any(row & ~self._eos) and bool(np.any(row & self._eos))
+
+    def fill_bitmask(self, row: Bitmask) -> None:
+        self._matcher.fill_next_token_bitmask(row[None, :])
+
+
+def _fit_for_a_client(message: str) -> str:
+    """Without the library's clock and source lines."""
+    if "bad_alloc" in message:
+        return "it takes too much memory to compile"
+    return " ".join(_WHERE.sub("", message).split())[:_MAX_ERROR_CHARS]
+
+
+def _vocabulary(tokenizer: Any, vocab_size: int) -> list[str]:
+    """[vocab_size] the tokens of a ``tokenizer.json``, as it writes them; empty where it has none."""
+    vocabulary = [""] * vocab_size
+    tokens = tokenizer["model"]["vocab"]
+    pairs = tokens.items() if isinstance(tokens, dict) else ((token, id_) for id_, (token, _) in enumerate(tokens))
+    added = ((token["content"], token["id"]) for token in tokenizer.get("added_tokens", ()))
+    for token, token_id in (*pairs, *added):
+        if token_id < vocab_size:
+            vocabulary[token_id] = token
+    return vocabulary

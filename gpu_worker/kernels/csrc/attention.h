@@ -1,0 +1,74 @@
+// What the kinds of attention have in common. Build with -DHEAD_SIZE=n, a multiple of 16.
+#pragma once
+#include "vec.h"
+
+namespace {
+
+constexpr int D = HEAD_SIZE, VECS = D / LANES;
+static_assert(D % LANES == 0, "heads are whole vectors");
+constexpr float LOWEST = -1e30f;
+constexpr int PARTIAL = D + 2;  // output, largest score, sum of weights
+
+}  // namespace
+
+extern "C" {
+
+struct AttentionArgs {
+  const void* query;            // [T, num_heads, D], rows query_stride apart
+  const void* key;              // [num_blocks, num_kv_heads, block_size, D]
+  const void* value;            // likewise
+  void* out;                    // [T, num_heads, D]
+  const int32_t* block_tables;  // [num_requests, table_stride]
+  const int32_t* query_starts;  // [num_requests + 1]
+  const int32_t* seq_lens;      // [num_requests]
+  const int32_t* members;       // requests of the groups that share a prefix, group after group
+  const int32_t* group_starts;  // [num_groups + 1] into members
+  const int32_t* shared_lens;   // [num_groups] tokens of the prefix, whole blocks
+  int64_t num_groups, num_requests, num_heads, num_kv_heads, block_size, table_stride, query_stride;
+  int64_t window;  // 0: none
+  float scale;
+  int32_t is_bf16, num_threads;
+};
+
+}  // extern "C"
+
+namespace {
+
+typedef AttentionArgs Args;
+
+template <class T>
+const T* kv_row(const Args& a, const void* cache, const int32_t* table, int head, int position) {
+  const int64_t block = table[position / a.block_size], offset = position % a.block_size;
+  return (const T*)cache + ((block * a.num_kv_heads + head) * a.block_size + offset) * D;
+}
+
+inline void prefetch(const void* row, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
+}
+
+// Where a row's result goes: normalized to `out`, or as it is to `partial` if that is set.
+template <class T>
+struct Target {
+  T* out;
+  float* partial;
+
+  void write(const Vec* o, float top, float weights) const {
+    if (partial) {
+      for (int i = 0; i < VECS; ++i) store(partial + i * LANES, o[i]);
+      partial[D] = top;
+      partial[D + 1] = weights;
+    } else {
+      for (int i = 0; i < VECS; ++i) store(out + i * LANES, o[i] * (1.f / weights));
+    }
+  }
+};
+
+// A query head of a token.
+template <class T>
+struct Row {
+  const T* query;
+  int last;  // position of the token: it sees (last - window, last]
+  Target<T> target;
+};
+
+}  // namespace

@@ -1,0 +1,93 @@
+// One token: its G query heads of a KV head over positions [begin, end), the head's elements in lanes.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+
+namespace {
+
+// Lane t of the result is the sum of rows[t].
+inline Vec sum_rows(Vec* rows) {
+  const VecInt a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
+  const VecInt a4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}, b4 = a4 + 4;
+  const VecInt a2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, b2 = a2 + 2;
+  const VecInt a1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, b1 = a1 + 1;
+  auto halve = [&](int n, VecInt a, VecInt b) {
+    for (int i = 0; i < n; ++i)
+      rows[i] = __builtin_shuffle(rows[i], rows[i + n], a) + __builtin_shuffle(rows[i], rows[i + n], b);
+  };
+  halve(8, a8, b8);
+  halve(4, a4, b4);
+  halve(2, a2, b2);
+  halve(1, a1, b1);
+  return rows[0];
+}
+
+constexpr int SPAN = 64;  // positions between two looks at the largest score
+
+template <class T, int G>
+void decode(const Args& a, const int32_t* table, int head, const T* query, int begin, int end, int visible,
+            const Target<T>* targets) {
+  Vec q[G][VECS], o[G][VECS] = {};
+  float top[G], weights[G] = {};
+  for (int g = 0; g < G; ++g) {
+    top[g] = LOWEST;
+    for (int i = 0; i < VECS; ++i) q[g][i] = load(query + g * D + i * LANES) * a.scale;
+  }
+  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  alignas(64) float scores[G][SPAN];
+  for (int start = begin; start < end; start += SPAN) {
+    const int count = std::min(SPAN, end - start), vecs = (count + LANES - 1) / LANES;
+    for (int c = 0; c < count; c += LANES) {
+      const T* keys = kv_row<T>(a, a.key, table, head, start + c);
+      const T* values = (const T*)a.value + (keys - (const T*)a.key);
+      const int n = std::min(LANES, count - c);
+      Vec rows[G][LANES];
+      for (int t = 0; t < n; ++t) {
+        prefetch(values + t * D, D * sizeof(T));
+        Vec even[G] = {}, odd[G] = {};
+        for (int i = 0; i < VECS; ++i) {
+          const Vec x = load(keys + t * D + i * LANES);
+          for (int g = 0; g < G; ++g) (i & 1 ? odd : even)[g] += x * q[g][i];
+        }
+        for (int g = 0; g < G; ++g) rows[g][t] = even[g] + odd[g];
+      }
+      const VecInt positions = lanes + (start + c);
+      for (int g = 0; g < G; ++g) {
+        for (int t = n; t < LANES; ++t) rows[g][t] = Vec{};
+        const Vec s = sum_rows(rows[g]);
+        store(&scores[g][c], (positions >= visible) & (positions < end) ? s : splat(LOWEST));
+      }
+    }
+    for (int g = 0; g < G; ++g) {
+      Vec best = load(scores[g]);
+      for (int i = 1; i < vecs; ++i) best = maximum(best, load(scores[g] + i * LANES));
+      const float now = std::max(top[g], largest(best)), shrink = std::exp(top[g] - now);
+      Vec total = {};
+      for (int i = 0; i < vecs; ++i) {
+        const Vec e = exponential(load(scores[g] + i * LANES) - now);
+        total += e;
+        store(scores[g] + i * LANES, e);
+      }
+      top[g] = now;
+      weights[g] = weights[g] * shrink + sum(total);
+      for (int i = 0; i < VECS; ++i) o[g][i] *= shrink;
+    }
+    for (int c = 0; c < count; c += LANES) {
+      const T* values = kv_row<T>(a, a.value, table, head, start + c);
+      const int n = std::min(LANES, count - c), next = start + SPAN + c;
+      const T* ahead = next < end ? kv_row<T>(a, a.key, table, head, next) : values;
+      for (int t = 0; t < n; ++t) {
+        prefetch(ahead + t * D, D * sizeof(T));
+        for (int i = 0; i < VECS; ++i) {
+          const Vec x = load(values + t * D + i * LANES);
+          for (int g = 0; g < G; ++g) o[g][i] += x * scores[g][c + t];
+        }
+      }
+    }
+  }
+  for (int g = 0; g < G; ++g) targets[g].write(o[g], top[g], weights[g]);
+}
+
+}  // namespace

@@ -1,0 +1,35 @@
+"""``Logprobs`` as columns that grow and are cut: positions stay whole."""
+
+from tokenloom.v1.types_pb2 import Logprobs
+
+
+def num_positions(columns: Logprobs) -> int:
+    """Tokens that the columns tell of."""
+    return len(columns.sampled)
+
+
+def fit_together(columns: Logprobs) -> bool:
+    """Whether every column has the length that the contract says."""
+    n = len(columns.sampled)
+    return n == len(columns.rank) and n * columns.top == len(columns.token_id) == len(columns.logprob)
+
+
+def extend(columns: Logprobs, more: Logprobs) -> None:
+    """Appends the positions of ``more``, which tells as many alternatives."""
+    assert columns.top == more.top, "a request's columns are all of one kind"
+    columns.sampled.extend(more.sampled)
+    columns.rank.extend(more.rank)
+    columns.token_id.extend(more.token_id)
+    columns.logprob.extend(more.logprob)
+
+
+def part(columns: Logprobs, start: int, stop: int) -> Logprobs:
+    """The positions from ``start`` up to ``stop``."""
+    top = columns.top
+    return Logprobs(
+        sampled=columns.sampled[start:stop],
+        rank=columns.rank[start:stop],
+        top=top,
+        token_id=columns.token_id[start * top : stop * top],
+        logprob=columns.logprob[start * top : stop * top],
+    )

@@ -1,0 +1,145 @@
+"""What an output must be: from plain values to the wire, and the limits that every entrance checks.
+
+The limits keep what is compiled small; whether it is a grammar at all only the engine's compiler can say.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenloom.v1 import types_pb2
+
+from .errors import InvalidArgument
+
+FIELD = "structured_outputs"
+MAX_SOURCE_BYTES = 32 << 10
+"""Of a schema, a regular expression, a grammar, or all choices together."""
+MAX_DEPTH = 32
+"""Of a schema's objects and arrays."""
+MAX_ENUM = 1000
+"""Values of one ``enum``, and choices."""
+KINDS = ("json", "json_object", "regex", "choice", "grammar")
+
+_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "whitespace_pattern")
+"""Further members of vLLM's ``structured_outputs``: taken when they ask for nothing."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
+    """vLLM's form, ``{"json": …}`` and the like, with one kind set. Raises ``InvalidArgument`` naming ``field``."""
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"{field} must be an object with one of {', '.join(KINDS)}", field)
+    asked = {name: part for name, part in value.items() if part not in (None, False)}
+    for name in asked:
+        if name in ("structural_tag", *_OPTIONS):
+            raise InvalidArgument(f"{field}: {name} is not supported", field)
+        if name not in KINDS:
+            raise InvalidArgument(f"{field}: {name!r:.64} is unknown; there are {', '.join(KINDS)}", field)
+    if len(asked) != 1:
+        raise InvalidArgument(f"{field} must have exactly one of {', '.join(KINDS)}, not {len(asked)}", field)
+    ((kind, part),) = asked.items()
+    if kind == "json":
+        return json_schema_constraint(part, field)
+    if kind == "json_object":
+        if part is not True:
+            raise InvalidArgument(f"{field}: json_object must be true or false", field)
+        return types_pb2.StructuredOutputs(json_object=True)
+    if kind == "choice":
+        return _choice(part, field)
+    text = _text(part, kind, field)
+    return types_pb2.StructuredOutputs(regex=text) if kind == "regex" else types_pb2.StructuredOutputs(grammar=text)
+
+
+def json_schema_constraint(schema: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
+    """JSON that obeys ``schema``, an object or its source. Raises ``InvalidArgument`` naming ``field``."""
+    if not isinstance(schema, str):
+        try:
+            schema = json.dumps(schema)
+        except RecursionError:
+            raise _too_deep(field) from None
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"{field}: the schema is not JSON: {error}", field) from None
+    return types_pb2.StructuredOutputs(json=_text(schema, "json", field))
+
+
+def check_structured_outputs(constraint: types_pb2.StructuredOutputs, field: str = FIELD) -> None:
+    """Checks the limits of a constraint. Raises ``InvalidArgument`` naming ``field``."""
+    kind = constraint.WhichOneof("constraint")
+    if kind is None:
+        raise InvalidArgument(f"{field} must have one of {', '.join(KINDS)}", field)
+    if kind == "json_object":
+        if not constraint.json_object:
+            raise InvalidArgument(f"{field}: json_object must be true where it is set", field)
+        return
+    if kind == "choice":
+        _check_choices(constraint.choice.texts, field)
+        return
+    source: str = getattr(constraint, kind)
+    if not source:
+        raise InvalidArgument(f"{field}: {kind} is empty", field)
+    _check_size(len(source.encode()), kind, field)
+    if kind == "json":
+        _check_schema(source, field)
+
+
+def _check_schema(source: str, field: str) -> None:
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", source)):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise _too_deep(field)
+    try:
+        schema = json.loads(source)
+    except ValueError as error:
+        raise InvalidArgument(f"{field}: the schema is not JSON: {error}", field) from None
+    if not isinstance(schema, dict):
+        raise InvalidArgument(f"{field}: a JSON schema is an object", field)
+    for values in _enums(schema):
+        if len(values) > MAX_ENUM:
+            raise InvalidArgument(f"{field}: an enum has {len(values)} values; at most {MAX_ENUM} are allowed", field)
+
+
+def _enums(value: Any) -> Iterator[list[Any]]:
+    """Whatever is called ``enum`` in a schema, at any depth; the depth is checked."""
+    if isinstance(value, dict):
+        if isinstance(values := value.get("enum"), list):
+            yield values
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from _enums(part)
+
+
+def _check_choices(texts: Sequence[str], field: str) -> None:
+    if not 1 <= len(texts) <= MAX_ENUM:
+        raise InvalidArgument(f"{field}: choice must have 1 to {MAX_ENUM} texts, not {len(texts)}", field)
+    if not all(texts):
+        raise InvalidArgument(f"{field}: choice must not hold an empty text", field)
+    _check_size(sum(len(text.encode()) for text in texts), "choice", field)
+
+
+def _check_size(num_bytes: int, kind: str, field: str) -> None:
+    if num_bytes > MAX_SOURCE_BYTES:
+        raise InvalidArgument(f"{field}: {kind} has {num_bytes} bytes; at most {MAX_SOURCE_BYTES} are allowed", field)
+
+
+def _choice(value: object, field: str) -> types_pb2.StructuredOutputs:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise InvalidArgument(f"{field}: choice must be a list of texts", field)
+    texts = [_text(text, "choice", field) for text in value]
+    return types_pb2.StructuredOutputs(choice=types_pb2.Choices(texts=texts))
+
+
+def _text(value: object, kind: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{field}: {kind} must be text", field)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{field}: {kind} holds half a surrogate pair, which is no character", field) from None
+    return value
+
+
+def _too_deep(field: str) -> InvalidArgument:
+    return InvalidArgument(f"{field}: the schema is nested more than {MAX_DEPTH} deep", field)

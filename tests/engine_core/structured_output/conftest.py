@@ -1,0 +1,14 @@
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engine_core.structured_output.helpers import make_client
+from tokenloom.engine_core.client import InprocClient
+
+
+@pytest.fixture(scope="package")
+def client() -> Iterator[InprocClient]:
+    """A core that outlives the tests, so that they share its compilers."""
+    client = make_client()
+    yield client
+    client.close()

@@ -1,0 +1,130 @@
+"""The demo model's tokenizer, grammars over it, and cores that follow them."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.config import (
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    StructuredOutputConfig,
+    WorkerConfig,
+)
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.hash_worker import HashWorker
+from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.engine_core.sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.structured_output.backend import Grammar
+from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
+from tokenloom.services.engine.structured_output import structured_output_config
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, load_tokenizer
+
+VOCAB_SIZE = 2048
+EOS = 0
+NUM_WORDS = VOCAB_SIZE // 32
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "pets": {"type": "array", "items": {"enum": ["cat", "dog"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def config() -> StructuredOutputConfig:
+    found = structured_output_config(DEMO_MODEL)
+    assert found is not None
+    return found
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO_MODEL)
+
+
+@cache
+def backend() -> LLGuidanceBackend:
+    return LLGuidanceBackend(DEMO_MODEL / "tokenizer.json", VOCAB_SIZE, (EOS,))
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    text: str = tokenizer().decode(list(token_ids))
+    return text
+
+
+def start(kind: GrammarKind, source: str = "") -> Grammar:
+    """A grammar at the beginning of an output, by the way that a request's takes."""
+    return backend().load(backend().prepare(kind, source)).start()
+
+
+def allowed(grammar: Grammar) -> set[int]:
+    row = np.zeros(NUM_WORDS, dtype=np.int32)
+    grammar.fill_bitmask(row)
+    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+
+
+def json_schema(schema: Any) -> StructuredOutput:
+    return StructuredOutput(GrammarKind.JSON, json.dumps(schema))
+
+
+def make_client(*, num_blocks: int = 512, max_num_seqs: int = 16) -> InprocClient:
+    """A core with the hash worker, which draws any token that the grammar allows."""
+    core_config = EngineConfig(
+        worker=WorkerConfig(model="", worker="hash"),
+        cache=CacheConfig(block_size=4, num_blocks=num_blocks),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
+        structured_output=config(),
+    )
+    return InprocClient(
+        core_config, UniProcExecutor(HashWorker(core_config, vocab_size=VOCAB_SIZE, max_model_len=2048))
+    )
+
+
+def make_request(
+    request_id: str,
+    constraint: StructuredOutput | None,
+    *,
+    prompt: Sequence[int] = (1, 2, 3),
+    max_tokens: int = 1000,
+    min_tokens: int = 0,
+    stop: tuple[int, ...] = (EOS,),
+    accepted: Sequence[int] = (),
+) -> EngineCoreRequest:
+    params = SamplingParams(
+        max_tokens=max_tokens, min_tokens=min_tokens, seed=0, stop_token_ids=stop, structured_output=constraint
+    )
+    return EngineCoreRequest(request_id, list(prompt), params, accepted_token_ids=list(accepted))
+
+
+def run(client: InprocClient, requests: Sequence[EngineCoreRequest]) -> dict[str, list[EngineCoreOutput]]:
+    """Adds the requests, and steps until all have ended."""
+    outputs: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
+    live = set(outputs)
+    for request in requests:
+        client.add_request(request)
+    while live:
+        for output in client.get_output().outputs:
+            outputs[output.request_id].append(output)
+            if output.finish_reason is not None:
+                live.remove(output.request_id)
+    return outputs
+
+
+def text_of(outputs: Sequence[EngineCoreOutput]) -> str:
+    return decode([token_id for output in outputs for token_id in output.new_token_ids])

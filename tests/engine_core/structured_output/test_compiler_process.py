@@ -1,0 +1,59 @@
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.engine_core.structured_output.helpers import PERSON, VOCAB_SIZE, backend, config, json_schema
+from tokenloom.engine_core.sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.structured_output.backend import GrammarError
+from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, Setup
+
+
+@pytest.fixture
+def process() -> Iterator[CompilerProcess]:
+    process = CompilerProcess(Setup(config(), VOCAB_SIZE))
+    yield process
+    process.kill()
+
+
+def test_it_prepares_what_the_engine_loads(process: CompilerProcess) -> None:
+    prepared = process.prepare(json_schema(PERSON))
+    assert not backend().load(prepared).start().is_terminated()
+    assert process.prepare(json_schema(PERSON)) == prepared
+
+
+def test_a_refusal_leaves_it_alive(process: CompilerProcess) -> None:
+    with pytest.raises(GrammarError, match="unclosed group"):
+        process.prepare(StructuredOutput(GrammarKind.REGEX, "(a"))
+    assert process.is_alive
+    assert process.prepare(StructuredOutput(GrammarKind.REGEX, "a"))
+
+
+def test_what_takes_too_much_ends_it_within_its_time(process: CompilerProcess) -> None:
+    before = time.monotonic()
+    with pytest.raises(GrammarError, match=r"too much memory|more than 2 s"):
+        process.prepare(json_schema({"type": "integer", "multipleOf": 99_999_989}))
+    assert time.monotonic() - before < 2.5
+    assert not process.is_alive
+
+
+def test_its_time_is_limited() -> None:
+    process = CompilerProcess(Setup(config(), VOCAB_SIZE, seconds=0.05))
+    with pytest.raises(GrammarError, match="more than 2 s"):
+        process.prepare(json_schema({"type": "integer", "multipleOf": 59_999}))
+    assert not process.is_alive
+
+
+def test_killed_from_elsewhere_it_says_so(process: CompilerProcess) -> None:
+    process.kill()
+    with pytest.raises(GrammarError, match="given up"):
+        process.prepare(json_schema(PERSON))
+
+
+def test_a_tokenizer_that_changed_is_refused() -> None:
+    changed = msgspec.structs.replace(config(), tokenizer_digest=b"other")
+    with pytest.raises(GrammarError, match="was changed"):
+        CompilerProcess(Setup(changed, VOCAB_SIZE))
+    with pytest.raises(GrammarError, match="is gone"):
+        CompilerProcess(Setup(msgspec.structs.replace(config(), tokenizer="/nowhere"), VOCAB_SIZE))

@@ -1,0 +1,93 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine_core.structured_output.helpers import EOS, PERSON, allowed, backend, encode, start
+from tokenloom.engine_core.sampling_params import GrammarKind
+from tokenloom.engine_core.structured_output.backend import GrammarError
+
+GBNF = 'root ::= "a" ("b" | [c-d])* "e"'
+LARK = 'start: "a" /[bcd]*/ "e"'
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "good", "bad"),
+    [
+        (GrammarKind.JSON, json.dumps(PERSON), '{"name": "Ada", "age": 36}', '{"name": 1'),
+        (GrammarKind.JSON_OBJECT, "", '{"a": [1, {}]}', "[1]"),
+        (GrammarKind.REGEX, r"\d{3}-[a-z]+", "123-x", "12-x"),
+        (GrammarKind.CHOICE, '["yes", "no"]', "no", "maybe"),
+        (GrammarKind.GRAMMAR, GBNF, "abcde", "abf"),
+        (GrammarKind.GRAMMAR, LARK, "abcde", "abf"),
+    ],
+)
+def test_a_text_is_followed_to_its_end(kind: GrammarKind, source: str, good: str, bad: str) -> None:
+    grammar = start(kind, source)
+    assert not grammar.is_terminated()
+    assert EOS not in allowed(grammar)
+    token_ids = encode(good)
+    assert grammar.validate_tokens(token_ids) == len(token_ids)
+    assert grammar.validate_tokens(encode(bad)) < len(encode(bad))
+    for token_id in token_ids:
+        assert token_id in allowed(grammar)
+        grammar.accept_tokens([token_id])
+    assert EOS in allowed(grammar)
+    with pytest.raises(GrammarError):
+        grammar.accept_tokens(encode("!!"))
+
+
+def test_going_back_is_as_if_it_had_never_gone() -> None:
+    grammar = start(GrammarKind.REGEX, "(ab)+")
+    first = allowed(grammar)
+    grammar.accept_tokens(encode("ab"))
+    after = allowed(grammar)
+    grammar.rollback(len(encode("ab")))
+    assert allowed(grammar) == first
+    grammar.accept_tokens(encode("ab"))
+    assert allowed(grammar) == after
+    grammar.reset()
+    assert allowed(grammar) == first
+    with pytest.raises(GrammarError):
+        grammar.rollback(1)
+
+
+def test_outputs_of_one_grammar_do_not_meet() -> None:
+    compiled = backend().load(backend().prepare(GrammarKind.REGEX, "ab"))
+    one, other = compiled.start(), compiled.start()
+    before = allowed(other)
+    one.accept_tokens(encode("ab"))
+    assert one.is_terminated()
+    assert allowed(other) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "words"),
+    [
+        (GrammarKind.JSON, '{"type": "wat"}', "wat"),
+        (GrammarKind.JSON, "true", "object schema"),
+        (GrammarKind.JSON, '{"type": "object", "minProperties": {}}', "minProperties"),
+        (GrammarKind.JSON, '{"$ref": "https://example.com/a"}', "does not fetch"),
+        (GrammarKind.REGEX, "(a", "unclosed group"),
+        (GrammarKind.GRAMMAR, "root = 3", "Expected ::="),
+        (GrammarKind.GRAMMAR, "root ::= missing", "missing"),
+        (GrammarKind.GRAMMAR, "root ::= " + "(" * 5000, "recursion"),
+        (GrammarKind.GRAMMAR, "start: missing", "missing"),
+    ],
+)
+def test_what_is_no_grammar_is_said(kind: GrammarKind, source: str, words: str) -> None:
+    with pytest.raises(GrammarError, match=words) as caught:
+        backend().prepare(kind, source)
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1), min_size=1))
+def test_any_texts_may_be_chosen_from(texts: list[str]) -> None:
+    prepared = backend().prepare(GrammarKind.CHOICE, json.dumps(texts))
+    for text in texts:
+        grammar = backend().load(prepared).start()
+        grammar.accept_tokens(encode(text))
+        assert EOS in allowed(grammar)

@@ -1,0 +1,138 @@
+"""Requests with a grammar through a whole core; the hash worker draws any token that is allowed."""
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from tests.engine_core.helpers import finish, make_core
+from tests.engine_core.invariants import check_idle
+from tests.engine_core.structured_output.helpers import (
+    EOS,
+    PERSON,
+    encode,
+    json_schema,
+    make_client,
+    make_request,
+    run,
+    text_of,
+)
+from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.messages import FinishReason
+from tokenloom.engine_core.request import RequestStatus
+from tokenloom.engine_core.sampling_params import GrammarKind, StructuredOutput
+
+DATE = StructuredOutput(GrammarKind.REGEX, r"20\d\d-(0[1-9]|1[0-2])")
+BOMB = json_schema({"type": "integer", "multipleOf": 99_999_989})
+
+
+def test_outputs_follow_their_grammars_beside_others_that_have_none(client: InprocClient) -> None:
+    requests = [
+        make_request(f"{kind}{n}", constraint, prompt=[n + 1, 5], max_tokens=300)
+        for n in range(6)
+        for kind, constraint in (("json", json_schema(PERSON)), ("date", DATE), ("free", None))
+    ]
+    for name, outputs in run(client, requests).items():
+        last, text = outputs[-1], text_of(outputs)
+        if name.startswith("free"):
+            continue
+        assert (last.finish_reason, last.stop_token_id) == (FinishReason.STOP, EOS)
+        if name.startswith("json"):
+            jsonschema.validate(json.loads(text), PERSON)
+        else:
+            assert text[:2] == "20"
+            assert 1 <= int(text[5:]) <= 12
+    check_idle(client._core.scheduler)
+
+
+def test_a_request_waits_for_its_grammar_and_holds_up_nobody(client: InprocClient) -> None:
+    scheduler = client._core.scheduler
+    client.add_request(make_request("slow", StructuredOutput(GrammarKind.REGEX, "slow|er")))
+    client.add_request(make_request("free", None, max_tokens=1))
+    assert scheduler.requests["slow"].status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    assert scheduler.stats().num_waiting == 2
+    assert [output.request_id for output in client.get_output().outputs] == ["free"]
+    while "slow" in scheduler.requests:
+        client.get_output()
+    check_idle(scheduler)
+
+
+def test_an_abort_while_compiling_leaves_nothing(client: InprocClient) -> None:
+    scheduler = client._core.scheduler
+    client.add_request(make_request("a", StructuredOutput(GrammarKind.REGEX, "not seen before")))
+    client.abort_requests(["a"])
+    check_idle(scheduler)
+    assert not client._core.is_compiling()
+    assert run(client, [make_request("b", DATE)])["b"]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (StructuredOutput(GrammarKind.REGEX, "(a"), "unclosed group"),
+        (BOMB, r"too much memory|more than 2 s"),
+    ],
+)
+def test_what_cannot_be_compiled_is_the_requests_fault(
+    client: InprocClient, constraint: StructuredOutput, words: str
+) -> None:
+    outputs = run(client, [make_request("bad", constraint), make_request("good", DATE)])
+    (refused,) = outputs["bad"]
+    assert (refused.finish_reason, refused.error_field) == (FinishReason.ERROR, "structured_outputs")
+    assert refused.error.startswith("structured_outputs: ")
+    assert re.search(words, refused.error)
+    assert outputs["good"][-1].finish_reason is FinishReason.STOP
+
+
+def test_accepted_tokens_are_replayed(client: InprocClient) -> None:
+    whole = run(client, [make_request("a", DATE, prompt=[9])])["a"]
+    token_ids = [token_id for output in whole for token_id in output.new_token_ids]
+    for cut in range(1, len(token_ids) - 1):
+        rest = run(client, [make_request("b", DATE, prompt=[9], accepted=token_ids[:cut])])["b"]
+        assert [token_id for output in rest for token_id in output.new_token_ids] == token_ids[cut:]
+
+
+def test_accepted_tokens_that_the_grammar_forbids_are_an_error(client: InprocClient) -> None:
+    (output,) = run(client, [make_request("a", DATE, accepted=encode("nineteen"))])["a"]
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.error == "structured_outputs: a token does not follow the grammar"
+    check_idle(client._core.scheduler)
+
+
+def test_without_stop_tokens_a_complete_text_ends_the_request(client: InprocClient) -> None:
+    outputs = run(client, [make_request("a", DATE, stop=()), make_request("b", DATE, min_tokens=500)])
+    for request_id in ("a", "b"):
+        assert len(text_of(outputs[request_id])) == len("2026-11")
+        last = outputs[request_id][-1]
+        assert (last.finish_reason, last.stop_token_id, last.new_token_ids) == (FinishReason.STOP, None, [])
+    check_idle(client._core.scheduler)
+
+
+def test_one_cut_off_ends_with_length(client: InprocClient) -> None:
+    outputs = run(client, [make_request("a", DATE, max_tokens=3)])["a"]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert text_of(outputs).startswith("20")
+
+
+def test_preempted_requests_go_on_in_their_grammars() -> None:
+    client = make_client(num_blocks=24)
+    requests = [make_request(f"r{n}", json_schema(PERSON), prompt=[n + 1] * 6, max_tokens=60) for n in range(8)]
+    outputs = run(client, requests)
+    assert client._core.scheduler.stats().num_preemptions > 0
+    alone = make_client()
+    for request in requests:
+        request_id = request.request_id
+        (expected,) = run(alone, [request]).values()
+        assert text_of(outputs[request_id]) == text_of(expected)
+    check_idle(client._core.scheduler)
+    client.close()
+    alone.close()
+
+
+def test_an_engine_without_a_tokenizer_refuses_by_name() -> None:
+    core = make_core()
+    core.add_request(make_request("a", DATE))
+    (output,) = finish(core)["a"]
+    assert output.error == "structured_outputs: this engine has no tokenizer to constrain its output by"
+    assert output.error_field == "structured_outputs"

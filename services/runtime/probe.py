@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_SECONDS)
         except grpc.RpcError as error:
-            sys.stderr.write(f"{address}: {error.code().name}\n")  # type: ignore[attr-defined]
+            sys.stderr.write(f"{address}: {error.code().name}\n")
             return 1
     return 0 if answer.status == health_pb2.HealthCheckResponse.SERVING else 1
 

@@ -8,6 +8,7 @@ from . import sse
 from .answer import AnswerBase, finish_reason
 from .chat import members
 from .collector import Delta
+from .embeds_prompt import EmbedsPrompt, read_prompts
 from .generation import Generation
 from .job import Job
 from .openai_models import Body, BodyReader, CommonFields, Options, sampling_params, text_options
@@ -17,6 +18,7 @@ class CompletionFields(CommonFields, frozen=True, kw_only=True):
     """A completion body, but for the sampling parameters."""
 
     prompt: Any = None
+    prompt_embeds: Any = None
 
 
 class CompletionsApi:
@@ -31,8 +33,8 @@ class CompletionsApi:
         sampling = sampling_params(body)
         text = text_options(fields)
         job = Job(
-            _prompts(fields.prompt),
-            "prompt",
+            _prompts(fields.prompt) if fields.prompt_embeds is None else _embeds_prompts(fields),
+            "prompt" if fields.prompt_embeds is None else "prompt_embeds",
             sampling,
             text,
             ignore_eos=bool(fields.ignore_eos),
@@ -112,6 +114,14 @@ class CompletionAnswer:
             choice["token_ids"] = self._token_ids[index]
             choice["prompt_token_ids"] = list(self._base.generation.prompts[index])
         return choice
+
+
+def _embeds_prompts(fields: CompletionFields) -> Sequence[EmbedsPrompt]:
+    if fields.prompt:
+        raise errors.InvalidArgument(
+            "prompt and prompt_embeds exclude each other; prompt_embeds takes token ids too", "prompt"
+        )
+    return read_prompts(fields.prompt_embeds)
 
 
 def _prompts(prompt: object) -> Sequence[str | Sequence[object]]:

@@ -5,18 +5,22 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import cast
+from typing import TypeAlias, cast
 
 from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..runtime import errors, validation
+from ..runtime.prompt_embeds import check_embeds, join_parts
 from .collector import Collector, Delta, Outlet
+from .embeds_prompt import EmbedsPrompt
 from .job import Chat, Job
 from .mesh_view import MeshView
 from .metrics import GatewayMetrics
 from .output_link import Ticket
 from .output_pool import OutputPool
 from .tokenizer_client import TokenizerClient
+
+_Prompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 
 MAX_PROMPTS = 1024
 """In one request."""
@@ -183,13 +187,13 @@ class Generator:
             submit.priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
         return Generation(submits, started_ns, tokenize_ns, self._metrics)
 
-    async def _encode(self, job: Job, limits: types_pb2.ModelLimits) -> Sequence[tokenizer_pb2.TokenizedPrompt]:
+    async def _encode(self, job: Job, limits: types_pb2.ModelLimits) -> Sequence[_Prompt]:
         if isinstance(job.prompts, Chat):
             return [await self._tokenizers.encode_chat(job.prompts)]
         texts = [prompt for prompt in job.prompts if isinstance(prompt, str)]
         if texts:
             return await self._tokenizers.encode(texts)
-        return [_token_ids(prompt, job.prompt_field, limits) for prompt in job.prompts]
+        return [_read(prompt, job.prompt_field, limits) for prompt in job.prompts]
 
 
 def _seconds_left(deadline: asyncio.Timeout) -> float:
@@ -217,6 +221,12 @@ def _check_sizes(job: Job, max_bytes: int) -> None:
             raise errors.InvalidArgument(f"{field} is longer than the model's context", field)
 
 
+def _read(prompt: Sequence[object] | EmbedsPrompt, field: str, limits: types_pb2.ModelLimits) -> _Prompt:
+    if isinstance(prompt, EmbedsPrompt):
+        return join_parts(prompt.parts, limits)
+    return _token_ids(prompt, field, limits)
+
+
 def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimits) -> tokenizer_pb2.TokenizedPrompt:
     if len(prompt) >= limits.max_model_len:
         # Refused for its length before a long look at its items.
@@ -226,15 +236,16 @@ def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimi
 
 def _submit(
     job: Job,
-    prompt: tokenizer_pb2.TokenizedPrompt,
+    prompt: _Prompt,
     sampling: types_pb2.SamplingParams,
     limits: types_pb2.ModelLimits,
     default_max_tokens: int,
 ) -> output_processor_pb2.Submit:
     """One prompt's request, checked, but for its ids and its time."""
     submit = output_processor_pb2.Submit(
-        prompt=types_pb2.Prompt(token_ids=prompt.token_ids),
-        block_hash_prefixes=prompt.block_hash_prefixes,
+        prompt=prompt if isinstance(prompt, types_pb2.Prompt) else types_pb2.Prompt(token_ids=prompt.token_ids),
+        # Where there are embeddings, hashes of ids would say nothing.
+        block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
         sampling_params=sampling,
         text=job.text,
     )
@@ -242,6 +253,7 @@ def _submit(
     is_chat = isinstance(job.prompts, Chat)
     validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens)
     validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
+    check_embeds(submit.prompt, params, limits)
     return submit
 
 

@@ -87,6 +87,7 @@ def serve(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in an engine's batch.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of an engine's step.")] = None,
     kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
+    enable_prompt_embeds: Annotated[bool, typer.Option(help="Take embeddings in the place of prompt tokens.")] = False,
     api_key: Annotated[
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
@@ -129,6 +130,7 @@ def serve(
                 max_num_batched_tokens=max_num_batched_tokens,
                 kv_cache_memory=kv_cache_memory,
                 kv_checksum=kv_checksum,
+                enable_prompt_embeds=enable_prompt_embeds,
                 worker=worker,
             ),
             "gateway": flags(

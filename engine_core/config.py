@@ -51,6 +51,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     decode_batched_tokens: int | None = None
     """Budget while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
     enable_chunked_prefill: bool = True
+    async_scheduling: bool = False
+    """Whether the next step is scheduled while one runs, before its tokens are known."""
     policy: str = "fcfs"
     """``fcfs`` or ``priority``: see ``SchedulingPolicy``."""
     long_prefill_token_threshold: int = 0

@@ -77,7 +77,8 @@ class KVCacheManager:
             new_block_ids = self.pool.allocate(num_missing)
             request.block_ids += new_block_ids
         if self.enable_prefix_caching and end // self.block_size > request.num_registered_blocks:
-            self._register_blocks(request, end // self.block_size)
+            # Of tokens in flight there is no hash yet.
+            self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
 
     def free(self, request: Request) -> None:

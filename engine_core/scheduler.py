@@ -19,6 +19,7 @@ from .request_limits import check_config, refusal
 from .request_queue import SchedulingPolicy, make_queue, priority_key
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .step_plan import StepPlan
+from .steps_in_flight import StepsInFlight
 from .structured_output.manager import FIELD, StructuredOutputManager
 from .token_budget import TokenBudget
 
@@ -63,6 +64,7 @@ class Scheduler:
         self.constrained = ConstrainedRequests(grammars)
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
+        self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
         self._stats = SchedulerStats()
         self._finished_req_ids: list[str] = []
@@ -142,6 +144,8 @@ class Scheduler:
     @property
     def is_advancing(self) -> bool:
         """Whether anybody runs, or was preempted and may run again, in the present pause state."""
+        if self._in_flight:
+            return True
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
         return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
@@ -174,7 +178,10 @@ class Scheduler:
         else:
             self._preempted_req_ids += plan.preempted_req_ids
             self._is_stalled = not plan.preempted_req_ids
-        return plan.output()
+        scheduled = plan.output()
+        if self._in_flight is not None and plan.num_scheduled_tokens:
+            self._in_flight.begin(scheduled, self.running)
+        return scheduled
 
     def end_constrained(self, ended: dict[str, str]) -> None:
         """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
@@ -191,13 +198,14 @@ class Scheduler:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
         outputs: list[EngineCoreOutput] = []
         any_finished = False
-        num_scheduled_tokens = scheduled.num_scheduled_tokens
+        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
+        if self._in_flight is not None:
+            self._is_stalled = False
+            result = self._in_flight.end(result, self.requests)
         prompt_logprobs = collect_prompt_logprobs(self.requests, scheduled, result) if result.prompt_logprobs else {}
-        assert len(result.req_ids) == len(num_scheduled_tokens), "the worker left requests out"
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            request.num_computed_tokens += num_scheduled_tokens[request_id]
             if token_ids:
                 output = self._accept_tokens(request, token_ids)
                 any_finished |= output.finish_reason is not None
@@ -225,6 +233,11 @@ class Scheduler:
 
         Blocks can be hit once they are scheduled, so after a step that failed nothing tells which of them were written.
         """
+        if self._in_flight is not None:
+            self._in_flight.abandon(self.requests.values())
+            # Steps behind the one that failed have run, and the worker may know requests again.
+            self._finished_req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
+            self._is_stalled = False
         for request in reversed(self.running):
             self._requeue(request, RequestStatus.WAITING)
         self.running.clear()
@@ -285,6 +298,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and plan.budget > 0:
             request = self.running[index]
+            if request.num_output_placeholders and request.will_be_full:
+                index += 1
+                continue
             num_after = len(self.running) - index - 1  # each of whom gets a token
             num_new_tokens = self._budget.chunk(request, plan.budget - num_after)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
@@ -371,8 +387,13 @@ class Scheduler:
             if status := finish_status(request):
                 output.new_token_ids = token_ids[:count]
                 _mark_finished(output, request, status)
-                self._finish(request, status)
                 break
+        if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
+            self.waiting.note_growth(len(output.new_token_ids))
+            if status is not None:
+                self.waiting.remove(request)
+        if status is not None:
+            self._finish(request, status)
         if not request.first_output_sent:
             request.first_output_sent = True
             output.prefill_stats = self._prefill_stats(request)
@@ -393,6 +414,8 @@ class Scheduler:
         if request.is_known_to_worker:
             self._finished_req_ids.append(request.request_id)
         request.set_status(status)
+        if self._in_flight is not None:
+            self._in_flight.request_ended(request.request_id)
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)

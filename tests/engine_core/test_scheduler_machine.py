@@ -18,10 +18,12 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
 from tokenloom.engine_core.pausing import PauseMode
@@ -108,6 +110,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 64),
         decode_budget=st.none() | st.integers(1, 16),
+        overlaps=st.booleans(),
         policy=st.sampled_from(SchedulingPolicy),
         long_prefill=st.sampled_from([0, 0, 1, 5]),
         reserve_full_prompt=st.booleans(),
@@ -122,6 +125,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         decode_budget: int | None,
+        overlaps: bool,
         policy: SchedulingPolicy,
         long_prefill: int,
         reserve_full_prompt: bool,
@@ -136,6 +140,7 @@ class CoreMachine(RuleBasedStateMachine):
             budget=budget if chunked else MAX_MODEL_LEN,
             decode_budget=decode_budget,
             max_model_len=MAX_MODEL_LEN,
+            async_scheduling=overlaps,
             policy=policy,
             long_prefill=long_prefill if chunked else 0,
             reserve_full_prompt=reserve_full_prompt,
@@ -143,7 +148,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.policy = policy
         self.worker = MortalWorker(config)
-        self.core = EngineCore(config, self.worker)
+        self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 
@@ -171,12 +176,16 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def lose_a_step(self) -> None:
         self.worker.dies = True
-        try:
-            self._step()
-        except StepLostError:
-            pass
-        else:
-            raise AssertionError("requests were live, but nothing was executed")
+        for _ in range(3):  # overlapping steps: computed one or two turns after it is scheduled
+            try:
+                self._step()
+            except StepLostError:
+                return
+            assert self.core._batch_queue is not None, "requests were live, but nothing was executed"
+            if not self.core.scheduler.requests:
+                break  # all ended by what was in flight
+        assert not self.core.scheduler.requests, "requests were live, but nothing was executed"
+        self.worker.dies = False
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -193,7 +202,7 @@ class CoreMachine(RuleBasedStateMachine):
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         begun = {r.request_id for r in self.core.scheduler.requests.values() if r.is_known_to_worker}
         quiet = self.core.pause(mode, clear_cache)
-        assert quiet.done() == (mode is not PauseMode.WAIT or not begun)
+        assert quiet.done() == (not self.core._batch_queue and (mode is not PauseMode.WAIT or not begun))
         if mode is PauseMode.ABORT:
             assert not self.core.scheduler.requests
             for expected in self.live.values():
@@ -204,6 +213,9 @@ class CoreMachine(RuleBasedStateMachine):
                     break
                 self._step()
             assert not begun & set(self.core.scheduler.requests), "it had begun, and did not finish"
+        while self.core._batch_queue:
+            self._step()
+        assert quiet.done()
         waiting = [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
         for _ in range(3):
             self._step()
@@ -219,9 +231,10 @@ class CoreMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         scheduler = self.core.scheduler
         check_scheduler(scheduler)
-        assert self.worker._rows.keys() <= {*scheduler.requests, *scheduler._finished_req_ids}, (
-            "the worker keeps the dead"
-        )
+        to_forget = {*scheduler._finished_req_ids}
+        for step in self.core._batch_queue.steps if self.core._batch_queue is not None else ():
+            to_forget.update(step.scheduled.finished_req_ids)
+        assert self.worker._rows.keys() <= {*scheduler.requests, *to_forget}, "the worker keeps the dead"
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):

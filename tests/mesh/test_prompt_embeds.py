@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save
 
 from tests.mesh.harness import MODEL, Mesh
+from tests.mesh.split import SplitMesh
 from tokenloom.engine_core.hash_worker import HIDDEN_SIZE, embeds_ids
 from tokenloom.engine_core.prompt_embeds import EmbedsSpan
 from tokenloom.services.runtime.channels import open_channel
@@ -73,13 +74,27 @@ async def test_the_same_over_grpc(mesh: Mesh) -> None:
         ({"prompt_embeds": []}, "must be base64"),
         ({"prompt_embeds": [{"text": "a"}]}, "a part is"),
         ({"prompt_embeds": TEXT, "prompt": "text"}, "exclude each other"),
+        ({"prompt_embeds": TEXT, "echo": True}, "echo does not go with"),
+        ({"prompt_embeds": TEXT, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens does not go with"),
+        ({"prompt_embeds": TEXT, "prompt_logprobs": 1}, "prompt_logprobs has no meaning"),
     ],
 )
 async def test_bad_embeddings_are_refused_by_name(mesh: Mesh, fields: dict[str, Any], words: str) -> None:
     answer = await complete(mesh, **fields)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
-    assert answer.json()["error"]["param"] in ("prompt_embeds", "prompt")
+    assert answer.json()["error"]["param"] in fields
+
+
+async def test_prefill_and_decode_apart(socket_dir: Path) -> None:
+    engine = {"enable_prompt_embeds": True}
+    other = base64.b64encode(save({"prompt_embeds": ROWS + 1})).decode()
+    async with SplitMesh(socket_dir, engine=engine).running() as mesh:
+        for text, ids in ((TEXT, IDS), (other, embeds_ids(EmbedsSpan(0, ROWS + 1)))):
+            answer = await complete(mesh, prompt_embeds=text)
+            assert answer.json()["choices"][0]["token_ids"] == mesh.expected(ids, 10)
+        assert mesh.of_role("decode").stats.kv_blocks_received == 4, "none of the first prompt served the second"
+        await mesh.check_nothing_is_left()
 
 
 async def test_engines_that_take_none_say_so(socket_dir: Path) -> None:

@@ -16,6 +16,7 @@ from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .sessions import Sessions
 from .sleeping import Sleeping
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 
@@ -47,6 +48,7 @@ class EngineCore:
             kv_policy=config.kv.policy,
             grammars=self._grammars,
         )
+        self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
@@ -63,12 +65,16 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request; it may end at once, with an output in the next step."""
-        self.scheduler.add_request(request)
+        """Queues a request, or an input of a session; it may end at once, with an output in the next step. Raises
+        ``ValueError`` for an input that cannot be."""
+        if request.resumable or request.request_id in self.sessions:
+            self.sessions.add(request)
+        else:
+            self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
-        self.scheduler.abort_requests(request_ids)
+        self._abort(request_ids)
         self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
@@ -77,11 +83,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Not while every request waits for KV from elsewhere: see ``on_news``."""
-        return (
-            self.scheduler.has_work()
-            or bool(self._batch_queue)
-            or (self._connector is not None and self._connector.has_news())
-        )
+        if self.scheduler.has_work() or self.scheduler.kv_events or self._batch_queue:
+            return True
+        return self._connector is not None and self._connector.has_news()
 
     def has_requests(self) -> bool:
         """Whether any request is live."""
@@ -102,11 +106,18 @@ class EngineCore:
         """One turn of the loop. ``take_aborts`` gives the requests that were aborted while a step executed."""
         outputs = self._step(take_aborts) if self._batch_queue is None else self._step_with_batch_queue(take_aborts)
         outputs += self.scheduler.take_early_outputs()
+        if self.sessions:
+            self.sessions.take(outputs)
         if self.pausing.is_settling:
             self.pausing.settle()
         if self.sleeping.is_settling:
             self.sleeping.settle()
-        return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
+        return EngineCoreOutputs(
+            step=self.num_steps,
+            outputs=outputs,
+            scheduler_stats=self.scheduler.stats(),
+            kv_events=self.scheduler.kv_events.take() if self.scheduler.kv_events else [],
+        )
 
     def _step(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
         """Schedule, execute, update."""
@@ -170,9 +181,12 @@ class EngineCore:
     def _update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
-        self.scheduler.abort_requests(take_aborts())
+        self._abort(take_aborts())
         self.num_steps += 1
         return self.scheduler.update_from_output(scheduled, result)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        self.scheduler.abort_requests(self.sessions.abort(request_ids) if self.sessions else request_ids)
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
         """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""

@@ -3,7 +3,7 @@
 import enum
 
 from .kv_messages import KVTarget
-from .messages import EngineCoreRequest, FinishReason, Logprobs
+from .messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 from .prompt_embeds import content_salt
 from .repetition import is_repeating
 
@@ -102,6 +102,7 @@ class Request:
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_cached_tokens",
         "num_output_placeholders",
         "num_prompt_tokens",
         "num_registered_blocks",
@@ -162,6 +163,7 @@ class Request:
         self.num_registered_blocks = 0
 
         self.num_cached_tokens = 0
+        self.num_external_cached_tokens = 0
         self.arrival_ns = arrival_ns
         self.first_scheduled_ns: int | None = None
         self.first_output_sent = False
@@ -228,3 +230,10 @@ def finish_status(request: Request) -> RequestStatus | None:
     ):
         return RequestStatus.FINISHED_REPETITION
     return None
+
+
+def mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
+    """Makes ``output`` the request's last."""
+    output.finish_reason = FINISH_REASONS[status]
+    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
+        output.stop_token_id = request.all_token_ids[-1]

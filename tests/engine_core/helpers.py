@@ -28,10 +28,13 @@ def make_config(
     long_prefill: int = 0,
     reserve_full_prompt: bool = True,
     watermark: float = 0.01,
+    kv_events: str = "",
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
-        cache=CacheConfig(block_size=block_size, enable_prefix_caching=caching, num_blocks=num_blocks),
+        cache=CacheConfig(
+            block_size=block_size, enable_prefix_caching=caching, num_blocks=num_blocks, kv_events=kv_events
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -25,12 +26,14 @@ from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.engine_core.messages import FinishReason
 from tokenloom.engine_core.pausing import PauseMode
 from tokenloom.engine_core.request_queue import SchedulingPolicy
 from tokenloom.engine_core.scheduler_output import SchedulerOutput
 
 MAX_MODEL_LEN = 48
+SESSION = "session"
 
 
 class StepLostError(Exception):
@@ -146,7 +149,13 @@ class CoreMachine(RuleBasedStateMachine):
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
         )
+        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events="CPU"))
         self.policy = policy
+        self.told_blocks: set[bytes] = set()
+        """What can be hit, by the events alone."""
+        self.spoken: list[int] = []
+        """Prompt of the session's present turn, with what it is answered."""
+        self.inputs: list[tuple[list[int], int]] = []
         self.worker = MortalWorker(config)
         self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))
         self.live: dict[str, Expected] = {}
@@ -160,6 +169,21 @@ class CoreMachine(RuleBasedStateMachine):
     def abort(self, request_id: str) -> None:
         self.core.abort_requests([request_id, "unknown"])
         self.live.pop(request_id, None)
+
+    @rule(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4), max_tokens=st.integers(1, 6))
+    def speak(self, prompt: list[int], max_tokens: int) -> None:
+        message = make_request(SESSION, prompt, max_tokens)
+        message.resumable = True
+        self.inputs.append((prompt, max_tokens))
+        if SESSION not in self.live:
+            self._next_turn()
+        self.core.add_request(message)
+
+    @rule()
+    def fall_silent(self) -> None:
+        self.core.abort_requests([SESSION])
+        self.live.pop(SESSION, None)
+        self.spoken, self.inputs = [], []
 
     @rule(request_id=consumes(requests))
     def abort_during_a_step(self, request_id: str) -> None:
@@ -267,8 +291,27 @@ class CoreMachine(RuleBasedStateMachine):
         )
         return request_id
 
+    def _next_turn(self) -> None:
+        prompt, max_tokens = self.inputs.pop(0)
+        self.spoken = self.spoken + prompt
+        if len(self.spoken) >= MAX_MODEL_LEN:
+            self.live[SESSION] = Expected([], FinishReason.ERROR)
+            self.inputs.clear()
+        else:
+            self.live[SESSION] = expect(self.spoken, max_tokens, ())
+
+    def _turn_ended(self, expected: Expected, reason: FinishReason) -> None:
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self.spoken, self.inputs = [], []
+            return
+        self.spoken += expected.tokens[:-1]
+        if self.inputs:
+            self._next_turn()
+
     def _step(self, aborted: Sequence[str] = ()) -> None:
-        for output in self.core.step(lambda: aborted).outputs:
+        outputs = self.core.step(lambda: aborted)
+        self._take_events(outputs.kv_events)
+        for output in outputs.outputs:
             expected = self.live[output.request_id]
             assert output.token_index == len(expected.received)
             expected.received.extend(output.new_token_ids)
@@ -276,11 +319,28 @@ class CoreMachine(RuleBasedStateMachine):
             if output.finish_reason is FinishReason.ABORT:
                 assert expected.may_abort
                 del self.live[output.request_id]
+                if output.request_id == SESSION:
+                    self._turn_ended(expected, output.finish_reason)
             elif output.finish_reason is not None:
                 assert output.finish_reason is expected.reason
                 assert expected.received == expected.tokens
                 del self.live[output.request_id]
+                if output.request_id == SESSION:
+                    self._turn_ended(expected, output.finish_reason)
         check_scheduler(self.core.scheduler)
+
+    def _take_events(self, events: list[KVCacheEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored():
+                    assert event.parent_block_hash is None or event.parent_block_hash in self.told_blocks
+                    assert not self.told_blocks & set(event.block_hashes)
+                    self.told_blocks.update(event.block_hashes)
+                case BlockRemoved():
+                    self.told_blocks.difference_update(event.block_hashes)
+                case AllBlocksCleared():
+                    self.told_blocks.clear()
+        assert self.told_blocks == set(self.core.scheduler.kv.pool._by_hash)
 
 
 pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes

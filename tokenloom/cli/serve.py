@@ -34,6 +34,13 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class SchedulingPolicy(StrEnum):
+    """Who goes first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
 class Dtype(StrEnum):
     """``auto`` keeps the checkpoint's own."""
 
@@ -86,6 +93,12 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in an engine's batch.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of an engine's step.")] = None,
+    scheduling_policy: Annotated[
+        SchedulingPolicy, typer.Option(help="Who goes first: who came first, or requests of the lowest priority.")
+    ] = SchedulingPolicy.FCFS,
+    most_urgent_priority: Annotated[
+        int | None, typer.Option(help="Lowest (most urgent) priority that a client gets, whatever it asks for.")
+    ] = None,
     kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
     enable_prompt_embeds: Annotated[bool, typer.Option(help="Take embeddings in the place of prompt tokens.")] = False,
     api_key: Annotated[
@@ -128,12 +141,14 @@ def serve(
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                scheduling_policy=scheduling_policy,
                 kv_cache_memory=kv_cache_memory,
                 kv_checksum=kv_checksum,
                 enable_prompt_embeds=enable_prompt_embeds,
                 worker=worker,
             ),
             "gateway": flags(
+                most_urgent_priority=most_urgent_priority,
                 api_key_file=api_key_file,
                 strict=strict,
                 insecure=insecure,

@@ -149,4 +149,5 @@ class CPUWorker:
         assert self._backend is not None, "load_model comes first"
         config = self._config
         batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
-        return ModelRunner(self._model, self._backend, batch, num_blocks, memory)
+        count_nans = config.worker.compute_nans_in_logits
+        return ModelRunner(self._model, self._backend, batch, num_blocks, memory, count_nans=count_nans)

@@ -31,8 +31,11 @@ class ModelRunner:
         batch: InputBatch,
         num_blocks: int,
         memory: PoolMemory | None = None,
+        *,
+        count_nans: bool = False,
     ) -> None:
-        """``memory`` holds the KV caches; None: they are torch's own."""
+        """``memory`` holds the KV caches; None: they are torch's own. ``count_nans``: of the logits of every step."""
+        self._count_nans = count_nans
         self._model = model
         self._backend = backend
         self._batch = batch
@@ -110,6 +113,11 @@ class ModelRunner:
         if not len(inputs.sampled):
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
+        if self._count_nans:
+            counts = np.isnan(logits).sum(axis=1).tolist()
+            output.num_nans_in_logits = {
+                inputs.req_ids[index]: count for index, count in zip(indices, counts, strict=True) if count
+            }
         kept = self._batch.logprobs.keep(logits, rows)
         if grammar is not None:
             allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)

@@ -122,6 +122,13 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True):
     """``llguidance`` or ``xgrammar``."""
 
 
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """Where the workers are."""
+
+    distributed_executor_backend: str = "uni"
+    """``uni``: one, in the core's process; ``mp``: in processes of their own."""
+
+
 class ObservabilityConfig(msgspec.Struct, frozen=True):
     """What the loop tells of its steps."""
 
@@ -140,6 +147,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
+    parallel: ParallelConfig = ParallelConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer to constrain outputs by."""

@@ -10,6 +10,7 @@ from tokenloom.engine_core.config import (
     EngineConfig,
     KVConfig,
     ObservabilityConfig,
+    ParallelConfig,
     SchedulerConfig,
     TLSFiles,
     WorkerConfig,
@@ -72,6 +73,9 @@ class EngineSettings(ServiceSettings):
     )
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of KV blocks that a newcomer leaves free while others run."
+    )
+    distributed_executor_backend: Literal["uni", "mp"] = Field(
+        "uni", description="Where the worker is: uni: in the core's process; mp: in a process of its own."
     )
     async_scheduling: bool = Field(
         False, description="Schedule the next step while one runs; no gain where the processor is what computes."
@@ -186,6 +190,7 @@ class EngineSettings(ServiceSettings):
             structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
             if checkpoint
             else None,
+            parallel=ParallelConfig(distributed_executor_backend=self.distributed_executor_backend),
             observability=ObservabilityConfig(
                 log_iterations=self.enable_logging_iteration_details,
                 dump_dir=self.dump_dir,

@@ -13,6 +13,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     only waits)."""
     dtype: str = "auto"
     """``auto`` keeps the checkpoint's dtype; else ``float32`` or ``bfloat16``."""
+    quantization: str | None = None
+    """``int8-dynamic`` rounds the layers' matrices to int8 as they are loaded; None: they stay as they are."""
     attention_backend: str = "auto"
     """``auto`` (the fastest that works here), ``cpu`` (C++ kernels), ``torch`` or ``reference``."""
     num_threads: int = 0

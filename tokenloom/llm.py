@@ -41,6 +41,7 @@ class LLM:
         *,
         tokenizer: str | Path | None = None,
         dtype: Any = "auto",
+        quantization: str | None = None,
         seed: int | None = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -62,6 +63,7 @@ class LLM:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
             tokenizer: Another directory or hub id to take the tokenizer from.
             dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
+            quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
             seed: Decides the outputs of requests that set no seed; None: different ones each time.
             max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
             max_num_seqs: Requests in a batch; None: 128, or the token budget if that is less.
@@ -87,6 +89,7 @@ class LLM:
         config = engine_config(
             path,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

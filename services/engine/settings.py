@@ -38,6 +38,9 @@ class EngineSettings(ServiceSettings):
         description="cpu; for tests hash: tokens are hashes of the prefix; for benchmarks timed: a step only waits.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
+    quantization: Literal["int8-dynamic"] | None = Field(
+        None, description="int8-dynamic: round the layers' weights to int8 at load, their inputs row by row."
+    )
     attention_backend: Literal["auto", "cpu", "torch", "reference"] = Field(
         "auto", description="How attention is computed; auto: C++ kernels where they can be built, else torch."
     )
@@ -147,6 +150,7 @@ class EngineSettings(ServiceSettings):
                 model=checkpoint,
                 worker=self.worker,
                 dtype=self.dtype,
+                quantization=self.quantization,
                 attention_backend=self.attention_backend,
                 num_threads=self.num_threads,
                 step_seconds=self.hash_step_seconds,

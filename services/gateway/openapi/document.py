@@ -72,7 +72,7 @@ OPERATIONS = (
     Operation("get", "/model_info", "The model, as SGLang tells routers", responses.ModelInfo),
     Operation("get", "/metrics", "Prometheus metrics"),
 )
-_KEY = [{"key": []}]
+_KEY: list[dict[str, list[str]]] = [{"key": []}]
 
 
 def document() -> dict[str, Any]:

@@ -10,18 +10,35 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .llm import LLM as LLM
     from .outputs import CompletionOutput as CompletionOutput
+    from .outputs import Logprob as Logprob
     from .outputs import RequestOutput as RequestOutput
+    from .outputs import RequestOutputKind as RequestOutputKind
+    from .sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from .sampling_params import SamplingParams as SamplingParams
+    from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
-
 _HOMES = {
     "LLM": ".llm",
     "CompletionOutput": ".outputs",
+    "Logprob": ".outputs",
+    "RepetitionDetectionParams": ".sampling_params",
     "RequestOutput": ".outputs",
+    "RequestOutputKind": ".outputs",
     "SamplingParams": ".sampling_params",
+    "StructuredOutputsParams": ".structured_outputs",
 }
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RepetitionDetectionParams",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

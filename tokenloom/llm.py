@@ -1,21 +1,15 @@
 """The offline API: a model in this process, without any service."""
 
-import itertools
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client import InprocClient
-from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
-from tokenloom.services.engine.core_request import to_core_sampling
-from tokenloom.services.output_processor.detokenizer import Detokenizer, Vocabulary
 from tokenloom.services.runtime import validation
 from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
 from tokenloom.services.runtime.errors import TokenloomError
@@ -23,10 +17,12 @@ from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.v1 import types_pb2
 
 from .engine_args import engine_config
+from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
 from .outputs import RequestOutput
 from .progress import Progress
 from .prompts import Message, Prompt, TokenizedPrompt, as_conversations, as_prompts, plain_message, read_prompt
+from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -55,6 +51,7 @@ class LLM:
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float | None = None,
         served_model_name: str | None = None,
+        max_logprobs: int = validation.DEFAULT_MAX_LOGPROBS,
     ) -> None:
         """Loads the model.
 
@@ -73,6 +70,7 @@ class LLM:
             num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
             gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
             served_model_name: What ``model_name`` is to say instead of the directory's name.
+            max_logprobs: The most that ``logprobs`` and ``prompt_logprobs`` may be; -1: as many as one likes.
         """
         if gpu_memory_utilization is not None:
             _log.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory_bytes sizes the KV cache")
@@ -81,7 +79,6 @@ class LLM:
             self._info = CheckpointInfo.load(path)
             self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
         self.model_name = served_model_name or served_name(path, str(model))
-        self._vocabulary = Vocabulary(self._tokenizer)
         config = engine_config(
             path,
             dtype=dtype,
@@ -96,9 +93,13 @@ class LLM:
         )
         self._client = InprocClient(config, CPUWorker(config))
         ready = self._client.ready
-        self._limits = types_pb2.ModelLimits(max_model_len=ready.max_model_len, vocab_size=ready.vocab_size)
-        self._random = random.Random(seed)
-        self._request_ids = map(str, itertools.count())
+        limits = types_pb2.ModelLimits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
+        )
+        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed)
+        self._loop = OfflineLoop(self._client)
 
     def generate(
         self,
@@ -116,8 +117,23 @@ class LLM:
         """
         with _as_value_error():
             tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
-            requests = self._requests(tokenized, sampling_params)
+            requests = self._builder.build(tokenized, sampling_params)
         return self._run(requests, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like :meth:`generate`, but with an output whenever a sample has gained tokens, of that sample alone.
+
+        ``output_kind`` and ``stream_interval`` of its parameters decide what it holds and how often it comes. Ending
+        the iterator early (``close``) aborts the rest.
+        """
+        with _as_value_error():
+            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
+            requests = self._builder.build(tokenized, sampling_params)
+        return self._stream(requests)
 
     def chat(
         self,
@@ -152,7 +168,7 @@ class LLM:
         # The template writes the special tokens itself.
         encoded = [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
         with _as_value_error():
-            requests = self._requests(encoded, sampling_params)
+            requests = self._builder.build(encoded, sampling_params)
         return self._run(requests, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -161,8 +177,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's ``generation_config.json`` gives, and our defaults for the rest."""
-        stated = self._info.default_sampling_params.ListFields()
-        return SamplingParams(**{field.name: value for field, value in stated})
+        return self._builder.default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets the KV blocks of earlier prompts."""
@@ -180,73 +195,25 @@ class LLM:
             raise ValueError(f"model {self.model_name!r} has no chat template: give one as chat_template")
         return template
 
-    def _requests(
-        self, prompts: Sequence[TokenizedPrompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[OfflineRequest]:
-        if sampling_params is None:
-            each = [self._defaults_for(prompt) for prompt in prompts]
-        elif isinstance(sampling_params, SamplingParams):
-            each = [sampling_params] * len(prompts)
-        else:
-            each = list(sampling_params)
-        if len(each) != len(prompts):
-            raise ValueError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
-        return [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
-
-    def _defaults_for(self, prompt: TokenizedPrompt) -> SamplingParams:
-        """The model's own parameters, with no more tokens than the prompt leaves room for."""
-        params = self.get_default_sampling_params()
-        rest = max(self._limits.max_model_len - len(prompt.token_ids), 1)
-        return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
-
-    def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
-        wire, stop = params.to_wire(), params.stop_strings()
-        # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
-        eos = [id_ for id_ in self._info.eos_token_ids if id_ < self._limits.vocab_size and not params.ignore_eos]
-        wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
-        if not wire.HasField("seed"):
-            wire.seed = self._random.getrandbits(64)
-        validation.check_generate(prompt.token_ids, wire, self._limits, stop=stop)
-        rest = self._limits.max_model_len - len(prompt.token_ids)
-        core_request = EngineCoreRequest(
-            request_id=next(self._request_ids),
-            prompt_token_ids=prompt.token_ids,
-            sampling_params=to_core_sampling(wire, self._limits, default_max_tokens=rest),
-            cache_salt=prompt.cache_salt,
-        )
-        detokenizer = None
-        if params.detokenize:
-            detokenizer = Detokenizer(
-                self._vocabulary,
-                prompt.token_ids,
-                stop=stop,
-                include_stop_str=params.include_stop_str_in_output,
-                skip_special=params.skip_special_tokens,
-            )
-        return OfflineRequest(core_request, prompt.text, detokenizer, eos)
-
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
-        live = {request.core_request.request_id: request for request in requests}
-        try:
-            with Progress(len(requests), use_tqdm) as progress:
-                for request in requests:
-                    self._client.add_request(request.core_request)
-                while live:
-                    self._step(live, progress)
-        except BaseException:  # an interrupt from the keyboard included: the next call finds an idle engine
-            self._client.abort_requests(list(live))
-            self.reset_prefix_cache()  # the step may have ended before it filled the blocks that it announced
-            raise
+        with self._loop.running(requests), Progress(len(requests), use_tqdm) as progress:
+            live = set(requests)
+            while live:
+                ended = live.intersection(self._loop.step())
+                live -= ended
+                for request in ended:
+                    progress.finished(len(request.output.prompt_token_ids), request.num_tokens)
         return [request.output for request in requests]
 
-    def _step(self, live: dict[str, OfflineRequest], progress: Progress) -> None:
-        for step in self._client.get_output().outputs:
-            request = live[step.request_id]
-            if request.accept(step):
-                self._client.abort_requests([step.request_id])
-            if request.output.finished:
-                del live[step.request_id]
-                progress.finished(len(request.output.prompt_token_ids), request.num_tokens)
+    def _stream(self, requests: list[OfflineRequest]) -> Iterator[RequestOutput]:
+        with self._loop.running(requests):
+            live = requests
+            while live:
+                if not any(request.output.finished for request in live):  # another call's steps may have ended some
+                    self._loop.step()
+                for request in live:
+                    yield from request.news()
+                live = [request for request in live if not request.output.finished]
 
 
 @contextmanager

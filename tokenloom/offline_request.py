@@ -1,81 +1,77 @@
-"""One prompt of the offline API on its way through the engine core."""
+"""One prompt of the offline API with its samples, from the first step to the last."""
 
-from collections.abc import Collection
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from tokenloom.services.output_processor.detokenizer import Detokenizer
+from tokenloom.engine_core.messages import EngineCoreOutput
 
-from .outputs import CompletionOutput, RequestOutput
-
-_FINISH_REASONS = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "abort",
-    FinishReason.REPETITION: "repetition",
-}
+from .offline_sample import OfflineSample
+from .outputs import RequestOutput, RequestOutputKind
 
 
 class OfflineRequest:
-    """Collects a request's tokens and text into its ``output``."""
+    """Collects what its samples gain into its ``output``."""
 
     def __init__(
         self,
-        core_request: EngineCoreRequest,
+        request_id: str,
         prompt: str | None,
-        detokenizer: Detokenizer | None,
-        eos_token_ids: Collection[int],
+        samples: Sequence[OfflineSample],
+        *,
+        output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
+        stream_interval: int = 1,
     ) -> None:
-        """``detokenizer`` None: no text is wanted."""
-        self.core_request = core_request
-        self._detokenizer = detokenizer
-        self._eos_token_ids = eos_token_ids
-        self._completion = CompletionOutput(index=0, text="", token_ids=[])
+        """``output_kind`` and ``stream_interval``, in tokens, decide what :meth:`news` tells and when."""
+        self.samples = samples
+        self._output_kind = output_kind
+        self._stream_interval = stream_interval
+        self._told: set[int] = set()  # samples whose end was told
         self.output = RequestOutput(
-            request_id=core_request.request_id,
+            request_id=request_id,
             prompt=prompt,
-            prompt_token_ids=core_request.prompt_token_ids,
-            outputs=[self._completion],
+            prompt_token_ids=samples[0].core_request.prompt_token_ids,
+            outputs=[sample.completion for sample in samples],
             finished=False,
         )
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far."""
-        return len(self._completion.token_ids)
+        """Output tokens so far, of all samples."""
+        return sum(len(completion.token_ids) for completion in self.output.outputs)
 
-    def accept(self, step: EngineCoreOutput) -> bool:
-        """Takes what a step produced; returns whether a stop string ended the output, which the core does not know.
-
-        Raises ``RuntimeError`` when the core failed the request.
-        """
-        if step.finish_reason is FinishReason.ERROR:
-            raise RuntimeError(f"request {step.request_id} failed: {step.error}")
-        if step.prefill_stats is not None:
+    def accept(self, sample: OfflineSample, step: EngineCoreOutput) -> bool:
+        """Takes what a step produced for a sample; returns whether a stop string ended it, which the core does not
+        know. Raises ``RuntimeError`` when the core failed it."""
+        if step.prefill_stats is not None and self.output.num_cached_tokens is None:
             self.output.num_cached_tokens = step.prefill_stats.num_cached_tokens
-        self._completion.token_ids += step.new_token_ids
-        if self._show(step):
-            return True
-        if step.finish_reason is not None:
-            self._finish(step.finish_reason, step.stop_token_id)
-        return False
+        if step.new_prompt_logprobs is not None:
+            self.output.prompt_logprobs = sample.prompt_logprobs(step.new_prompt_logprobs)
+        is_stopped = sample.accept(step)
+        self.output.finished = all(completion.finished() for completion in self.output.outputs)
+        return is_stopped
 
-    def _show(self, step: EngineCoreOutput) -> bool:
-        if self._detokenizer is None:
-            return False
-        ends = step.finish_reason is FinishReason.STOP
-        text, match = self._detokenizer.step(step.new_token_ids, ends_with_stop_token=ends)
-        self._completion.text += text
-        if match is None:
-            return False
-        del self._completion.token_ids[match.num_tokens :]
-        self._completion.finish_reason, self._completion.stop_reason = "stop", match.stop_string
+    def abort(self) -> None:
+        """Ends the samples that have not ended."""
+        for completion in self.output.outputs:
+            completion.finish_reason = completion.finish_reason or "abort"
         self.output.finished = True
-        return True
 
-    def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
-        if self._detokenizer is not None:
-            self._completion.text += self._detokenizer.finish()
-        self._completion.finish_reason = _FINISH_REASONS[reason]
-        if stop_token_id not in self._eos_token_ids:
-            self._completion.stop_reason = stop_token_id
-        self.output.finished = True
+    def news(self) -> Iterator[RequestOutput]:
+        """What a stream is to tell now: an output for each sample that gained enough, or one at the end of all."""
+        if self._output_kind is RequestOutputKind.FINAL_ONLY:
+            if self.output.finished:
+                yield self.output
+            return
+        whole = self._output_kind is RequestOutputKind.CUMULATIVE
+        for sample in self.samples:
+            if self._is_due(sample):
+                yield replace(self.output, outputs=[sample.news(whole=whole)])
+
+    def _is_due(self, sample: OfflineSample) -> bool:
+        index = sample.completion.index
+        if sample.completion.finished():
+            is_news = index not in self._told
+            self._told.add(index)
+            return is_news
+        num_untold = sample.num_untold_tokens
+        return num_untold >= self._stream_interval or (num_untold > 0 and sample.is_untold)

@@ -1,6 +1,30 @@
 """What the offline API returns, with vLLM's names."""
 
+import enum
 from dataclasses import dataclass
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of :meth:`tokenloom.LLM.stream` holds."""
+
+    CUMULATIVE = 0
+    """Everything so far."""
+    DELTA = 1
+    """What is new."""
+    FINAL_ONLY = 2
+    """Everything; there is one output, at the end."""
+
+
+@dataclass
+class Logprob:
+    """A token at one position, in the model's own distribution."""
+
+    logprob: float
+    """Natural."""
+    rank: int | None = None
+    """1 is the best; None for tokens of ``logprob_token_ids`` beyond the best that were asked for."""
+    decoded_token: str | None = None
+    """What the token alone stands for; None without ``detokenize``."""
 
 
 @dataclass
@@ -13,10 +37,11 @@ class CompletionOutput:
     token_ids: list[int]
     """The token that ended the output included."""
     cumulative_logprob: float | None = None
-    """Always None: log probabilities are not supported yet."""
-    logprobs: None = None
+    """Of all tokens so far; None unless ``logprobs`` was set, like the next."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token, by token id: itself first, then the others."""
     finish_reason: str | None = None
-    """``stop``, ``length`` or ``abort``."""
+    """``stop``, ``length``, ``repetition`` or ``abort``."""
     stop_reason: int | str | None = None
     """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
 
@@ -36,4 +61,5 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache."""
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token, as in ``logprobs``; None for the first, which follows nothing. None unless asked for."""

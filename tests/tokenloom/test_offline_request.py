@@ -1,68 +1,93 @@
-"""What the offline API makes of an engine core's outputs."""
+"""A prompt with two samples: what it collects, and what a stream of it tells when."""
 
 import pytest
 
-from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats
+from tokenloom import RequestOutputKind
+from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs, PrefillStats
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.offline_request import OfflineRequest
+from tokenloom.offline_sample import OfflineSample, TextSettings
 from tokenloom.services.output_processor.detokenizer import Detokenizer, Vocabulary
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, load_tokenizer
 
-EOS = 2
-
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(DEMO_MODEL)
+def vocabulary():
+    return Vocabulary(load_tokenizer(DEMO_MODEL))
 
 
 @pytest.fixture
-def make(tokenizer):
-    def make(stop=(), text=True):
-        request = EngineCoreRequest("r", [5, 6], SamplingParams(max_tokens=9, seed=1))
-        detokenizer = Detokenizer(Vocabulary(tokenizer), [5, 6], stop=stop) if text else None
-        return OfflineRequest(request, None, detokenizer, (EOS,))
+def make(vocabulary):
+    def make(**stream):
+        core_request = EngineCoreRequest("r", [5, 6], SamplingParams(max_tokens=9, seed=1))
+        settings = [TextSettings(Detokenizer(vocabulary, [5, 6]), vocabulary) for _ in range(2)]
+        samples = [OfflineSample(core_request, index, text) for index, text in enumerate(settings)]
+        return OfflineRequest("r", None, samples, **stream)
 
     return make
 
 
-def step(token_ids, reason=None, stop_token_id=None, stats=None, error=""):
-    return EngineCoreOutput("r", token_ids, 0, reason, stop_token_id, stats, error)
+def accept(request, index, *token_ids, reason=None, **fields):
+    return request.accept(request.samples[index], EngineCoreOutput("r", list(token_ids), 0, reason, **fields))
 
 
-def test_tokens_and_text_come_together(make, tokenizer):
-    request, ids = make(), tokenizer.encode("Once upon a time").ids
-    assert not request.accept(step(ids[:1], stats=PrefillStats(2, 1, 10, 20)))
-    assert (request.num_tokens, request.output.finished, request.output.num_cached_tokens) == (1, False, 1)
-    request.accept(step(ids[1:], FinishReason.LENGTH))
-    (completion,) = request.output.outputs
-    assert (completion.text, completion.finish_reason, completion.token_ids) == ("Once upon a time", "length", ids)
-    assert request.output.finished
+def told(request):
+    """(sample, tokens, finished) of each output."""
+    return [(output.outputs[0].index, output.outputs[0].token_ids, output.finished) for output in request.news()]
 
 
-def test_a_stop_string_cuts_tokens_and_text(make, tokenizer):
-    request, ids = make(stop=["upon"]), tokenizer.encode("Once upon a time").ids
-    assert request.accept(step(ids))
-    (completion,) = request.output.outputs
-    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("Once ", "stop", "upon")
-    assert tokenizer.decode(completion.token_ids).endswith("upon")
-
-
-@pytest.mark.parametrize(("token_id", "reason"), [(EOS, None), (17, 17)])
-def test_the_models_own_end_is_no_stop_reason(make, token_id, reason):
+def test_it_ends_with_its_last_sample(make):
     request = make()
-    request.accept(step([9, token_id], FinishReason.STOP, token_id))
-    (completion,) = request.output.outputs
-    assert (completion.finish_reason, completion.stop_reason) == ("stop", reason)
-    assert completion.token_ids == [9, token_id]
+    accept(request, 0, 7, prefill_stats=PrefillStats(2, 1, 10, 20))
+    accept(request, 1, 8, reason=FinishReason.LENGTH, prefill_stats=PrefillStats(2, 2, 10, 20))
+    assert not request.output.finished
+    accept(request, 0, 9, reason=FinishReason.LENGTH)
+    assert request.output.finished
+    assert (request.num_tokens, request.output.num_cached_tokens) == (3, 1)
+    assert [completion.token_ids for completion in request.output.outputs] == [[7, 9], [8]]
 
 
-def test_without_text(make):
-    request = make(text=False)
-    request.accept(step([9], FinishReason.LENGTH))
-    assert request.output.outputs[0].text == ""
+def test_the_prompts_logprobs_begin_with_none(make):
+    request = make()
+    accept(request, 0, 7, new_prompt_logprobs=Logprobs([-0.5], [2]))
+    first, second = request.output.prompt_logprobs
+    assert first is None
+    assert (second[6].logprob, second[6].rank) == (-0.5, 2)
 
 
-def test_a_failed_request_raises(make):
-    with pytest.raises(RuntimeError, match="request r failed: out of luck"):
-        make().accept(step([], FinishReason.ERROR, error="out of luck"))
+def test_deltas_and_wholes(make):
+    for kind, last in ((RequestOutputKind.DELTA, [9]), (RequestOutputKind.CUMULATIVE, [7, 9])):
+        request = make(output_kind=kind)
+        accept(request, 0, 7)
+        assert told(request) == [(0, [7], False)]
+        assert told(request) == []
+        accept(request, 0, 9)
+        accept(request, 1, 8, reason=FinishReason.LENGTH)
+        assert told(request) == [(0, last, False), (1, [8], False)]
+        accept(request, 0, reason=FinishReason.ABORT)
+        assert told(request) == [(0, [] if kind is RequestOutputKind.DELTA else [7, 9], True)]
+
+
+def test_an_interval_spares_neither_the_first_nor_the_last(make):
+    request = make(output_kind=RequestOutputKind.DELTA, stream_interval=3)
+    lengths = []
+    for token_id in range(7, 13):
+        accept(request, 0, token_id, reason=FinishReason.LENGTH if token_id == 12 else None)
+        lengths += [len(tokens) for _, tokens, _ in told(request)]
+    assert lengths == [1, 3, 2]
+
+
+def test_only_the_end(make):
+    request = make(output_kind=RequestOutputKind.FINAL_ONLY)
+    accept(request, 0, 7, reason=FinishReason.LENGTH)
+    assert list(request.news()) == []
+    accept(request, 1, 8, reason=FinishReason.LENGTH)
+    assert list(request.news()) == [request.output]
+
+
+def test_aborted(make):
+    request = make()
+    accept(request, 0, 7, reason=FinishReason.LENGTH)
+    request.abort()
+    assert [completion.finish_reason for completion in request.output.outputs] == ["length", "abort"]
+    assert request.output.finished

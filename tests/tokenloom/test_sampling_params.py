@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tokenloom import SamplingParams
+from tokenloom import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 
 
 def test_defaults_are_vllms():
@@ -32,13 +32,31 @@ def test_defaults_are_vllms():
         ("stop", ["fine", 3]),
         ("stop_token_ids", [-1]),
         ("n", 0),
-        ("n", 2),
+        ("n", True),
+        ("n", 129),
         ("logprobs", -2),
-        ("prompt_logprobs", -2),
-        ("min_tokens", 17),
-        ("logit_bias", {5: 101}),
+        ("logprobs", "all"),
+        ("prompt_logprobs", 1.5),
+        ("min_tokens", -1),
+        ("logit_bias", {5: 101.0}),
+        ("logit_bias", {"x": 1.0}),
+        ("logit_bias", [5]),
         ("allowed_token_ids", []),
-        ("bad_words", ["no"]),
+        ("allowed_token_ids", ["a"]),
+        ("logprob_token_ids", [1]),
+        ("bad_words", "no"),
+        ("bad_words", ["fine", " "]),
+        ("repetition_detection", RepetitionDetectionParams(max_pattern_size=2, min_count=1)),
+        ("repetition_detection", RepetitionDetectionParams(max_pattern_size=2, min_pattern_size=3, min_count=2)),
+        ("structured_outputs", StructuredOutputsParams()),
+        ("structured_outputs", StructuredOutputsParams(regex="a", choice=["b"])),
+        ("structured_outputs", StructuredOutputsParams(choice=[3])),
+        ("skip_reading_prefix_cache", 1),
+        ("output_kind", "delta"),
+        ("stream_interval", 0),
+        ("thinking_token_budget", 5),
+        ("extra_args", {"a": 1}),
+        ("min_tokens", 17),
     ],
 )
 def test_a_wrong_or_later_value_is_named(name, value):
@@ -63,3 +81,32 @@ def test_off_and_negative_values():
     assert not wire.HasField("max_tokens")
     assert SamplingParams(stop="a").stop_strings() == ("a",)
     assert SamplingParams(stop=["a", "b"]).stop_strings() == ("a", "b")
+
+
+def test_greedy_samples_would_be_equal():
+    with pytest.raises(ValueError, match="n must be 1"):
+        SamplingParams(n=2, temperature=0.0)
+
+
+def test_what_the_engine_is_asked():
+    params = SamplingParams(
+        logprobs=-1,
+        prompt_logprobs=0,
+        logprob_token_ids=[7],
+        min_tokens=3,
+        logit_bias={5: -1.0},
+        allowed_token_ids=[5, 7],
+        bad_words=["no"],
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=4, min_count=3),
+        skip_reading_prefix_cache=True,
+    )
+    wire = params.to_wire()
+    assert (wire.logprobs, wire.HasField("prompt_logprobs"), wire.prompt_logprobs) == (2**32 - 1, True, 0)
+    assert (list(wire.logprob_token_ids), wire.min_tokens, dict(wire.logit_bias)) == ([7], 3, {5: -1.0})
+    assert (list(wire.allowed_token_ids), list(wire.bad_words)) == ([5, 7], [])
+    detection = wire.repetition_detection
+    assert (detection.min_pattern_size, detection.max_pattern_size, detection.min_count) == (1, 4, 3)
+    assert wire.skip_reading_prefix_cache
+    assert (
+        not SamplingParams(repetition_detection=RepetitionDetectionParams()).to_wire().HasField("repetition_detection")
+    )

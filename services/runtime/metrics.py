@@ -72,6 +72,7 @@ class MetricsServer:
         self._server.daemon_threads = True
         if tls is not None:  # the handshake is the connection's own thread's: a silent client holds up nobody else
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
+        self._host = address.host
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
@@ -81,7 +82,8 @@ class MetricsServer:
         """Stops."""
         self._closing = True
         with contextlib.suppress(OSError):
-            socket.create_connection(self._server.server_address[:2], timeout=1.0).close()  # which the thread waits for
+            port = self._server.server_address[1]
+            socket.create_connection((self._host, port), timeout=1.0).close()  # which the thread waits for
         self._thread.join()
         self._server.server_close()
 

@@ -53,6 +53,7 @@ class EngineCore:
             block_size=config.cache.block_size,
             kv_layout=model.kv_layout,
             numerics=model.numerics,
+            hidden_size=model.hidden_size,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -7,6 +7,7 @@ tables: a wrong block, slot, position or order anywhere changes the tokens.
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,12 +19,15 @@ from .hash_logprobs import hash_logprobs
 from .kv_transport import KVPool, KVRegion
 from .messages import Logprobs
 from .pool_memory import PoolMemory
+from .prompt_embeds import EmbedsSpan
 from .sampling_params import SamplingParams
 from .scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from .worker import ModelInfo
 
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_MAX_MODEL_LEN = 4096
+HIDDEN_SIZE = 8
+"""Of prompt embeddings."""
 _BYTES_PER_TOKEN = 8
 _AVAILABLE_BYTES = 64 << 20
 
@@ -47,6 +51,7 @@ class HashWorker:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._rows: dict[str, _Row] = {}
+        self._embeds: dict[str, list[EmbedsSpan]] = {}
         self._params: dict[str, SamplingParams] = {}  # also of preempted requests
         self._executed: list[str] = []
         self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
@@ -64,6 +69,7 @@ class HashWorker:
             kv_bytes_per_token=_BYTES_PER_TOKEN,
             kv_layout=self._kv_layout,
             numerics="hash",
+            hidden_size=HIDDEN_SIZE,
         )
 
     def determine_available_memory(self) -> int:
@@ -140,9 +146,13 @@ class HashWorker:
             self._rows.pop(req_id, None)
         for req_id in scheduler_output.finished_req_ids:
             self._params.pop(req_id, None)
+            self._embeds.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._params[new.req_id] = new.sampling_params
             self._rows[new.req_id] = _Row.of_new(new, self._block_size)
+            if new.prompt_embeds:
+                self._embeds[new.req_id] = new.prompt_embeds
+                self._rows[new.req_id].take_embeds(new.prompt_embeds)
         self._update_cached(scheduler_output.scheduled_cached_reqs)
 
     def _update_cached(self, cached: CachedRequestData) -> None:
@@ -151,6 +161,7 @@ class HashWorker:
             if req_id in cached.resumed_token_ids:
                 token_ids = cached.resumed_token_ids[req_id]
                 self._rows[req_id] = _Row(token_ids, num_computed, self._params[req_id], self._block_size)
+                self._rows[req_id].take_embeds(self._embeds.get(req_id, []))
             row = self._rows[req_id]
             row.add_blocks(block_ids)
             row.num_computed = num_computed
@@ -208,6 +219,11 @@ class _Row:
         row.add_blocks(new.block_ids)
         return row
 
+    def take_embeds(self, spans: list[EmbedsSpan]) -> None:
+        """Rows of prompt embeddings count as ids, too."""
+        for span in spans:
+            self.token_ids[span.position : span.position + len(span.rows)] = embeds_ids(span)
+
     def is_in_prompt(self, num_tokens: int) -> bool:
         """Whether the step that just computed so many tokens began within the prompt."""
         return self.num_computed - num_tokens < self.num_prompt_tokens
@@ -225,6 +241,11 @@ def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, 
         return {}
     rows = grammar.allowed(vocab_size)
     return {req_id: np.flatnonzero(row) for req_id, row in zip(grammar.req_ids, rows, strict=True)}
+
+
+def embeds_ids(span: EmbedsSpan) -> list[int]:
+    """What the rows of a span are in the hashed prefix."""
+    return [zlib.crc32(row.tobytes()) >> 1 for row in span.rows]
 
 
 def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:

@@ -6,6 +6,7 @@ import msgspec
 
 from .config import EngineConfig
 from .kv_messages import KVTarget
+from .prompt_embeds import EmbedsSpan
 from .sampling_params import SamplingParams
 
 
@@ -60,6 +61,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Decode leg, added while the prefill still runs: not to be scheduled before an AcceptTokens."""
     arrival_ns: int = 0
     """Set by the core's own input thread, never by a client: when it came, on the core's clock. 0: when it is added."""
+    prompt_embeds: list[EmbedsSpan] = []
+    """In order, without overlap; they cover prompt tokens only."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
@@ -222,6 +225,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """As in ``Fingerprint.kv_layout``."""
     numerics: str
     """As in ``Fingerprint.numerics``."""
+    hidden_size: int = 0
+    """Columns of prompt embeddings."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

@@ -4,6 +4,7 @@ import enum
 
 from .kv_messages import KVTarget
 from .messages import EngineCoreRequest, FinishReason, Logprobs
+from .prompt_embeds import content_salt
 from .repetition import is_repeating
 
 
@@ -113,6 +114,7 @@ class Request:
         "num_registered_blocks",
         "num_tokens",
         "priority",
+        "prompt_embeds",
         "prompt_logprobs",
         "prompt_token_ids",
         "remote",
@@ -130,7 +132,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.sampling_params = params
         self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.cache_salt = message.cache_salt
+        self.cache_salt = content_salt(message.cache_salt, message.prompt_embeds)
+        self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids

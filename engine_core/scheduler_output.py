@@ -5,6 +5,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .messages import Logprobs
+from .prompt_embeds import EmbedsSpan
 from .sampling_params import SamplingParams
 
 
@@ -19,6 +20,8 @@ class NewRequestData(msgspec.Struct, array_like=True, gc=False):
     block_ids: list[int]
     """Its whole block table so far."""
     num_computed_tokens: int
+    prompt_embeds: list[EmbedsSpan] = []
+    """Kept by the worker for the life of the request."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True, gc=False):

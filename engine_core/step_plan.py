@@ -55,6 +55,7 @@ class StepPlan:
                 sampling_params=request.sampling_params,
                 block_ids=request.block_ids.copy(),
                 num_computed_tokens=request.num_computed_tokens,
+                prompt_embeds=request.prompt_embeds,
             )
         )
         self.num_scheduled_tokens[request.request_id] = num_new_tokens

@@ -22,6 +22,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """As in ``Fingerprint.kv_layout``: all that must be equal for two pools to exchange blocks, block size included."""
     numerics: str
     """As in ``Fingerprint.numerics``."""
+    hidden_size: int = 0
+    """Columns of prompt embeddings."""
 
 
 class Worker(Protocol):

@@ -52,6 +52,7 @@ class CPUWorker:
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, _CPU)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
+            hidden_size=model_config.hidden_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=kv_layout(model_config, block_size),

@@ -1,11 +1,25 @@
 """Token embeddings and the output matrix, which may be one."""
 
+from collections.abc import Sequence
+
+import torch.nn.functional as F
 from torch import Tensor
 
 from .model_config import ModelConfig
 from .weights import Checkpoint
 
 _OUTPUT = "lm_head.weight"
+
+InputEmbeds = Sequence[tuple[int, Tensor]]
+"""(index of the first token, [n, hidden_size] float32) of tokens that have rows instead of ids."""
+
+
+def embed(table: Tensor, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
+    """[T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], but for those that ``embeds`` gives."""
+    hidden = F.embedding(input_ids, table)
+    for start, rows in embeds:
+        hidden[start : start + len(rows)] = rows
+    return hidden
 
 
 def load_embeddings(checkpoint: Checkpoint, name: str, config: ModelConfig) -> tuple[Tensor, Tensor]:

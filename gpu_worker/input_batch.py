@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tokenloom.engine_core.prompt_embeds import EmbedsSpan
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 from .block_table import BlockTable
+from .prompt_embeds import PromptEmbeds, TokenRows
 from .prompt_logprobs import PromptLogprobs
 from .sampler import LogprobRows, RowSampling, make_logits_processors
 
@@ -37,6 +39,8 @@ class StepInputs:
     """[T] where each token's KV is written."""
     sampled: Ints
     """Requests, as indices in [0, R), whose known tokens all are computed after the step: only these draw a token."""
+    embeds: Sequence[TokenRows] = ()
+    """Rows that take the place of those of ``token_ids``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class _Request:
 
     params: SamplingParams
     num_prompt_tokens: int
+    prompt_embeds: list[EmbedsSpan]
 
 
 class InputBatch:
@@ -65,6 +70,7 @@ class InputBatch:
         self.logits_processors = make_logits_processors()
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobs()
+        self.prompt_embeds = PromptEmbeds()
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
@@ -85,7 +91,7 @@ class InputBatch:
         self._update_cached(step.scheduled_cached_reqs)
 
     def _add(self, new: NewRequestData) -> None:
-        self._requests[new.req_id] = _Request(new.sampling_params, len(new.prompt_token_ids))
+        self._requests[new.req_id] = _Request(new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds)
         token_ids = new.prompt_token_ids + new.output_token_ids
         self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
 
@@ -111,6 +117,8 @@ class InputBatch:
         self.logits_processors.add(row, request.params, token_ids, request.num_prompt_tokens)
         self.logprobs.add(row, request.params)
         self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
+        if request.prompt_embeds:
+            self.prompt_embeds.add(row, request.prompt_embeds)
 
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
@@ -118,6 +126,7 @@ class InputBatch:
             self.logits_processors.remove(row)
             self.logprobs.remove(row)
             self.prompt_logprobs.remove(row)
+            self.prompt_embeds.remove(row)
             self._free_rows.append(row)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
@@ -140,6 +149,7 @@ class InputBatch:
             block_tables=self.block_table.gather(rows),
             slot_mapping=self.block_table.slots(token_rows, positions),
             sampled=np.flatnonzero(seq_lens == self._num_tokens[rows]),
+            embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
         )
 
     def sampling(self, step: StepInputs) -> list[RowSampling]:

@@ -78,7 +78,9 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        return self._model.forward(token_ids, positions, self._kv_caches, plan)
+        # Copied: what came in a message cannot be written to, and torch knows no such memory.
+        embeds = [(start, torch.from_numpy(rows.copy())) for start, rows in inputs.embeds]
+        return self._model.forward(token_ids, positions, self._kv_caches, plan, embeds)
 
     def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> Logits:
         """[S, vocab] of the rows that draw a token."""

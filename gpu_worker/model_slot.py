@@ -8,6 +8,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from .attention.interface import AttentionPlan, KVCache
+from .embedding import InputEmbeds
 from .model_config import ModelConfig, load_model_config
 from .models.interface import Model
 from .weights import FileStamps, file_stamps
@@ -19,7 +20,14 @@ class AbsentModel:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan) -> NoReturn:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        embeds: InputEmbeds = (),
+    ) -> NoReturn:
         raise AssertionError("the weights are asleep")
 
     def compute_logits(self, hidden: Tensor) -> NoReturn:

@@ -1,11 +1,10 @@
 """Llama, Mistral, Qwen2 and Qwen3: one decoder whose differences are switches of :class:`ModelConfig`."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.interface import AttentionPlan, KVCache
-from ..embedding import load_embeddings
+from ..embedding import InputEmbeds, embed, load_embeddings
 from ..linear import load_linear, make_linear
 from ..model_config import ModelConfig
 from ..ops.interface import Ops, Rotation
@@ -104,8 +103,15 @@ class DecoderModel:
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan) -> Tensor:
-        residual, delta = F.embedding(input_ids, self._embedding), None
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        embeds: InputEmbeds = (),
+    ) -> Tensor:
+        residual, delta = embed(self._embedding, input_ids, embeds), None
         rotation = self._rotary(positions)
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
             delta = layer(residual, delta, rotation, kv_cache, plan)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..activation import ACTIVATIONS
 from ..attention.interface import AttentionPlan, KVCache
-from ..embedding import load_embeddings
+from ..embedding import InputEmbeds, embed, load_embeddings
 from ..linear import load_conv1d, make_linear
 from ..model_config import ModelConfig
 from ..norm import load_layer_norm
@@ -59,8 +59,15 @@ class GPT2Model:
         self._blocks = [Block(checkpoint, f"{prefix}h.{layer}", config, layer) for layer in range(config.num_layers)]
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", config.hidden_size, config.norm_eps)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan) -> Tensor:
-        x = F.embedding(input_ids, self._token_embedding) + F.embedding(positions, self._position_embedding)
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        embeds: InputEmbeds = (),
+    ) -> Tensor:
+        x = embed(self._token_embedding, input_ids, embeds) + F.embedding(positions, self._position_embedding)
         for block, kv_cache in zip(self._blocks, kv_caches, strict=True):
             x = block(x, kv_cache, plan)
         return self._norm(x)

@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..attention.interface import AttentionPlan, KVCache
+from ..embedding import InputEmbeds
 from ..model_config import ModelConfig
 
 
@@ -14,10 +15,18 @@ class Model(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    def forward(self, input_ids: Tensor, positions: Tensor, kv_caches: list[KVCache], plan: AttentionPlan) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        embeds: InputEmbeds = (),
+    ) -> Tensor:
         """Last hidden states [T, hidden_size] of T tokens; ``input_ids`` and ``positions`` are int64 [T].
 
-        Writes the tokens' keys and values to ``kv_caches`` (one per layer) where ``plan`` says.
+        Writes the tokens' keys and values to ``kv_caches`` (one per layer) where ``plan`` says. ``embeds`` take the
+        place of the embeddings of ``input_ids``.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

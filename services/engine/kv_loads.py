@@ -12,6 +12,7 @@ from tokenloom.engine_core.kv_messages import KVRemoteProgress, KVVerdict, KVVer
 from tokenloom.engine_core.kv_transport import KVTransferError
 from tokenloom.engine_core.leases import prompt_digest
 from tokenloom.engine_core.messages import EngineCoreRequest
+from tokenloom.engine_core.prompt_embeds import content_salt
 from tokenloom.v1 import engine_pb2, kv_transfer_pb2
 
 from ..runtime.channels import Channels
@@ -123,7 +124,7 @@ class KVLoads:
                 lease_id=source.lease_id,
                 engine_epoch=source.engine_epoch,
                 kv_layout=self._config.kv_layout,
-                prompt_digest=prompt_digest(token_ids, request.cache_salt),
+                prompt_digest=prompt_digest(token_ids, content_salt(request.cache_salt, request.prompt_embeds)),
                 transports=transports,
             ),
             num_tokens=source.num_tokens,

@@ -152,6 +152,11 @@ class InputBatch:
             embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
         )
 
+    @property
+    def only_draws(self) -> bool:
+        """Whether no request wants its logits changed or told of."""
+        return not (self.logits_processors or self.logprobs)
+
     def sampling(self, step: StepInputs) -> list[RowSampling]:
         """How the rows of ``step.sampled`` draw, in their order."""
         result = []

@@ -13,6 +13,7 @@ _DTYPES = {"float": "float32"}
 def engine_config(
     path: Path,
     *,
+    device: str,
     dtype: Any,
     max_model_len: int | None,
     max_num_seqs: int | None,
@@ -41,7 +42,7 @@ def engine_config(
         max_num_batched_tokens=max_num_batched_tokens,
         enable_chunked_prefill=enable_chunked_prefill,
     )
-    worker = WorkerConfig(model=str(path), dtype=_dtype_name(dtype))
+    worker = WorkerConfig(model=str(path), device=device, dtype=_dtype_name(dtype))
     return EngineConfig(
         worker=worker,
         cache=cache,

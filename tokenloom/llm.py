@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client import InprocClient
-from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.services.runtime import validation
 from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
 from tokenloom.services.runtime.errors import TokenloomError
@@ -39,6 +39,7 @@ class LLM:
         model: str | Path,
         *,
         tokenizer: str | Path | None = None,
+        device: str = "auto",
         dtype: Any = "auto",
         seed: int | None = 0,
         max_model_len: int | None = None,
@@ -58,6 +59,7 @@ class LLM:
         Args:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
             tokenizer: Another directory or hub id to take the tokenizer from.
+            device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one.
             dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
             seed: Decides the outputs of requests that set no seed; None: different ones each time.
             max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
@@ -81,6 +83,7 @@ class LLM:
         self.model_name = served_model_name or served_name(path, str(model))
         config = engine_config(
             path,
+            device=device,
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -91,7 +94,7 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )
-        self._client = InprocClient(config, CPUWorker(config))
+        self._client = InprocClient(config, make_worker(config))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

@@ -58,11 +58,11 @@ def main() -> int:
     os._exit(status)
 
 
-def _cpu_worker(config: EngineConfig) -> Executor:
+def _model_worker(config: EngineConfig) -> Executor:
     # Imported here: the hash worker needs no torch, nor the seconds that importing it takes.
-    from tokenloom.gpu_worker.cpu_worker import CPUWorker
+    from tokenloom.gpu_worker.devices import make_worker
 
-    return CPUWorker(config)
+    return make_worker(config)
 
 
 def _hash_worker(config: EngineConfig) -> Executor:
@@ -78,7 +78,7 @@ def _timed_worker(config: EngineConfig) -> Executor:
 
 
 _WORKERS: dict[str, Callable[[EngineConfig], Executor]] = {
-    "cpu": _cpu_worker,
+    "cpu": _model_worker,
     "hash": _hash_worker,
     "timed": _timed_worker,
 }

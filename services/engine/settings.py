@@ -33,7 +33,11 @@ class EngineSettings(ServiceSettings):
 
     worker: Literal["cpu", "hash", "timed"] = Field(
         "cpu",
-        description="cpu; for tests hash: tokens are hashes of the prefix; for benchmarks timed: a step only waits.",
+        description="cpu: a model, on --device; for tests hash: tokens are hashes of the prefix; "
+        "for benchmarks timed: a step only waits.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model computes; auto: on a GPU where there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
     attention_backend: Literal["auto", "cpu", "torch", "reference"] = Field(
@@ -130,6 +134,7 @@ class EngineSettings(ServiceSettings):
             worker=WorkerConfig(
                 model=checkpoint,
                 worker=self.worker,
+                device=self.device,
                 dtype=self.dtype,
                 attention_backend=self.attention_backend,
                 num_threads=self.num_threads,

@@ -34,6 +34,14 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class Device(StrEnum):
+    """``auto`` is a GPU where there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class Dtype(StrEnum):
     """``auto`` keeps the checkpoint's own."""
 
@@ -82,6 +90,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients use; by default the directory's last part.")
     ] = None,
+    device: Annotated[Device, typer.Option(help="What engines compute on; auto: a GPU if there is one.")] = Device.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in an engine's batch.")] = None,
@@ -123,6 +132,7 @@ def serve(
         flags={
             "coordinator": flags(pd_threshold=pd_threshold),
             "engine": flags(
+                device=device,
                 dtype=dtype,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,

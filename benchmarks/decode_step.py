@@ -12,6 +12,7 @@ import torch
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
@@ -117,7 +118,7 @@ def _timed_step(core: EngineCore) -> float:
     return time.perf_counter() - started
 
 
-def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[EngineConfig, CPUWorker]:
+def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[EngineConfig, UniProcExecutor]:
     batch = max(options.batches)
     # The budget takes a whole batch of prompts in few steps, so that early requests have room to wait for the late.
     length = options.context + 2 * (_WARM_STEPS + options.steps)
@@ -139,7 +140,7 @@ def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[
         scheduler=SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=max(2048, batch)),
         max_model_len=min(length, config.max_model_len),
     )
-    return engine, CPUWorker(engine)
+    return engine, UniProcExecutor(CPUWorker(engine))
 
 
 def _product(shape: list[int]) -> int:

@@ -40,6 +40,8 @@ class Admission:
         left of the step. ``only_begun``: nobody but who ran before and was preempted.
         """
         while (request := self._head_begun() if only_begun else self._queue.peek()) is not None:
+            if request.num_output_placeholders:  # it comes back with a token that it drew before it was preempted
+                return None
             if others_run and self._is_still_blocked(request):
                 return None
             hits = [] if request.block_ids else self._kv.find_cached_blocks(request)

@@ -21,6 +21,7 @@ from .core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
 from .core_kv import make_core_kv
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineConfigError, EngineDeadError, EngineStartError
+from .executor.interface import Executor
 from .kv_messages import KVCall, KVEvent
 from .kv_service import KVService
 from .kv_thread import KVThread
@@ -28,7 +29,6 @@ from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode, to_raw
 from .utilities import UtilityCall
-from .worker import Executor
 
 T = TypeVar("T")
 

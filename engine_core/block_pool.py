@@ -61,7 +61,7 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.generations = [0] * num_blocks
         """Grows when a block is given out anew: who remembers (id, generation) can tell that its content is gone."""
-        self.listener: EvictionListener | None = None
+        self.listeners: list[EvictionListener] = []
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
         self._free = FreeList(num_blocks)
@@ -108,11 +108,13 @@ class BlockPool:
             if not self.ref_counts[block_id]:
                 self._free.add(block_id, cached=self._hashes[block_id] is not None)
 
-    def register(self, block_id: int, block_hash: bytes) -> None:
-        """Lets a held block be found. The first block of a content keeps the name: equal ones stay private."""
-        if block_hash not in self._by_hash:
-            self._by_hash[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+    def register(self, block_id: int, block_hash: bytes) -> bool:
+        """Lets a held block be found. The first block of a content keeps the name: equal ones stay private, False."""
+        if block_hash in self._by_hash:
+            return False
+        self._by_hash[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        return True
 
     def forget_all(self) -> None:
         """No block can be found any more; held ones stay held."""
@@ -120,13 +122,13 @@ class BlockPool:
             self._hashes[block_id] = None
         self._by_hash.clear()
         self._free.blank_all()
-        if self.listener is not None:
-            self.listener.forgot_all()
+        for listener in self.listeners:
+            listener.forgot_all()
 
     def _unregister(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
         if block_hash is not None:
             del self._by_hash[block_hash]
             self._hashes[block_id] = None
-            if self.listener is not None:
-                self.listener.evicted(block_id, block_hash)
+            for listener in self.listeners:
+                listener.evicted(block_id, block_hash)

@@ -14,11 +14,11 @@ from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD
 from .core_launch import CORE_COMMAND, CoreProcess
 from .errors import EngineDeadError, UtilityError
+from .executor.interface import Executor
 from .frames import FrameSender, receive_frames
 from .messages import CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityOutput
 from .serialization import Decoder, from_raw, to_raw
 from .utilities import UtilityCall
-from .worker import Executor
 
 _POLL_MS = 100
 """How often a wait looks whether the core's process still lives."""

@@ -39,6 +39,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     """KV pool size in bytes; None: from the memory that is free after the profile run."""
     engines_on_host: int = 1
     """How many engines share this host's memory."""
+    kv_events: str = ""
+    """The medium (``CPU``, ``GPU``) that events of the prefix cache name; empty: there are none."""
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 
@@ -53,6 +55,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     decode_batched_tokens: int | None = None
     """Budget while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
     enable_chunked_prefill: bool = True
+    async_scheduling: bool = False
+    """Whether the next step is scheduled while one runs, before its tokens are known."""
     policy: str = "fcfs"
     """``fcfs`` or ``priority``: see ``SchedulingPolicy``."""
     long_prefill_token_threshold: int = 0
@@ -60,6 +64,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     reserve_full_prompt: bool = True
     """Admit a request only when all its tokens fit, not just those of its first step: two long prompts that are let in
     together might only preempt each other."""
+    log_events: bool = False
+    """Whether outputs tell when their requests were queued, scheduled and preempted."""
     watermark: float = 0.01
     """Share of the blocks that a newcomer leaves free while others run, for their next tokens."""
 

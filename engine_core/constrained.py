@@ -51,9 +51,18 @@ class ConstrainedRequests:
             return None
         rows = []
         for request_id, grammar in self._manager.live.items():
-            num_new_tokens = scheduled.num_scheduled_tokens.get(request_id)
             request = requests[request_id]
-            if num_new_tokens is not None and request.num_computed_tokens + num_new_tokens == request.num_tokens:
+            if request_id in scheduled.num_scheduled_tokens and request.num_computed_tokens == request.num_tokens:
                 num_seen = request.num_prompt_tokens + grammar.num_accepted
                 rows.append(ConstrainedRow(request_id, request.all_token_ids[num_seen:]))
         return self._manager.start_step(rows) if rows else None
+
+    def awaits_tokens(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> bool:
+        """Whether bitmasks of the step follow from tokens that are still in flight: none can be computed yet."""
+        if self._manager is None or not self._manager.live:
+            return False
+        return any(
+            request_id in scheduled.num_scheduled_tokens
+            and requests[request_id].num_computed_tokens > requests[request_id].num_tokens
+            for request_id in self._manager.live
+        )

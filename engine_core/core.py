@@ -1,10 +1,14 @@
 """The engine's loop without I/O."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
+from .batch_queue import BatchQueue
 from .config import EngineConfig
 from .core_kv import CoreKV
+from .executor.interface import Executor, PendingOutput
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -12,9 +16,11 @@ from .pausing import Pausing
 from .pool_memory import PoolMemory
 from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .sessions import Sessions
 from .sleeping import Sleeping
-from .structured_output.manager import StructuredOutputManager
-from .worker import Executor
+from .structured_output.manager import GrammarStep, StructuredOutputManager
+
+log = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -42,9 +48,11 @@ class EngineCore:
             kv_policy=config.kv.policy,
             grammars=self._grammars,
         )
+        self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
+        self._batch_queue = self._make_batch_queue()
         self.num_steps = 0
         self.ready = CoreReady(
             num_kv_blocks=kv_cache.num_blocks,
@@ -57,12 +65,16 @@ class EngineCore:
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Queues a request; it may end at once, with an output in the next step."""
-        self.scheduler.add_request(request)
+        """Queues a request, or an input of a session; it may end at once, with an output in the next step. Raises
+        ``ValueError`` for an input that cannot be."""
+        if request.resumable or request.request_id in self.sessions:
+            self.sessions.add(request)
+        else:
+            self.scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without an output; ids that are not live are ignored."""
-        self.scheduler.abort_requests(request_ids)
+        self._abort(request_ids)
         self.pausing.settle()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
@@ -71,7 +83,9 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether ``step`` would do anything. Not while every request waits for KV from elsewhere: see ``on_news``."""
-        return self.scheduler.has_work() or (self._connector is not None and self._connector.has_news())
+        if self.scheduler.has_work() or self.scheduler.kv_events or self._batch_queue:
+            return True
+        return self._connector is not None and self._connector.has_news()
 
     def has_requests(self) -> bool:
         """Whether any request is live."""
@@ -89,26 +103,90 @@ class EngineCore:
             self._grammars.on_news(callback)
 
     def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
-        """Schedule, execute, update. ``take_aborts`` gives the requests that were aborted while the step executed."""
+        """One turn of the loop. ``take_aborts`` gives the requests that were aborted while a step executed."""
+        outputs = self._step(take_aborts) if self._batch_queue is None else self._step_with_batch_queue(take_aborts)
+        outputs += self.scheduler.take_early_outputs()
+        if self.sessions:
+            self.sessions.take(outputs)
+        if self.pausing.is_settling:
+            self.pausing.settle()
+        if self.sleeping.is_settling:
+            self.sleeping.settle()
+        return EngineCoreOutputs(
+            step=self.num_steps,
+            outputs=outputs,
+            scheduler_stats=self.scheduler.stats(),
+            kv_events=self.scheduler.kv_events.take() if self.scheduler.kv_events else [],
+        )
+
+    def _step(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
+        """Schedule, execute, update."""
         outputs: list[EngineCoreOutput] = []
         scheduled = self.scheduler.schedule()
         if self._connector is not None:
             start_transfers(self._connector, scheduled)
         if scheduled.total_num_scheduled_tokens:
-            result = self._compute(scheduled)
+            with self._recovering():
+                result = self._execute(scheduled).result()
             if self._connector is not None:
                 self._connector.wait_for_save()
-            self.scheduler.abort_requests(take_aborts())
-            outputs = self.scheduler.update_from_output(scheduled, result)
-            self.num_steps += 1
+            outputs = self._update(scheduled, result, take_aborts)
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
-        outputs += self.scheduler.take_early_outputs()
-        if self.pausing.is_settling:
-            self.pausing.settle()
-        if self.sleeping.is_settling:
-            self.sleeping.settle()
-        return EngineCoreOutputs(step=self.num_steps, outputs=outputs, scheduler_stats=self.scheduler.stats())
+        return outputs
+
+    def _step_with_batch_queue(self, take_aborts: Callable[[], Iterable[str]]) -> list[EngineCoreOutput]:
+        """Schedules the next step while the last one runs; takes in the oldest when no other can begin before."""
+        queue = self._batch_queue
+        assert queue is not None
+        scheduled = self.scheduler.schedule()
+        is_deferred = self.scheduler.constrained.awaits_tokens(scheduled, self.scheduler.requests)
+        with self._recovering():
+            if is_deferred:
+                self.executor.execute_model(scheduled)
+            elif scheduled.total_num_scheduled_tokens:
+                queue.put(scheduled, self._execute(scheduled))
+                if not queue.is_full:
+                    return []
+            if not queue:
+                return []
+            oldest = queue.take_oldest()
+            result = oldest.pending.result()
+        outputs = self._update(oldest.scheduled, result, take_aborts)
+        if is_deferred:  # now that the token before is known, so is what may follow it
+            with self._recovering():
+                queue.put(scheduled, self._sample(self._start_grammars(scheduled)))
+        return outputs
+
+    def _execute(self, scheduled: SchedulerOutput) -> PendingOutput:
+        """Begins both halves of a step. What grammars allow is computed while the model runs."""
+        grammars = self._start_grammars(scheduled)
+        try:
+            self.executor.execute_model(scheduled)
+        finally:
+            if grammars is not None:
+                grammars.output()  # whoever goes on after a failure finds it at rest
+        return self._sample(grammars)
+
+    def _sample(self, grammars: GrammarStep | None) -> PendingOutput:
+        if grammars is None:
+            return self.executor.sample_tokens(None)
+        pending = self.executor.sample_tokens(grammars.output())
+        self.scheduler.end_constrained(grammars.ended)
+        return pending
+
+    def _start_grammars(self, scheduled: SchedulerOutput) -> GrammarStep | None:
+        return self.scheduler.constrained.start_step(scheduled, self.scheduler.requests)
+
+    def _update(
+        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
+    ) -> list[EngineCoreOutput]:
+        self._abort(take_aborts())
+        self.num_steps += 1
+        return self.scheduler.update_from_output(scheduled, result)
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        self.scheduler.abort_requests(self.sessions.abort(request_ids) if self.sessions else request_ids)
 
     def pause(self, mode: str = "abort", clear_cache: bool = False) -> "Future[None]":
         """Holds still; done once nobody runs. See :meth:`Pausing.pause`."""
@@ -124,6 +202,10 @@ class EngineCore:
         """Forgets all cached blocks. While requests run it is False, and nothing happens, unless they may be
         preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+
+    def profile(self, start: bool) -> None:
+        """Starts to record what the workers compute, or stops. Raises ``ValueError`` as a worker does."""
+        self.executor.collective_rpc("profile", start)
 
     def num_leases(self) -> int:
         """Promises to other engines that are open now."""
@@ -151,16 +233,22 @@ class EngineCore:
         self.executor.initialize_kv_cache(num_blocks, memory)
         self._connector.register_kv_caches(self.executor.kv_pool())
 
-    def _compute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        grammar = self.scheduler.constrained.start_step(scheduled, self.scheduler.requests)
+    def _make_batch_queue(self) -> BatchQueue | None:
+        """None: steps do not overlap. Not where KV moves, either: only between steps is it known who writes where."""
+        if self.executor.max_concurrent_batches == 1:
+            return None
+        if self._connector is not None:
+            log.warning("async scheduling has no effect here: an engine that moves KV computes one step at a time")
+            return None
+        return BatchQueue(self.executor.max_concurrent_batches)
+
+    @contextlib.contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """A step that fails leaves the scheduler as if the worker had never known any request."""
         try:
-            self.executor.execute_model(scheduled)
-            result = self.executor.sample_tokens(grammar.output() if grammar is not None else None)
+            yield
         except Exception:
-            if grammar is not None:
-                grammar.output()  # whoever goes on finds it at rest
+            if self._batch_queue is not None:
+                self._batch_queue.abandon()
             self.scheduler.recover_from_failed_step()
             raise
-        if grammar is not None:
-            self.scheduler.end_constrained(grammar.ended)
-        return result

@@ -22,12 +22,12 @@ from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
 from .core_kv import CoreKV, make_core_kv
 from .core_launch import remove_sockets
+from .executor.interface import Executor
 from .kv_thread import KVThread
 from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, encode
 from .utilities import UtilityCall
-from .worker import Executor
 
 log = logging.getLogger(__name__)
 

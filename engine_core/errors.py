@@ -13,5 +13,9 @@ class EngineDeadError(RuntimeError):
     """The core is gone or gave up: nothing that was asked of it will be answered any more."""
 
 
+class ExecutorFailedError(RuntimeError):
+    """A worker failed or is gone: the core cannot compute any more."""
+
+
 class UtilityError(RuntimeError):
     """A utility call failed in the core; the core goes on."""

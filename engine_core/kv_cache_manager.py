@@ -2,6 +2,8 @@
 
 from .block_hash import hash_block
 from .block_pool import BlockPool
+from .config import CacheConfig
+from .kv_events import KVEventLog
 from .request import Request
 
 
@@ -13,12 +15,33 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, hash_seed: bytes = b""
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        hash_seed: bytes = b"",
+        events: KVEventLog | None = None,
     ) -> None:
+        """``events``: where changes of what can be hit are told."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
         self._hash_seed = hash_seed
+        self._events = events
+        if events is not None:
+            self.pool.listeners.append(events)
+
+    @classmethod
+    def of(cls, config: CacheConfig, num_blocks: int, events: KVEventLog | None) -> "KVCacheManager":
+        """As it is configured, over a pool of so many blocks."""
+        return cls(
+            num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            hash_seed=config.block_hash_seed,
+            events=events,
+        )
 
     def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether the empty pool has room for this many tokens."""
@@ -77,7 +100,8 @@ class KVCacheManager:
             new_block_ids = self.pool.allocate(num_missing)
             request.block_ids += new_block_ids
         if self.enable_prefix_caching and end // self.block_size > request.num_registered_blocks:
-            self._register_blocks(request, end // self.block_size)
+            # Of tokens in flight there is no hash yet.
+            self._register_blocks(request, min(end, request.num_tokens) // self.block_size)
         return new_block_ids
 
     def free(self, request: Request) -> None:
@@ -92,8 +116,17 @@ class KVCacheManager:
 
     def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
         for index in range(request.num_registered_blocks, num_full_blocks):
-            self.pool.register(request.block_ids[index], self._block_hash(request, index))
+            is_new = self.pool.register(request.block_ids[index], self._block_hash(request, index))
+            if is_new and self._events is not None:
+                self._events.stored(*self._content(request, index))
         request.num_registered_blocks = num_full_blocks
+
+    def _content(self, request: Request, index: int) -> tuple[bytes, bytes | None, list[int]]:
+        """Hash, hash of the block before, token ids of a full block."""
+        hashes = request.block_hashes
+        start = index * self.block_size
+        parent = hashes[index - 1] if index else None
+        return hashes[index], parent, request.all_token_ids[start : start + self.block_size]
 
     def _block_hash(self, request: Request, index: int) -> bytes:
         """Of the block at ``index``; each is computed once, after the one before it."""

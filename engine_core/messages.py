@@ -5,6 +5,7 @@ import enum
 import msgspec
 
 from .config import EngineConfig
+from .kv_events import KVCacheEvent
 from .kv_messages import KVTarget
 from .prompt_embeds import EmbedsSpan
 from .sampling_params import SamplingParams
@@ -59,6 +60,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Decode leg: where the KV of the first ``num_tokens`` tokens is."""
     awaits_tokens: bool = False
     """Decode leg, added while the prefill still runs: not to be scheduled before an AcceptTokens."""
+    resumable: bool = False
+    """An input of a session: more may follow under the same id, each answered with a turn that ends with a finish
+    reason of its own. The last one is not resumable; without a prompt it only closes the session."""
     arrival_ns: int = 0
     """Set by the core's own input thread, never by a client: when it came, on the core's clock. 0: when it is added."""
     prompt_embeds: list[EmbedsSpan] = []
@@ -82,6 +86,8 @@ class PrefillStats(msgspec.Struct, array_like=True, gc=False):
     """From arrival at the core until first scheduled."""
     prefill_ns: int
     """From first scheduled until the first token."""
+    num_external_cached_tokens: int = 0
+    """Of ``num_cached_tokens``, those whose KV another engine or tier had; the rest was in the pool."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
@@ -164,7 +170,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     prefix_cache_queries: int = 0
     """Prompt tokens looked up (counter)."""
     prefix_cache_hits: int = 0
-    """Prompt tokens found (counter)."""
+    """Prompt tokens found in the pool (counter)."""
     num_preemptions: int = 0
     """Counter."""
     kv_blocks_received: int = 0
@@ -175,6 +181,16 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Counters by reason (``KV_FAILURES``): requests whose remote KV was not used."""
     num_leases: int = 0
     """Leases held now."""
+    prefix_cache_requests: int = 0
+    """Requests that were looked up (counter)."""
+    preempted_prefix_cache_queries: int = 0
+    """Tokens of preempted requests that were looked up again (counter), not in ``prefix_cache_queries``."""
+    preempted_prefix_cache_hits: int = 0
+    """Of those, tokens found (counter)."""
+    external_prefix_cache_queries: int = 0
+    """Prompt tokens, not found in the pool, that another engine or tier was asked for (counter)."""
+    external_prefix_cache_hits: int = 0
+    """Of those, tokens loaded (counter)."""
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
@@ -193,6 +209,8 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     utility_output: UtilityOutput | None = None
+    kv_events: list[KVCacheEvent] = []
+    """What the prefix cache gained and lost since the last step, if anybody is to know."""
     num_requests_added: int = 0
     """ADDs that the core had taken in: which of the client's requests the statistics cover."""
 

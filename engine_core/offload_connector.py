@@ -56,8 +56,7 @@ class OffloadConnector:
     # Scheduler side
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        assert pool.listener is None, "one listener hears of evictions"
-        pool.listener = self
+        pool.listeners.append(self)
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """From the block pool, while a step is planned."""

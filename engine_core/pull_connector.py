@@ -67,7 +67,7 @@ class PullConnector:
             return None
         scheduled = scheduler_output.num_scheduled_tokens
         ready = {
-            request_id: request.num_computed_tokens + scheduled[request_id]
+            request_id: request.num_computed_tokens
             for request_id, request in self._prefills.items()
             if request_id in scheduled
         }

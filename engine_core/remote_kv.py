@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
-from .messages import SchedulerStats
+from .messages import EngineCoreOutput, SchedulerStats
 from .request import RemoteKVState, Request, RequestStatus
 
 
@@ -73,11 +73,18 @@ class RemoteKV:
         request.set_status(RequestStatus.WAITING_FOR_REMOTE_KVS)
         self._waiting[request.request_id] = request
 
-    def starts(self, request: Request) -> None:
-        """An admitted request is about to run. One to be leased gets all its blocks, so that a reader can know them."""
-        if request.remote is not None and request.remote.lease_id:
+    def starts(self, request: Request, num_new_tokens: int) -> list[EngineCoreOutput]:
+        """An admitted request is about to run. One to be leased gets all its blocks, so that a reader can know them;
+        when it takes more than this step, what comes back tells of the lease: its KV may be read meanwhile."""
+        is_leased = request.remote is not None and bool(request.remote.lease_id)
+        if is_leased:
             self._kv.reserve(request)
         self.connector.update_state_after_alloc(request, request.block_ids, 0)
+        is_first = request.first_scheduled_ns is None
+        if not (is_leased and is_first and num_new_tokens < request.num_tokens - request.num_computed_tokens):
+            return []
+        index, num_tokens = request.num_output_tokens, request.num_tokens
+        return [EngineCoreOutput(request.request_id, [], index, kv_granted_tokens=num_tokens)]
 
     # On the way out
 

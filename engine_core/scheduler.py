@@ -10,15 +10,18 @@ from .constrained import ConstrainedRequests
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
-from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, FinishReason, PrefillStats, SchedulerStats
+from .kv_events import KVEventLog
+from .messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, SchedulerStats
 from .pausing import PauseState
 from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
-from .request import FINISH_REASONS, Request, RequestStatus, finish_status
+from .request import Request, RequestStatus, finish_status, mark_finished
 from .request_limits import check_config, refusal
 from .request_queue import SchedulingPolicy, make_queue, priority_key
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .stats_recorder import StatsRecorder
 from .step_plan import StepPlan
+from .steps_in_flight import StepsInFlight
 from .structured_output.manager import FIELD, StructuredOutputManager
 from .token_budget import TokenBudget
 
@@ -46,12 +49,8 @@ class Scheduler:
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
-        self.kv = KVCacheManager(
-            kv_cache.num_blocks,
-            cache.block_size,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            hash_seed=cache.block_hash_seed,
-        )
+        self.kv_events = KVEventLog(cache.block_size, cache.kv_events) if cache.kv_events else None
+        self.kv = KVCacheManager.of(cache, kv_cache.num_blocks, self.kv_events)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         """In the order of the policy, like ``waiting``: the last is preempted first."""
@@ -63,8 +62,9 @@ class Scheduler:
         self.constrained = ConstrainedRequests(grammars)
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
+        self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
-        self._stats = SchedulerStats()
+        self._recorder = StatsRecorder(clock, cache, config)
         self._finished_req_ids: list[str] = []
         self._preempted_req_ids: list[str] = []
         self._early_outputs: list[EngineCoreOutput] = []
@@ -83,6 +83,7 @@ class Scheduler:
             self._finish_early(request, status)
         else:
             self.requests[request.request_id] = request
+            self._recorder.queued(request)
             if request.sampling_params.structured_output is None:
                 self.waiting.append(request)
             elif refused := self.constrained.wait(request):
@@ -124,6 +125,7 @@ class Scheduler:
                 self._remote.connector.request_aborted(request_id)
         self.running = [request for request in self.running if not request.is_finished]
         self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
+        self._recorder.forget(request_ids)
 
     def abort_all(self) -> None:
         """Ends every request with ``FinishReason.ABORT`` as its output."""
@@ -142,6 +144,8 @@ class Scheduler:
     @property
     def is_advancing(self) -> bool:
         """Whether anybody runs, or was preempted and may run again, in the present pause state."""
+        if self._in_flight:
+            return True
         if self.pause_state is PauseState.PAUSED_ALL:
             return False
         return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
@@ -155,6 +159,7 @@ class Scheduler:
     def take_early_outputs(self) -> list[EngineCoreOutput]:
         """Outputs of requests that ended without a step."""
         outputs, self._early_outputs = self._early_outputs, []
+        self._recorder.tell(outputs)
         return outputs
 
     # A step
@@ -174,7 +179,10 @@ class Scheduler:
         else:
             self._preempted_req_ids += plan.preempted_req_ids
             self._is_stalled = not plan.preempted_req_ids
-        return plan.output()
+        scheduled = plan.output()
+        if self._in_flight is not None and plan.num_scheduled_tokens:
+            self._in_flight.begin(scheduled, self.running)
+        return scheduled
 
     def end_constrained(self, ended: dict[str, str]) -> None:
         """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
@@ -191,13 +199,14 @@ class Scheduler:
         """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
         outputs: list[EngineCoreOutput] = []
         any_finished = False
-        num_scheduled_tokens = scheduled.num_scheduled_tokens
+        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
+        if self._in_flight is not None:
+            self._is_stalled = False
+            result = self._in_flight.end(result, self.requests)
         prompt_logprobs = collect_prompt_logprobs(self.requests, scheduled, result) if result.prompt_logprobs else {}
-        assert len(result.req_ids) == len(num_scheduled_tokens), "the worker left requests out"
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            request.num_computed_tokens += num_scheduled_tokens[request_id]
             if token_ids:
                 output = self._accept_tokens(request, token_ids)
                 any_finished |= output.finish_reason is not None
@@ -208,6 +217,7 @@ class Scheduler:
                 output.new_prompt_logprobs = prompt_logprobs.get(output.request_id)
         if any_finished:
             self.running = [request for request in self.running if not request.is_finished]
+        self._recorder.tell(outputs)
         return outputs
 
     def update_from_connector(self, output: KVConnectorOutput) -> None:
@@ -225,6 +235,11 @@ class Scheduler:
 
         Blocks can be hit once they are scheduled, so after a step that failed nothing tells which of them were written.
         """
+        if self._in_flight is not None:
+            self._in_flight.abandon(self.requests.values())
+            # Steps behind the one that failed have run, and the worker may know requests again.
+            self._finished_req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
+            self._is_stalled = False
         for request in reversed(self.running):
             self._requeue(request, RequestStatus.WAITING)
         self.running.clear()
@@ -248,7 +263,6 @@ class Scheduler:
         for request in reversed(self.running):
             self._requeue(request, RequestStatus.PREEMPTED)
             self._preempted_req_ids.append(request.request_id)
-        self._stats.num_preemptions += len(self.running)
         self.running.clear()
         if self._remote is not None:
             self._remote.lose_hits()
@@ -264,17 +278,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """As it is now; counters grow over the scheduler's life."""
-        counters = self._stats
-        stats = SchedulerStats(
-            num_waiting=len(self.waiting) + self.constrained.num_waiting,
-            num_running=len(self.running),
-            num_waiting_tokens=self.waiting.num_tokens,
-            kv_usage=self.kv.pool.usage,
-            num_free_blocks=self.kv.pool.num_free,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
-            num_preemptions=counters.num_preemptions,
-        )
+        stats = self._recorder.stats(self.waiting, self.running, self.kv.pool)
+        stats.num_waiting += self.constrained.num_waiting
         if self._remote is not None:
             self._remote.fill_stats(stats)
         return stats
@@ -285,6 +290,9 @@ class Scheduler:
         index = 0
         while index < len(self.running) and plan.budget > 0:
             request = self.running[index]
+            if request.num_output_placeholders and request.will_be_full:
+                index += 1
+                continue
             num_after = len(self.running) - index - 1  # each of whom gets a token
             num_new_tokens = self._budget.chunk(request, plan.budget - num_after)
             new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
@@ -300,7 +308,6 @@ class Scheduler:
                 continue
             victim = self.running.pop()
             self._requeue(victim, RequestStatus.PREEMPTED)
-            self._stats.num_preemptions += 1
             plan.preempted_req_ids.append(victim.request_id)
             if victim is request:
                 return None
@@ -315,40 +322,29 @@ class Scheduler:
             self._start(request, plan)
 
     def _start(self, request: Request, plan: StepPlan) -> None:
-        if self._remote is not None:
-            self._remote.starts(request)
         num_new_tokens = self._budget.chunk(request, plan.budget)
+        if self._remote is not None:
+            self._early_outputs += self._remote.starts(request, num_new_tokens)
         new_block_ids = self.kv.allocate(request, num_new_tokens)
         assert new_block_ids is not None, "an admitted request has room"
         if self._policy is SchedulingPolicy.PRIORITY:
             bisect.insort(self.running, request, key=priority_key)
         else:
             self.running.append(request)
-        if request.first_scheduled_ns is None:
-            self._note_first_schedule(request, num_new_tokens)
+        self._recorder.started(request)
         if request.status is RequestStatus.PREEMPTED:
             plan.add_resumed(request, num_new_tokens)
         else:
             plan.add_new(request, num_new_tokens)
         request.set_status(RequestStatus.RUNNING)
 
-    def _note_first_schedule(self, request: Request, num_new_tokens: int) -> None:
-        request.first_scheduled_ns = self._clock()
-        # Accepted tokens of an earlier attempt are looked up too, but it is the prompt that is counted.
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if self.kv.enable_prefix_caching and not request.skip_reading_prefix_cache:
-            self._stats.prefix_cache_queries += request.num_prompt_tokens
-            self._stats.prefix_cache_hits += request.num_cached_tokens
-        if (remote := request.remote) is not None:
-            self._stats.prefix_cache_hits -= min(remote.num_external_tokens, request.num_cached_tokens)
-            if remote.lease_id and num_new_tokens < request.num_tokens - request.num_computed_tokens:
-                self._early_outputs.append(_grant(request))
-
     def _requeue(self, request: Request, status: RequestStatus) -> None:
         if self._remote is not None:
             self._remote.connector.request_preempted(request)
         self.kv.free(request)
         request.set_status(status)
+        if status is RequestStatus.PREEMPTED:
+            self._recorder.preempted(request)
         self.waiting.prepend(request)
 
     def _admit_compiled(self) -> None:
@@ -370,29 +366,27 @@ class Scheduler:
             request.append_token(token_id)
             if status := finish_status(request):
                 output.new_token_ids = token_ids[:count]
-                _mark_finished(output, request, status)
-                self._finish(request, status)
+                mark_finished(output, request, status)
                 break
+        if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
+            self.waiting.note_growth(len(output.new_token_ids))
+            if status is not None:
+                self.waiting.remove(request)
+        if status is not None:
+            self._finish(request, status)
         if not request.first_output_sent:
             request.first_output_sent = True
-            output.prefill_stats = self._prefill_stats(request)
+            output.prefill_stats = self._recorder.prefill_stats(request)
             output.kv_wait_ns = request.kv_wait_ns
         return output
-
-    def _prefill_stats(self, request: Request) -> PrefillStats:
-        assert request.first_scheduled_ns is not None
-        return PrefillStats(
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            queued_ns=request.first_scheduled_ns - request.arrival_ns - request.kv_wait_ns,
-            prefill_ns=self._clock() - request.first_scheduled_ns,
-        )
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """Ends a request; the caller takes it out of ``running`` or ``waiting``."""
         if request.is_known_to_worker:
             self._finished_req_ids.append(request.request_id)
         request.set_status(status)
+        if self._in_flight is not None:
+            self._in_flight.request_ended(request.request_id)
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
@@ -402,16 +396,5 @@ class Scheduler:
         """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""
         output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
         self._finish(request, status)
-        _mark_finished(output, request, status)
+        mark_finished(output, request, status)
         self._early_outputs.append(output)
-
-
-def _mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
-    output.finish_reason = FINISH_REASONS[status]
-    if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
-        output.stop_token_id = request.all_token_ids[-1]
-
-
-def _grant(request: Request) -> EngineCoreOutput:
-    """Tells that a lease covers a prompt which takes more than this step."""
-    return EngineCoreOutput(request.request_id, [], request.num_output_tokens, kv_granted_tokens=request.num_tokens)

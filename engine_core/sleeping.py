@@ -2,9 +2,9 @@
 
 from concurrent.futures import Future
 
+from .executor.interface import Executor
 from .pausing import PauseState, Pausing
 from .scheduler import Scheduler
-from .worker import Executor
 
 LEVELS = (0, 1, 2)
 TAGS = ("weights", "kv_cache")
@@ -63,7 +63,7 @@ class Sleeping:
         falling, self._falling = self._falling, None
         self._is_quiet = False
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)  # nobody may touch what is not there
-        self._executor.sleep(self._level)
+        self._executor.collective_rpc("sleep", self._level)
         self._asleep = set(TAGS)
         falling.set_result(None)
 
@@ -79,7 +79,7 @@ class Sleeping:
         if self._level is None:
             return
         if waking := [tag for tag in TAGS if tag in wanted and tag in self._asleep]:
-            self._executor.wake_up(waking)
+            self._executor.collective_rpc("wake_up", waking)
             self._asleep.difference_update(waking)
         if not self._asleep:
             self._level = None
@@ -100,7 +100,7 @@ class Sleeping:
                 raise ValueError("requests are running: pause the engine, or wait until it is idle")
             if not self._release_blocks():
                 raise ValueError("KV from other engines is being loaded: try again")
-        self._executor.reload_weights(path)
+        self._executor.collective_rpc("reload_weights", path)
         self._asleep.discard("weights")
 
     def _on_quiet(self, quiet: "Future[None]") -> None:

@@ -37,8 +37,7 @@ class StepPlan:
         self._req_ids.append(request.request_id)
         self._new_block_ids.append(new_block_ids)
         self._computed.append(request.num_computed_tokens)
-        self.num_scheduled_tokens[request.request_id] = num_new_tokens
-        self.budget -= num_new_tokens
+        self._add(request, num_new_tokens)
 
     def add_resumed(self, request: Request, num_new_tokens: int) -> None:
         """A request whose row is built anew."""
@@ -58,6 +57,10 @@ class StepPlan:
                 prompt_embeds=request.prompt_embeds,
             )
         )
+        self._add(request, num_new_tokens)
+
+    def _add(self, request: Request, num_new_tokens: int) -> None:
+        request.num_computed_tokens += num_new_tokens
         self.num_scheduled_tokens[request.request_id] = num_new_tokens
         self.budget -= num_new_tokens
 

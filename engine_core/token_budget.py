@@ -22,9 +22,14 @@ class TokenBudget:
 
     def chunk(self, request: Request, num_left: int) -> int:
         """Tokens of a request to compute in a step with room for ``num_left`` more."""
-        return min(request.num_tokens - request.num_computed_tokens, num_left, self._max_chunk)
+        return min(_num_missing(request), num_left, self._max_chunk)
 
 
 def _is_decoding(running: Iterable[Request]) -> bool:
     # Few can have more than their next token left, so this looks at one request, two at most.
-    return any(request.num_tokens - request.num_computed_tokens == 1 for request in running)
+    return any(_num_missing(request) == 1 for request in running)
+
+
+def _num_missing(request: Request) -> int:
+    """Tokens that are not scheduled yet: known ones, and ones that the worker draws by then."""
+    return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

@@ -32,7 +32,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "wake_up": core.sleeping.wake_up,
         "is_sleeping": core.sleeping.is_sleeping,
         "reload_weights": core.sleeping.reload_weights,
-        "profile": core.executor.profile,
+        "profile": core.profile,
         "failpoints_fired": core.failpoints_fired,
         "num_leases": core.num_leases,
     }

@@ -83,7 +83,3 @@ class Worker(Protocol):
 
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""
-
-
-class Executor(Worker, Protocol):
-    """One worker or several behind the same calls; in process until an issue brings more."""

@@ -1,6 +1,7 @@
 """Linear layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,12 @@ from torch import Tensor
 from .packed_linear import PackedLinear, can_pack
 from .weights import Checkpoint
 
-Linear = Callable[[Tensor], Tensor]
-"""x · weightᵀ + bias: [n, in] to [n, out]."""
+
+class Linear(Protocol):
+    """x · weightᵀ + bias."""
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[n, in] to [n, out] of ``dtype``, by default that of x."""
 
 
 class PlainLinear:
@@ -20,8 +25,9 @@ class PlainLinear:
         self._weight = weight
         self._bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        result = F.linear(x, self._weight, self._bias)
+        return result if dtype is None else result.to(dtype)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:

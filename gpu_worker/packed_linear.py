@@ -10,23 +10,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .few_rows import MOST_ROWS, FewRows
+from .kernels.compiler import KernelsUnavailable
+
 _ROWS = 32
 """Inputs that the layout is chosen for. It is the same, and as good, from one to hundreds."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 class PackedLinear:
-    """Fulfils :data:`.linear.Linear` on the CPU; keeps a packed copy of ``weight`` [out, in], not the weight."""
+    """Fulfils :class:`.linear.Linear` on the CPU; keeps a packed copy of ``weight`` [out, in], not the weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         with torch.inference_mode(False):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
         self._bias = bias
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._few_rows = self._make_few_rows(weight)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self._few_rows is not None and 0 < len(x) <= MOST_ROWS:
+            return self._few_rows(x, dtype or x.dtype)
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
-        return result
+        return result if dtype is None else result.to(dtype)
+
+    def _make_few_rows(self, weight: Tensor) -> FewRows | None:
+        try:
+            few_rows = FewRows(self._weight, (weight.shape[0], weight.shape[1]), self._bias)
+        except KernelsUnavailable:
+            return None
+        return few_rows if few_rows.agrees(self._multiply, self._weight) else None
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.executor.registry import make_executor
 from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.services.runtime import validation
 from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
@@ -94,7 +95,7 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )
-        self._client = InprocClient(config, make_worker(config))
+        self._client = InprocClient(config, make_executor(config, make_worker))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

@@ -1,6 +1,7 @@
 """Grammars by xgrammar: compiled in full, so the compiled form crosses from the process that may be killed."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from .backend import Bitmask, GrammarError, bitmask_of
 _MAX_WHITESPACE = 40
 """As llguidance's backend has it."""
 _MAX_ERROR_CHARS = 300
+_WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class XGrammarBackend:
@@ -38,7 +40,7 @@ class XGrammarBackend:
         try:
             compiled: str = self._compile(kind, source).serialize_json()
         except (RuntimeError, ValueError) as error:
-            raise GrammarError(" ".join(str(error).split())[:_MAX_ERROR_CHARS]) from None
+            raise GrammarError(_fit_for_a_client(str(error))) from None
         return compiled
 
     def load(self, prepared: str) -> "_Compiled":
@@ -100,6 +102,13 @@ class _Grammar:
 
     def fill_bitmask(self, row: Bitmask) -> None:
         self._matcher.fill_next_token_bitmask(row[None, :])
+
+
+def _fit_for_a_client(message: str) -> str:
+    """Without the library's clock and source lines."""
+    if "bad_alloc" in message:
+        return "it takes too much memory to compile"
+    return " ".join(_WHERE.sub("", message).split())[:_MAX_ERROR_CHARS]
 
 
 def _vocabulary(tokenizer: Any, vocab_size: int) -> list[str]:

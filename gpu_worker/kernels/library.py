@@ -60,6 +60,18 @@ def load_fused(march: str = "native") -> CDLL:
 
 
 @functools.cache
+def load_few_rows(march: str = "native") -> CDLL:
+    """Products of few rows. Raises :class:`KernelsUnavailable`, also where the CPU has no matrix unit."""
+    library = _load(build("few_rows", march))
+    library.can_multiply.restype = _I32
+    if not library.can_multiply():
+        raise KernelsUnavailable("the CPU has no matrix unit (AMX) for bfloat16")
+    library.multiply.argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
+    library.multiply.restype = None
+    return library
+
+
+@functools.cache
 def warn_unavailable(reason: str) -> None:
     """Once for each reason."""
     log.warning("CPU kernels are not available, PyTorch's operations take their place (slower): %s", reason)

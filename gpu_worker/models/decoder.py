@@ -118,4 +118,4 @@ class DecoderModel:
         return self._norm(residual, delta)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._lm_head(hidden).float()
+        return self._lm_head(hidden, torch.float32)

@@ -1,5 +1,6 @@
 """GPT-2: learned absolute positions, LayerNorm, a plain MLP."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -73,4 +74,4 @@ class GPT2Model:
         return self._norm(x)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return self._lm_head(hidden).float()
+        return self._lm_head(hidden, torch.float32)

@@ -8,6 +8,7 @@ from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 from ..runtime.errors import FailedPrecondition, InvalidArgument
 from .core_utility import call_core
+from .kv_event_feed import KVEventFeed
 from .load import LoadTracker
 from .pause import Pause
 from .role import Role
@@ -28,8 +29,11 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         pause: Pause,
         sleep: Sleep,
         weights: Weights,
+        kv_events: KVEventFeed | None,
     ) -> None:
-        """``role``: None when the engine cannot have another, for it moves no KV."""
+        """``role``: None when the engine cannot have another, for it moves no KV; ``kv_events``: None when it tells
+        none."""
+        self._kv_events = kv_events
         self._role = role
         self._pause = pause
         self._sleep = sleep
@@ -68,6 +72,15 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def Resume(self, request: engine_pb2.ResumeRequest, context: Any) -> engine_pb2.ResumeResponse:
         await self._pause.end()
         return engine_pb2.ResumeResponse()
+
+    async def WatchKVEvents(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
+        self, request: engine_pb2.WatchKVEventsRequest, context: Any
+    ) -> None:
+        if self._kv_events is None:
+            raise FailedPrecondition("the engine tells no KV events; it does with --kv-events")
+        sequence = request.from_sequence if request.HasField("from_sequence") else None
+        async for batch in self._kv_events.follow(sequence):
+            await context.write(batch)
 
     async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
         if request.role not in types_pb2.EngineRole.values() or not request.role:

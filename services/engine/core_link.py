@@ -13,7 +13,9 @@ from tokenloom.engine_core.messages import AcceptTokens, CoreReady, EngineCoreOu
 from ..runtime.errors import TokenloomError, Unavailable
 from .attempts import Attempt
 from .engine_metrics import EngineMetrics
+from .kv_event_feed import KVEventFeed
 from .load import LoadTracker
+from .request_events import log_events
 
 
 class OutputStream(Protocol):
@@ -26,7 +28,18 @@ class OutputStream(Protocol):
 class CoreLink:
     """Joins the streams of all peers to one core."""
 
-    def __init__(self, client: AsyncClient, load: LoadTracker, metrics: EngineMetrics) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        load: LoadTracker,
+        metrics: EngineMetrics,
+        *,
+        kv_events: KVEventFeed | None = None,
+        logs_events: bool = False,
+    ) -> None:
+        """``kv_events``: where the prefix cache's go; ``logs_events``: whether requests' are logged."""
+        self._kv_events = kv_events
+        self._logs_events = logs_events
         self._client = client
         self._load = load
         self._metrics = metrics
@@ -121,6 +134,10 @@ class CoreLink:
         streams: set[OutputStream] = set()
         now = time.monotonic()
         self._metrics.observe_step(outputs)
+        if outputs.kv_events and self._kv_events is not None:
+            self._kv_events.publish(outputs.kv_events)
+        if self._logs_events:
+            self._log_events(outputs)
         for output in outputs.outputs:
             entry = self._live.get(output.request_id)
             if entry is None:
@@ -134,6 +151,11 @@ class CoreLink:
                 self._ended(attempt, now)
         for stream in streams:
             stream.notify()
+
+    def _log_events(self, outputs: EngineCoreOutputs) -> None:
+        for output in outputs.outputs:
+            if (entry := self._live.get(output.request_id)) is not None:
+                log_events(entry[0], output.events)
 
     def _ended(self, attempt: Attempt, now: float) -> None:
         self._load.ended()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tokenloom.engine_core.messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from tokenloom.engine_core.messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, PrefillStats, SchedulerStats
 
 from ..runtime import metrics
 from ..runtime.fast_metrics import Histogram
@@ -28,6 +28,13 @@ class EngineMetrics:
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self._external_queries = self._counter(
+            "external_prefix_cache_queries", "Prompt tokens that other engines or tiers were asked for."
+        )
+        self._external_hits = self._counter("external_prefix_cache_hits", "Prompt tokens loaded from them.")
+        self._prompt_sources = metrics.counter(
+            registry, "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", (*_LABELS, "source")
+        )
         self._preemptions = self._counter("num_preemptions", "Requests that lost their blocks and were resumed.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
         labels_of = dict(zip(_LABELS, self._labels, strict=True))
@@ -88,6 +95,7 @@ class EngineMetrics:
             attempt.last_token_at = now
         if (stats := output.prefill_stats) is not None:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
+            self._observe_sources(stats)
             self._queue.observe(stats.queued_ns / 1e9)
             self._prefill.observe(stats.prefill_ns / 1e9)
 
@@ -106,6 +114,15 @@ class EngineMetrics:
         if (stats := attempt.prefill_stats) is not None:
             self._inference.observe(decode + stats.prefill_ns / 1e9)
 
+    def _observe_sources(self, stats: PrefillStats) -> None:
+        sources = {
+            "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
+            "local_cache_hit": stats.num_cached_tokens - stats.num_external_cached_tokens,
+            "external_kv_transfer": stats.num_external_cached_tokens,
+        }
+        for source, num_tokens in sources.items():
+            self._prompt_sources.labels(*self._labels, source).inc(num_tokens)
+
     def _observe_stats(self, stats: SchedulerStats) -> None:
         self.kv.observe_stats(stats)
         seen, self._seen = self._seen, stats
@@ -114,6 +131,8 @@ class EngineMetrics:
         self._kv_usage.set(stats.kv_usage)
         self._queries.inc(stats.prefix_cache_queries - seen.prefix_cache_queries)
         self._hits.inc(stats.prefix_cache_hits - seen.prefix_cache_hits)
+        self._external_queries.inc(stats.external_prefix_cache_queries - seen.external_prefix_cache_queries)
+        self._external_hits.inc(stats.external_prefix_cache_hits - seen.external_prefix_cache_hits)
         self._preemptions.inc(stats.num_preemptions - seen.num_preemptions)
 
     def _gauge(self, name: str, text: str) -> Gauge:

@@ -21,6 +21,7 @@ from .admission import Admission
 from .coordinator_link import CoordinatorLink
 from .core_link import CoreLink
 from .engine_metrics import EngineMetrics
+from .kv_event_feed import KVEventFeed
 from .kv_front import KVFront
 from .load import LoadTracker
 from .pause import Pause
@@ -44,6 +45,7 @@ class EngineService:
         self._admission: Admission | None = None
         self._servicer: EngineServicer | None = None
         self._pause: Pause | None = None
+        self._kv_events: KVEventFeed | None = None
         self._kv: KVFront | None = None
         self._coordinator: CoordinatorLink | None = None
         self._host: Host | None = None
@@ -63,7 +65,14 @@ class EngineService:
             client = self._client = AsyncMPClient(settings.engine_config(str(path)), _core_command(settings))
             metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
         engine_metrics = EngineMetrics(host.metrics, name, settings.instance_id)
-        core = CoreLink(self._client, self._load, engine_metrics)
+        self._kv_events = KVEventFeed(host.epoch) if settings.kv_events else None
+        core = CoreLink(
+            self._client,
+            self._load,
+            engine_metrics,
+            kv_events=self._kv_events,
+            logs_events=settings.log_request_events,
+        )
         try:
             ready = await core.start()
         except EngineConfigError as error:
@@ -139,7 +148,9 @@ class EngineService:
         tell, spawn = functools.partial(self._take_weights, known), functools.partial(host.spawn, name="engine-weights")
         weights = Weights(self._client, self._pause, self._load, tell, spawn)
         role = self._role(host)
-        admin = EngineAdminServicer(self._client, ready, fingerprint, self._load, role, self._pause, sleep, weights)
+        admin = EngineAdminServicer(
+            self._client, ready, fingerprint, self._load, role, self._pause, sleep, weights, self._kv_events
+        )
         engine_pb2_grpc.add_EngineAdminServicer_to_server(admin, host.server)
         host.spawn(self._run_core(core), name="engine-core")
         host.spawn(core.run_aborts(), name="engine-aborts")

@@ -76,6 +76,8 @@ class EngineSettings(ServiceSettings):
     num_kv_blocks: int | None = Field(None, ge=1, description="KV blocks; by default as many as memory allows.")
     kv_cache_memory: int | None = Field(None, ge=1, description="Bytes of the KV pool; by default from free memory.")
     engines_on_host: int = Field(1, ge=1, description="Engines that share this host's memory.")
+    kv_events: bool = Field(False, description="Tell subscribers what the prefix cache gains and loses.")
+    log_request_events: bool = Field(False, description="Log when requests are queued, scheduled and preempted.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV blocks of equal prefixes.")
 
     structured_outputs_backend: Literal["auto", "llguidance", "xgrammar"] = Field(
@@ -145,6 +147,7 @@ class EngineSettings(ServiceSettings):
             cache=CacheConfig(
                 block_size=self.block_size,
                 enable_prefix_caching=self.enable_prefix_caching,
+                kv_events="CPU" if self.kv_events else "",
                 num_blocks=self.num_kv_blocks,
                 memory_bytes=self.kv_cache_memory,
                 engines_on_host=self.engines_on_host,
@@ -157,6 +160,7 @@ class EngineSettings(ServiceSettings):
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 reserve_full_prompt=self.reserve_full_prompt,
                 watermark=self.watermark,
+                log_events=self.log_request_events,
             ),
             kv=KVConfig(
                 role=self.role,

@@ -1,6 +1,7 @@
 """What an answer needs of its generation, whichever endpoint shapes it."""
 
 import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from tokenloom.v1 import inference_pb2, output_processor_pb2
@@ -9,6 +10,7 @@ from . import sse
 from .collector import Delta
 from .generation import Generation
 from .job import Job
+from .logprobs import Position, positions, prompt_object
 from .metrics import FINISH_REASONS
 from .openai_models import Body, Options
 
@@ -59,7 +61,7 @@ class AnswerBase:
 
     def tail(self) -> dict[str, object]:
         """Usage, and the timeline when asked for."""
-        members: dict[str, object] = {"usage": sse.usage_object(self.generation.usage)}
+        members: dict[str, object] = {"usage": sse.usage_object(self.usage)}
         return members | self.timeline()
 
     def timeline(self) -> dict[str, object]:
@@ -67,14 +69,43 @@ class AnswerBase:
             return {}
         return {"timeline": sse.timeline_object(self.generation.timeline, self.generation.total_ns)}
 
+    @property
+    def usage(self) -> inference_pb2.Usage:
+        usage = self.generation.usage
+        if self.options.echo_only:
+            usage.completion_tokens = 0
+        return usage
+
     def usage_of(self, index: int) -> inference_pb2.Usage | None:
         """For continuous usage: the prompt's own, so far."""
         if not self.options.continuous_usage:
             return None
         return inference_pb2.Usage(
-            prompt_tokens=len(self.generation.prompts[index]),
+            prompt_tokens=len(self.generation.prompt_of(index)),
             completion_tokens=self.generation.completion_tokens[index],
         )
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether an event without text may be worth sending."""
+        options = self.options
+        return options.return_token_ids or options.continuous_usage or options.num_logprobs is not None
+
+    def positions(self, delta: Delta) -> Iterator[Position]:
+        """What is told of a delta's tokens."""
+        return positions(delta.logprobs, delta.token_ids, delta.token_index, self.options.num_logprobs or 0)
+
+    def prompt_positions(self, index: int) -> Iterator[Position]:
+        """What is told of an output's prompt, from its second token on."""
+        told = self.generation.prompt_logprobs[index // self.generation.num_samples]
+        top = told[0].logprobs.top if told else 0
+        return positions(told, self.generation.prompt_of(index), 0, top)
+
+    def prompt_logprobs(self, index: int) -> dict[str, object]:
+        """As vLLM has them, when the client asked for them under that name."""
+        if self.options.num_prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": prompt_object(self.prompt_positions(index))}
 
     def stop_reason(self, finished: output_processor_pb2.RequestFinished) -> str | int | None:
         """The client's stop string or stop token id that matched; None at an end of sequence."""

@@ -11,7 +11,8 @@ from .answer import AnswerBase, finish_reason
 from .collector import Delta
 from .generation import Generation
 from .job import Chat, Job
-from .openai_models import Body, BodyReader, CommonFields, Options, sampling_params, text_options
+from .logprobs import chat_content
+from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -23,6 +24,8 @@ class ChatFields(CommonFields, frozen=True, kw_only=True):
     max_completion_tokens: Any = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Any = None
 
 
 class ChatApi:
@@ -40,72 +43,98 @@ class ChatApi:
             template_kwargs_json=sse.encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
             add_generation_prompt=fields.add_generation_prompt is not False,
         )
-        text = text_options(fields)
-        job = Job(prompt, "messages", sampling, text, ignore_eos=bool(fields.ignore_eos), priority=fields.priority or 0)
-        return job, Options.of(fields, sampling)
+        if fields.add_special_tokens:
+            raise errors.InvalidArgument(
+                "add_special_tokens is not supported for chats: the template has its own", "add_special_tokens"
+            )
+        return make_job(fields, prompt, "messages", sampling), Options.of(fields, sampling)
 
     def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self._model))
 
 
 class ChatAnswer:
-    """One conversation's next turn."""
+    """A conversation's next turn, in one sample or several."""
 
     def __init__(self, base: AnswerBase) -> None:
         self._base = base
         self._writer = base.writer("chat.completion.chunk")
-        self._text = ""
-        self._token_ids: list[int] = []
-        # What makes an event without text worth sending.
-        self._tells_all = base.options.return_token_ids or base.options.continuous_usage
-        self._text_event = self._writer.text_event(0, b'"delta":{"content":', b"}")
+        samples = range(base.generation.num_samples)
+        self._live = len(samples)
+        self._texts = [""] * len(samples)
+        self._token_ids: list[list[int]] = [[] for _ in samples]
+        self._logprobs: list[list[dict[str, object]]] = [[] for _ in samples]
+        self._tells_all = base.tells_all
+        self._text_events = [self._writer.text_event(index, b'"delta":{"content":', b"}") for index in samples]
 
     def first_events(self) -> bytes:
         extra = b""
         if self._base.options.return_token_ids:
             extra = b',"prompt_token_ids":' + sse.encode_json(list(self._base.generation.prompts[0]))
-        role = sse.choice(0, b'"delta":{"role":"assistant","content":""}')
-        return self._writer.event(role, extra, self._base.usage_of(0))
+        events = b""
+        for index in range(len(self._texts)):
+            role = sse.choice(index, b'"delta":{"role":"assistant","content":""}')
+            events += self._writer.event(role, extra, self._base.usage_of(index))
+        return events
 
     def events(self, delta: Delta) -> bytes:
+        index = delta.index
         if delta.finished is None and not self._tells_all:
-            return self._text_event(delta.text) if delta.text else b""
+            return self._text_events[index](delta.text) if delta.text else b""
         events = b""
         if delta.text or (self._tells_all and delta.token_ids):
             ids = sse.token_ids_member(delta.token_ids) if self._base.options.return_token_ids else b""
             content = b'"delta":{"content":%b}' % sse.encode_json(delta.text)
-            events = self._writer.event(sse.choice(0, content, extra=ids), usage=self._base.usage_of(0))
+            told = sse.encode_json(_logprobs(self._content(delta))) if delta.logprobs else b"null"
+            choice = sse.choice(index, content, extra=ids, logprobs=told)
+            events = self._writer.event(choice, usage=self._base.usage_of(index))
         if delta.finished is not None:
+            self._live -= 1
             finish = sse.encode_json(finish_reason(delta.finished))
             stop = b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
-            choice = sse.choice(0, b'"delta":{}', finish, stop)
-            timeline = b"" if self._base.options.include_usage else members(self._base.timeline())
-            events += self._writer.event(choice, timeline, self._base.usage_of(0))
+            choice = sse.choice(index, b'"delta":{}', finish, stop)
+            is_last = self._live == 0 and not self._base.options.include_usage
+            timeline = members(self._base.timeline()) if is_last else b""
+            events += self._writer.event(choice, timeline, self._base.usage_of(index))
         return events
 
     def last_events(self) -> bytes:
         if not self._base.options.include_usage:
             return b""
-        return self._writer.event(b"", members(self._base.timeline()), self._base.generation.usage)
+        return self._writer.event(b"", members(self._base.timeline()), self._base.usage)
 
     def add(self, delta: Delta) -> None:
-        self._text += delta.text
-        self._token_ids += delta.token_ids
+        self._texts[delta.index] += delta.text
+        self._token_ids[delta.index] += delta.token_ids
+        if delta.logprobs:
+            self._logprobs[delta.index] += self._content(delta)
 
     def body(self) -> bytes:
-        finished = self._base.generation.finished[0]
+        choices = [self._choice(index) for index in range(len(self._texts))]
+        response = self._base.head("chat.completion") | {"choices": choices} | self._base.prompt_logprobs(0)
+        if self._base.options.return_token_ids:
+            response["prompt_token_ids"] = list(self._base.generation.prompts[0])
+        return sse.encode_json(response | self._base.tail())
+
+    def _choice(self, index: int) -> dict[str, object]:
+        finished = self._base.generation.finished[index]
         choice: dict[str, object] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": self._text},
-            "logprobs": None,
+            "index": index,
+            "message": {"role": "assistant", "content": self._texts[index]},
+            "logprobs": None if self._base.options.num_logprobs is None else _logprobs(self._logprobs[index]),
             "finish_reason": finish_reason(finished),
             "stop_reason": self._base.stop_reason(finished),
         }
-        response = self._base.head("chat.completion")
         if self._base.options.return_token_ids:
-            choice["token_ids"] = self._token_ids
-            response["prompt_token_ids"] = list(self._base.generation.prompts[0])
-        return sse.encode_json(response | {"choices": [choice]} | self._base.tail())
+            choice["token_ids"] = self._token_ids[index]
+        return choice
+
+    def _content(self, delta: Delta) -> list[dict[str, object]]:
+        return chat_content(self._base.positions(delta), as_ids=self._base.options.tokens_as_ids)
+
+
+def _logprobs(content: list[dict[str, object]]) -> dict[str, object]:
+    return {"content": content, "refusal": None}
 
 
 def members(values: dict[str, object]) -> bytes:
@@ -121,14 +150,21 @@ def read_messages(messages: Sequence[Mapping[str, Any]], where: str) -> bytes:
 
 
 def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:
-    """``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
-    if fields.max_completion_tokens is None:
-        return sampling_params(body)
+    """``max_completion_tokens`` is the newer name of ``max_tokens`` and wins; ``logprobs`` asks for the token's own,
+    ``top_logprobs`` for alternatives."""
+    own: dict[str, object] = {}
+    names = {"logprobs": "top_logprobs"}
+    if fields.max_completion_tokens is not None:
+        own["max_tokens"] = fields.max_completion_tokens
+        names["max_tokens"] = "max_completion_tokens"
+    if fields.logprobs:
+        own["logprobs"] = 0 if fields.top_logprobs is None else fields.top_logprobs
+    elif fields.top_logprobs is not None and fields.top_logprobs != 0:
+        raise errors.InvalidArgument("top_logprobs needs logprobs to be true", "top_logprobs")
     try:
-        return sampling_params({**body, "max_tokens": fields.max_completion_tokens})
+        return sampling_params(body, **own)
     except errors.InvalidArgument as error:
-        if error.field == "max_tokens":
-            error.field = "max_completion_tokens"
+        error.field = names.get(error.field or "", error.field)
         raise
 
 

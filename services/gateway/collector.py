@@ -1,7 +1,7 @@
 """What arrived for one client request and is not sent yet: merged, so that a slow client costs its own output only."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tokenloom.v1 import output_processor_pb2
@@ -19,6 +19,10 @@ class Delta:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finished: output_processor_pb2.RequestFinished | None = None
+    logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = ()
+    """Of ``token_ids``, in order, when asked for."""
+    prompt_logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = ()
+    """Of the prompt, with or before the first tokens of its first sample."""
 
 
 Outlet = Callable[[Delta], bool]
@@ -26,7 +30,7 @@ Outlet = Callable[[Delta], bool]
 
 
 class Collector:
-    """Joins the outputs of one client request (one index for each prompt) for its only reader.
+    """Joins the outputs of one client request (one index for each sample of each prompt) for its only reader.
 
     Writers never wait. What piles up while the reader waits for its client is merged into one delta an index, so the
     bound is the output itself: ``max_tokens`` for each index.
@@ -45,7 +49,16 @@ class Collector:
         """Whether every index has ended and all of it was taken."""
         return self._live == 0 and not self._pending
 
-    def put(self, index: int, text: str, token_index: int, token_ids: list[int], *, ends: bool = False) -> None:
+    def put(
+        self,
+        index: int,
+        text: str,
+        token_index: int,
+        token_ids: list[int],
+        *,
+        logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = (),
+        ends: bool = False,
+    ) -> None:
         """Adds output. Tokens that are missing or doubled fail the whole request: wrong text is worse than an error.
 
         ``ends``: :meth:`finish` follows at once; both then become one delta.
@@ -58,11 +71,19 @@ class Collector:
         if delta is not None:
             delta.text += text
             delta.token_ids += token_ids
+            if logprobs:
+                delta.logprobs = [*delta.logprobs, *logprobs]
             return
-        delta = Delta(index, token_index, text, token_ids)
+        delta = Delta(index, token_index, text, token_ids, None, logprobs)
         if ends or self._pending or self._outlet is None or not self._pour(delta, self._outlet):
             self._pending[index] = delta
             self._wake()
+
+    def put_prompt(self, index: int, logprobs: output_processor_pb2.SlotTextLogprobs) -> None:
+        """Adds what is told of an index's prompt."""
+        delta = self._pending.setdefault(index, Delta(index, self._num_tokens[index]))
+        delta.prompt_logprobs = [*delta.prompt_logprobs, logprobs]
+        self._wake()
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         """Ends an index. An error of one index is an error of the request."""

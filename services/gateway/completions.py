@@ -1,6 +1,7 @@
 """``/v1/completions``: reading bodies, shaping answers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..runtime import errors
@@ -10,13 +11,17 @@ from .chat import members
 from .collector import Delta
 from .generation import Generation
 from .job import Job
-from .openai_models import Body, BodyReader, CommonFields, Options, sampling_params, text_options
+from .logprobs import CompletionLogprobs
+from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
 
 
 class CompletionFields(CommonFields, frozen=True, kw_only=True):
     """A completion body, but for the sampling parameters."""
 
     prompt: Any = None
+    best_of: Any = None
+    logprobs: Any = None
+    echo: bool | None = None
 
 
 class CompletionsApi:
@@ -28,17 +33,24 @@ class CompletionsApi:
 
     def read(self, body: Body) -> tuple[Job, Options]:
         fields = self._reader.read(body, CompletionFields)
-        sampling = sampling_params(body)
-        text = text_options(fields)
-        job = Job(
+        echo = bool(fields.echo)
+        echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
+        own = {"max_tokens": 1} if echo_only else {}
+        sampling = sampling_params(body, logprobs=fields.logprobs, **own)
+        options = replace(Options.of(fields, sampling), echo=echo, echo_only=echo_only)
+        if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
+            sampling.prompt_logprobs = sampling.logprobs
+        job = make_job(
+            fields,
             _prompts(fields.prompt),
             "prompt",
             sampling,
-            text,
-            ignore_eos=bool(fields.ignore_eos),
-            priority=fields.priority or 0,
+            echo=echo,
+            add_special_tokens=fields.add_special_tokens is not False,
         )
-        return job, Options.of(fields, sampling)
+        if fields.best_of is not None and fields.best_of != job.num_samples:
+            raise errors.InvalidArgument("best_of other than n is not supported", "best_of")
+        return job, options
 
     def answer(self, generation: Generation, options: Options) -> "CompletionAnswer":
         return CompletionAnswer(AnswerBase(generation, options, "cmpl", self._model))
@@ -50,13 +62,14 @@ class CompletionAnswer:
     def __init__(self, base: AnswerBase) -> None:
         self._base = base
         self._writer = base.writer("text_completion")
-        num_prompts = len(base.generation.prompts)
-        self._texts = [""] * num_prompts
-        self._token_ids: list[list[int]] = [[] for _ in range(num_prompts)]
-        self._live = num_prompts
+        outputs = range(base.generation.num_outputs)
+        self._texts = [""] * len(outputs)
+        self._token_ids: list[list[int]] = [[] for _ in outputs]
+        self._logprobs = [CompletionLogprobs(as_ids=base.options.tokens_as_ids) for _ in outputs]
+        self._live = len(outputs)
         self._begun: set[int] = set()
-        self._tells_all = base.options.return_token_ids or base.options.continuous_usage
-        self._text_events = [self._writer.text_event(index, b'"text":') for index in range(num_prompts)]
+        self._tells_all = base.tells_all or base.options.echo
+        self._text_events = [self._writer.text_event(index, b'"text":') for index in outputs]
 
     def first_events(self) -> bytes:
         return b""
@@ -64,39 +77,65 @@ class CompletionAnswer:
     def events(self, delta: Delta) -> bytes:
         if delta.finished is None and not self._tells_all:
             return self._text_events[delta.index](delta.text) if delta.text else b""
+        if self._base.options.echo_only:
+            _drop_output(delta)
         if not (delta.text or delta.finished is not None or (self._tells_all and delta.token_ids)):
             return b""
-        extra, finish, timeline = self._ids(delta), b"null", b""
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        text = self._take(delta, is_first=is_first)
+        extra, finish, timeline = self._ids(delta, is_first=is_first), b"null", b""
         if delta.finished is not None:
             self._live -= 1
             finish = sse.encode_json(finish_reason(delta.finished))
             extra += b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
             if self._live == 0 and not self._base.options.include_usage:
                 timeline = members(self._base.timeline())
-        choice = sse.choice(delta.index, b'"text":' + sse.encode_json(delta.text), finish, extra)
+        told = b"null"
+        if self._base.options.num_logprobs is not None:
+            told = sse.encode_json(self._logprobs[delta.index].take())
+        choice = sse.choice(delta.index, b'"text":' + sse.encode_json(text), finish, extra, told)
         return self._writer.event(choice, timeline, self._base.usage_of(delta.index))
 
     def last_events(self) -> bytes:
         if not self._base.options.include_usage:
             return b""
-        return self._writer.event(b"", members(self._base.timeline()), self._base.generation.usage)
+        return self._writer.event(b"", members(self._base.timeline()), self._base.usage)
 
     def add(self, delta: Delta) -> None:
-        self._texts[delta.index] += delta.text
+        if self._base.options.echo_only:
+            _drop_output(delta)
+        if not (delta.token_ids or delta.text or delta.finished is not None):
+            return
+        is_first = delta.index not in self._begun
+        self._begun.add(delta.index)
+        self._texts[delta.index] += self._take(delta, is_first=is_first)
         self._token_ids[delta.index] += delta.token_ids
 
     def body(self) -> bytes:
         choices = [self._choice(index) for index in range(len(self._texts))]
         return sse.encode_json(self._base.head("text_completion") | {"choices": choices} | self._base.tail())
 
-    def _ids(self, delta: Delta) -> bytes:
+    def _take(self, delta: Delta, *, is_first: bool) -> str:
+        """A delta's text and log probabilities, after the prompt's own with the first if that is echoed."""
+        options, generation, columns = self._base.options, self._base.generation, self._logprobs[delta.index]
+        echoed = ""
+        if is_first and options.echo:
+            echoed = generation.prompt_texts[delta.index // generation.num_samples]
+            if options.num_logprobs is not None:
+                told = generation.prompt_logprobs[delta.index // generation.num_samples]
+                columns.add_first(generation.prompt_of(delta.index)[0], told[0].first_text if told else b"")
+                columns.add(self._base.prompt_positions(delta.index))
+        columns.add(self._base.positions(delta))
+        return echoed + delta.text
+
+    def _ids(self, delta: Delta, *, is_first: bool) -> bytes:
         """Token ids when asked for; the prompt's in the index's first event."""
         if not self._base.options.return_token_ids:
             return b""
         ids = sse.token_ids_member(delta.token_ids)
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            ids += b',"prompt_token_ids":' + sse.encode_json(list(self._base.generation.prompts[delta.index]))
+        if is_first:
+            ids += b',"prompt_token_ids":' + sse.encode_json(list(self._base.generation.prompt_of(delta.index)))
         return ids
 
     def _choice(self, index: int) -> dict[str, object]:
@@ -104,14 +143,19 @@ class CompletionAnswer:
         choice: dict[str, object] = {
             "index": index,
             "text": self._texts[index],
-            "logprobs": None,
+            "logprobs": None if self._base.options.num_logprobs is None else self._logprobs[index].take(),
             "finish_reason": finish_reason(finished),
             "stop_reason": self._base.stop_reason(finished),
         }
         if self._base.options.return_token_ids:
             choice["token_ids"] = self._token_ids[index]
-            choice["prompt_token_ids"] = list(self._base.generation.prompts[index])
-        return choice
+            choice["prompt_token_ids"] = list(self._base.generation.prompt_of(index))
+        return choice | self._base.prompt_logprobs(index)
+
+
+def _drop_output(delta: Delta) -> None:
+    """The one token that an engine computes at least."""
+    delta.text, delta.token_ids, delta.logprobs = "", [], ()
 
 
 def _prompts(prompt: object) -> Sequence[str | Sequence[object]]:

@@ -5,7 +5,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import cast
 
 from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
 
@@ -16,6 +15,7 @@ from .mesh_view import MeshView
 from .metrics import GatewayMetrics
 from .output_link import Ticket
 from .output_pool import OutputPool
+from .prompt_encoder import PromptEncoder
 from .tokenizer_client import TokenizerClient
 
 MAX_PROMPTS = 1024
@@ -23,7 +23,10 @@ MAX_PROMPTS = 1024
 
 
 class Generation:
-    """A request on its way: its prompts, and what came of them so far."""
+    """A request on its way: its prompts, and what came of them so far.
+
+    Output ``i`` is sample ``i % num_samples`` of prompt ``i // num_samples``.
+    """
 
     def __init__(
         self,
@@ -31,18 +34,25 @@ class Generation:
         started_ns: int,
         tokenize_ns: int,
         metrics: GatewayMetrics,
+        prompt_texts: Sequence[str] = (),
     ) -> None:
         self.request_id = secrets.token_hex(16)
         """Ours: random, never the client's."""
         self.prompts: list[Sequence[int]] = [submit.prompt.token_ids for submit in submits]
+        self.prompt_texts = prompt_texts
+        """When they are to be echoed."""
+        self.prompt_logprobs: list[list[output_processor_pb2.SlotTextLogprobs]] = [[] for _ in submits]
+        """When asked for: whole with the first tokens of any sample."""
+        self.num_samples = submits[0].num_samples or 1
+        self.num_outputs = len(submits) * self.num_samples
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
-        self.completion_tokens = [0] * len(submits)
+        self.completion_tokens = [0] * self.num_outputs
         self._submits = submits
         self._started_ns = started_ns
         self._tokenize_ns = tokenize_ns
-        self._collector = Collector(len(submits))
+        self._collector = Collector(self.num_outputs)
         self._tickets: list[Ticket] = []
-        self._watch = metrics.watch(sum(map(len, self.prompts)), len(submits), started_ns)
+        self._watch = metrics.watch(sum(map(len, self.prompts)), self.num_outputs, started_ns)
 
     @property
     def done(self) -> bool:
@@ -54,7 +64,11 @@ class Generation:
         return inference_pb2.Usage(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(self.completion_tokens),
-            cached_tokens=sum(finished.cached_tokens for finished in self.finished.values()),
+            cached_tokens=sum(
+                finished.cached_tokens
+                for index, finished in self.finished.items()
+                if index % self.num_samples == 0  # the others find what the first one computed
+            ),
         )
 
     @property
@@ -70,12 +84,16 @@ class Generation:
         """Since the gateway had the request."""
         return time.monotonic_ns() - self._started_ns
 
+    def prompt_of(self, index: int) -> Sequence[int]:
+        """The prompt that an output continues."""
+        return self.prompts[index // self.num_samples]
+
     def submit(self, pool: OutputPool, *, timeout: float) -> None:
         """Sends every prompt to an output processor. ``timeout``: seconds that are left."""
         for index, submit in enumerate(self._submits):
             submit.request_id = self.request_id if len(self._submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(round(max(timeout, 0.0) * 1e9))
-            self._tickets.append(pool.pick().submit(submit, self._collector, index))
+            self._tickets.append(pool.pick().submit(submit, self._collector, index * self.num_samples))
 
     async def take(self, outlet: Outlet | None = None) -> list[Delta]:
         """Waits for output; at most one delta a prompt. Raises what ended the request early. ``outlet``: as in
@@ -90,6 +108,8 @@ class Generation:
         self.completion_tokens[delta.index] += len(delta.token_ids)
         if delta.finished is not None:
             self.finished[delta.index] = delta.finished
+        if delta.prompt_logprobs:
+            self.prompt_logprobs[delta.index // self.num_samples] += delta.prompt_logprobs
         self._watch.output(delta)
 
     def close(self) -> None:
@@ -114,6 +134,7 @@ class Generator:
     ) -> None:
         """``most_urgent_priority``: of clients that ask for a lower one, too."""
         self._tokenizers = tokenizers
+        self._encoder = PromptEncoder(tokenizers)
         self._mesh = mesh
         self._outputs = outputs
         self._metrics = metrics
@@ -132,7 +153,7 @@ class Generator:
         Raises any of :mod:`errors`, :class:`errors.DeadlineExceeded` for the body's time too.
         """
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
-        with self._admitted(_num_prompts(job)):
+        with self._admitted(_num_outputs(job)):
             try:
                 async with asyncio.timeout(timeout) as deadline:
                     generation = await self._prepare(job)
@@ -171,25 +192,19 @@ class Generator:
         if info is None or limits is None:
             raise errors.Unavailable("no engine is serving yet; try again")
         sampling = _resolve(job, info, limits)
-        validation.check_stop(job.text.stop)
+        validation.check_text(job.text)
         validation.check_sampling(sampling, limits)
         validation.check_priority(job.priority, limits)
-        _check_sizes(job, info.max_token_bytes * limits.max_model_len)
-        prompts = await self._encode(job, limits)
+        prompts = await self._encoder.encode(job, sampling, limits, info.max_token_bytes)
+        if job.bad_words:
+            await self._encoder.forbid(job.bad_words, sampling, limits)
         tokenize_ns = time.monotonic_ns() - started_ns
         default_max_tokens = info.default_sampling_params.max_tokens
         submits = [_submit(job, prompt, sampling, limits, default_max_tokens) for prompt in prompts]
         for submit in submits:
             submit.priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
-        return Generation(submits, started_ns, tokenize_ns, self._metrics)
-
-    async def _encode(self, job: Job, limits: types_pb2.ModelLimits) -> Sequence[tokenizer_pb2.TokenizedPrompt]:
-        if isinstance(job.prompts, Chat):
-            return [await self._tokenizers.encode_chat(job.prompts)]
-        texts = [prompt for prompt in job.prompts if isinstance(prompt, str)]
-        if texts:
-            return await self._tokenizers.encode(texts)
-        return [_token_ids(prompt, job.prompt_field, limits) for prompt in job.prompts]
+        texts = await self._encoder.texts(job, [prompt.token_ids for prompt in prompts]) if job.echo else ()
+        return Generation(submits, started_ns, tokenize_ns, self._metrics, texts)
 
 
 def _seconds_left(deadline: asyncio.Timeout) -> float:
@@ -198,30 +213,14 @@ def _seconds_left(deadline: asyncio.Timeout) -> float:
     return when - asyncio.get_running_loop().time()
 
 
-def _num_prompts(job: Job) -> int:
-    if isinstance(job.prompts, Chat):
-        return 1
-    if len(job.prompts) > MAX_PROMPTS:
+def _num_outputs(job: Job) -> int:
+    """Checked before anything is made for them."""
+    num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
+    if num_prompts > MAX_PROMPTS:
         field = job.prompt_field
-        raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {len(job.prompts)}", field)
-    return len(job.prompts)
-
-
-def _check_sizes(job: Job, max_bytes: int) -> None:
-    """Refuses, before it is encoded, what cannot become a prompt. ``max_bytes``: of a full context; 0: unknown."""
-    field = job.prompt_field
-    for text in job.texts:
-        if not text:
-            raise errors.InvalidArgument(f"{field} is empty; at least one token is needed", field)
-        if max_bytes and len(text) > max_bytes:
-            raise errors.InvalidArgument(f"{field} is longer than the model's context", field)
-
-
-def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimits) -> tokenizer_pb2.TokenizedPrompt:
-    if len(prompt) >= limits.max_model_len:
-        # Refused for its length before a long look at its items.
-        validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
-    return tokenizer_pb2.TokenizedPrompt(token_ids=validation.narrow_token_ids(field, prompt))
+        raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {num_prompts}", field)
+    validation.check_samples(job.num_samples, num_prompts)
+    return num_prompts * job.num_samples
 
 
 def _submit(
@@ -237,6 +236,7 @@ def _submit(
         block_hash_prefixes=prompt.block_hash_prefixes,
         sampling_params=sampling,
         text=job.text,
+        num_samples=job.num_samples if job.num_samples > 1 else 0,
     )
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)

@@ -7,7 +7,7 @@ import grpc.aio
 
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, output_processor_pb2
 
-from ..runtime import errors
+from ..runtime import errors, logprob_columns
 from .chat import read_messages
 from .collector import Delta
 from .endpoint import check_model
@@ -36,7 +36,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             while not generation.done:
                 for delta in await generation.take():
                     response = _response(generation, delta)
-                    if len(generation.finished) == len(generation.prompts) and delta.finished is not None:
+                    if len(generation.finished) == generation.num_outputs and delta.finished is not None:
                         _close(response, generation, with_timeline=request.return_timeline)
                     await context.write(response)
 
@@ -55,7 +55,10 @@ def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
     text = output_processor_pb2.TextOptions(
         stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else None,
+        skip_special_tokens=_optional(request, "skip_special_tokens"),
+        spaces_between_special_tokens=_optional(request, "spaces_between_special_tokens"),
+        detokenize=_optional(request, "detokenize"),
+        stream_interval=request.stream_interval,
     )
     prompts: Chat | list[str] | list[list[int]]
     if kind == "chat":
@@ -70,8 +73,15 @@ def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
         text,
         ignore_eos=request.ignore_eos,
         priority=request.priority,
+        num_samples=request.n or 1,
+        bad_words=request.bad_words,
+        truncate_prompt_tokens=_optional(request, "truncate_prompt_tokens"),
         timeout=timeout,
     )
+
+
+def _optional(request: inference_pb2.GenerateRequest, name: str) -> Any:
+    return getattr(request, name) if request.HasField(name) else None
 
 
 def _message(role: str, content: str) -> Mapping[str, str]:
@@ -86,6 +96,12 @@ def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateRes
         token_ids=delta.token_ids,
         token_index=delta.token_index,
     )
+    for told in delta.logprobs:
+        response.logprobs.top = told.logprobs.top
+        logprob_columns.extend(response.logprobs, told.logprobs)
+    for told in delta.prompt_logprobs:
+        response.prompt_logprobs.top = told.logprobs.top
+        logprob_columns.extend(response.prompt_logprobs, told.logprobs)
     if delta.finished is not None:
         response.finish_reason = delta.finished.reason
         response.stop_reason = delta.finished.stop_reason

@@ -29,6 +29,16 @@ class Job:
     ignore_eos: bool = False
     priority: int = 0
     """Lower runs first, as the client asks: the gateway may raise it."""
+    num_samples: int = 1
+    """Of each prompt."""
+    bad_words: Sequence[str] = ()
+    """Texts that must not appear."""
+    truncate_prompt_tokens: int | None = None
+    """Only the last so many tokens of a prompt count; -1: as many as leave room for the answer."""
+    add_special_tokens: bool = True
+    """To texts; a chat's template has its own."""
+    echo: bool = False
+    """The prompt's text is wanted too."""
     timeout: float | None = None
     """Seconds; None: the gateway's default."""
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -11,6 +11,7 @@ import msgspec
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..runtime import errors, validation
+from .job import Chat, Job
 from .response_format import read_response_format
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,6 @@ SAMPLING_FIELDS = frozenset(
 """Fields that :func:`validation.narrow_sampling` reads, the same for both endpoints."""
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
-    "n": (None, 1),
-    "bad_words": (None, []),
-    "best_of": (None, 1),
     "suffix": (None, ""),
     "echo": (None, False),
     "top_logprobs": (None, 0),
@@ -62,11 +60,9 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "continue_final_message": (None, False),
-    "truncate_prompt_tokens": (None,),
     "chat_template": (None,),
     "documents": (None, []),
     "add_special_tokens": (None,),
-    "detokenize": (None, True),
     "cache_salt": (None,),
     "kv_transfer_params": (None,),
 }
@@ -86,7 +82,6 @@ WITHOUT_EFFECT = frozenset(
         "safety_identifier",
         "prompt_cache_key",
         "parallel_tool_calls",
-        "spaces_between_special_tokens",
         "request_id",
     }
 )
@@ -112,6 +107,14 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     return_timeline: bool | None = None
+    n: Any = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Any = None
+    add_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Any = None
+    return_tokens_as_token_ids: bool | None = None
     response_format: Any = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
@@ -131,6 +134,16 @@ class Options:
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
     """The client's own, to tell its stop reason from an end of sequence."""
+    num_logprobs: int | None = None
+    """Alternatives to tell beside each token; None: no log probabilities."""
+    num_prompt_logprobs: int | None = None
+    """The same for the prompt; None: the client did not ask."""
+    tokens_as_ids: bool = False
+    """Tokens are told as ``token_id:…``."""
+    echo: bool = False
+    """The prompt comes before the text."""
+    echo_only: bool = False
+    """Nothing comes after it."""
 
     @classmethod
     def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams) -> "Options":
@@ -138,6 +151,8 @@ class Options:
         stream = bool(fields.stream)
         if fields.stream_options is not None and not stream:
             raise errors.InvalidArgument("stream_options is only allowed with stream", "stream_options")
+        if stream and sampling.HasField("prompt_logprobs"):
+            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
         options = fields.stream_options or StreamOptions()
         return cls(
             stream=stream,
@@ -147,6 +162,9 @@ class Options:
             return_timeline=bool(fields.return_timeline),
             stop=tuple(stop_strings(fields)),
             stop_token_ids=frozenset(sampling.stop_token_ids),
+            num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            num_prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
         )
 
 
@@ -182,9 +200,10 @@ class BodyReader:
                 log.warning("request field %r is ignored: no such field", name[:64])
 
 
-def sampling_params(body: Body) -> types_pb2.SamplingParams:
-    """The sampling parameters of a body, ``response_format`` among them."""
-    sampling = validation.narrow_sampling({name: body[name] for name in SAMPLING_FIELDS if name in body})
+def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
+    """The sampling parameters of a body, ``response_format`` among them; ``own``: those that the endpoint spells in its
+    own way."""
+    sampling = validation.narrow_sampling({name: body[name] for name in SAMPLING_FIELDS if name in body} | own)
     if (constraint := read_response_format(body.get("response_format"))) is not None:
         if sampling.HasField("structured_outputs"):
             raise errors.InvalidArgument("response_format and structured_outputs exclude each other", "response_format")
@@ -192,13 +211,52 @@ def sampling_params(body: Body) -> types_pb2.SamplingParams:
     return sampling
 
 
+def make_job(
+    fields: CommonFields,
+    prompts: Chat | Sequence[str | Sequence[object]],
+    prompt_field: str,
+    sampling: types_pb2.SamplingParams,
+    **own: Any,
+) -> Job:
+    """What the body asks for; ``own``: what only the endpoint has."""
+    return Job(
+        prompts,
+        prompt_field,
+        sampling,
+        text_options(fields),
+        ignore_eos=bool(fields.ignore_eos),
+        priority=fields.priority or 0,
+        num_samples=num_samples(fields),
+        bad_words=fields.bad_words or (),
+        truncate_prompt_tokens=truncation(fields),
+        **own,
+    )
+
+
 def text_options(fields: CommonFields) -> output_processor_pb2.TextOptions:
     """How the text is made."""
+    interval = fields.stream_interval
     return output_processor_pb2.TextOptions(
         stop=stop_strings(fields),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens,
+        detokenize=fields.detokenize,
+        stream_interval=0 if interval is None else validation.narrow_int("stream_interval", interval, 1, 2**32 - 1),
     )
+
+
+def num_samples(fields: CommonFields) -> int:
+    """``n``."""
+    return 1 if fields.n is None else validation.narrow_int("n", fields.n, 1, validation.MAX_SAMPLES)
+
+
+def truncation(fields: CommonFields) -> int | None:
+    """``truncate_prompt_tokens``."""
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return None
+    return validation.narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1)
 
 
 def stop_strings(fields: CommonFields) -> list[str]:
@@ -210,8 +268,6 @@ def stop_strings(fields: CommonFields) -> list[str]:
 def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
     if any(value == allowed and type(value) is type(allowed) for allowed in neutral):
         return
-    if name == "n" and not (type(value) is int and value > 1):
-        raise errors.InvalidArgument(f"n must be an integer of at least 1, not {value!r:.40}", name)
     raise errors.InvalidArgument(f"{name} is not supported yet", name)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from .collector import Collector
 
 log = logging.getLogger(__name__)
 
+SlotTextLogprobs: TypeAlias = output_processor_pb2.SlotTextLogprobs
 Call: TypeAlias = "grpc.aio.StreamStreamCall[output_processor_pb2.ProcessInput, output_processor_pb2.ProcessFrame]"
 
 INITIAL_CREDIT = 64
@@ -40,11 +41,20 @@ class Ticket:
         self.stream.cancel(self.slot)
 
 
+@dataclass(slots=True)
+class _Target:
+    """Where a slot's output goes: its samples to as many indices of a collector."""
+
+    collector: Collector
+    first_index: int
+    num_live: int
+
+
 class ProcessStream:
     """One incarnation of the stream; never reused after it ended."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[Collector, int]] = {}  # as many as the gateway admits requests
+        self._slots: dict[int, _Target] = {}  # as many as the gateway admits requests
         self._next_slot = 1
         self._outbox: deque[output_processor_pb2.ProcessInput] = deque()  # bounded likewise: the writer empties it
         self._outbox_tokens = 0
@@ -58,13 +68,13 @@ class ProcessStream:
         return len(self._slots)
 
     def submit(self, submit: output_processor_pb2.Submit, collector: Collector, index: int) -> Ticket:
-        """Sends a request (its slot is filled in here); its output goes to ``index`` of the collector."""
+        """Sends a request (its slot is filled in here); its samples go to the collector, from ``index`` on."""
         assert not self.ended
         if not self._slots:
             self._silent_ticks = 0
         submit.slot = slot = self._next_slot
         self._next_slot += 1
-        self._slots[slot] = (collector, index)
+        self._slots[slot] = _Target(collector, index, submit.num_samples or 1)
         num_tokens = len(submit.prompt.token_ids)
         self._message(num_tokens).submit.append(submit)
         return Ticket(self, slot)
@@ -76,8 +86,8 @@ class ProcessStream:
     def end(self, error: errors.TokenloomError) -> None:
         """The stream is gone: so are its requests."""
         self.ended = True
-        for collector, _ in self._slots.values():
-            collector.fail(error)
+        for target in self._slots.values():
+            target.collector.fail(error)
         self._slots.clear()
 
     async def write(self, call: Call) -> None:
@@ -111,18 +121,45 @@ class ProcessStream:
         counts = list(frame.num_tokens) or [1] * n
         if not n == len(frame.text) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
             raise errors.FailedPrecondition("a frame's columns differ in length")
-        ending = {finished.slot for finished in frame.finished}
+        samples = list(frame.sample_index) or [0] * n
+        told = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
+        ending = {(finished.slot, finished.sample_index) for finished in frame.finished}
         start = 0
-        for slot, text, token_index, count in zip(frame.slot, frame.text, frame.token_index, counts, strict=True):
+        for slot, sample, text, token_index, count in zip(
+            frame.slot, samples, frame.text, frame.token_index, counts, strict=True
+        ):
             end = start + count
             if (target := self._slots.get(slot)) is not None:
-                target[0].put(target[1], text, token_index, token_ids[start:end], ends=slot in ending)
+                target.collector.put(
+                    target.first_index + sample,
+                    text,
+                    token_index,
+                    token_ids[start:end],
+                    logprobs=told[slot, sample] if told and (slot, sample) in told else (),
+                    ends=bool(ending) and (slot, sample) in ending,
+                )
             start = end
         for finished in frame.finished:
-            if (target := self._slots.pop(finished.slot, None)) is not None:
-                target[0].finish(target[1], finished)
-        if n or frame.finished:  # heartbeats are free
+            self._finish(finished)
+        if n or frame.finished or frame.logprobs:  # heartbeats are free
             self._grant()
+
+    def _deal_prompts(self, logprobs: Iterable[SlotTextLogprobs]) -> dict[tuple[int, int], list[SlotTextLogprobs]]:
+        """Hands out what is told of prompts; returns what is told of tokens, by slot and sample."""
+        told: dict[tuple[int, int], list[SlotTextLogprobs]] = {}
+        for each in logprobs:
+            if not each.prompt:
+                told.setdefault((each.slot, each.sample_index), []).append(each)
+            elif (target := self._slots.get(each.slot)) is not None:
+                target.collector.put_prompt(target.first_index, each)
+        return told
+
+    def _finish(self, finished: output_processor_pb2.RequestFinished) -> None:
+        if (target := self._slots.get(finished.slot)) is not None:
+            target.num_live -= 1
+            if not target.num_live:
+                del self._slots[finished.slot]
+            target.collector.finish(target.first_index + finished.sample_index, finished)
 
     def _grant(self) -> None:
         self._uncredited += 1

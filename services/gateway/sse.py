@@ -52,9 +52,9 @@ class EventWriter:
         return TextEvent(head, tail)
 
 
-def choice(index: int, content: bytes, finish: bytes = b"null", extra: bytes = b"") -> bytes:
+def choice(index: int, content: bytes, finish: bytes = b"null", extra: bytes = b"", logprobs: bytes = b"null") -> bytes:
     """A choice: ``content`` is its ``"delta"`` or ``"text"`` member, ``finish`` its JSON finish reason."""
-    return b'{"index":%d,%b,"logprobs":null,"finish_reason":%b%b}' % (index, content, finish, extra)
+    return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}' % (index, content, logprobs, finish, extra)
 
 
 def token_ids_member(token_ids: Sequence[int]) -> bytes:

@@ -61,9 +61,13 @@ class TokenizerClient:
 
             await self._members.watch(joined)
 
-    async def encode(self, texts: Sequence[str]) -> list[tokenizer_pb2.TokenizedPrompt]:
-        """Token ids and block hashes of each text, with special tokens."""
-        request = tokenizer_pb2.EncodeRequest(texts=texts, add_special_tokens=True, want_hashes=True)
+    async def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, want_hashes: bool = True
+    ) -> list[tokenizer_pb2.TokenizedPrompt]:
+        """Token ids and block hashes of each text."""
+        request = tokenizer_pb2.EncodeRequest(
+            texts=texts, add_special_tokens=add_special_tokens, want_hashes=want_hashes
+        )
         return list((await self._call(lambda stub: stub.Encode(request))).prompts)
 
     async def encode_chat(self, chat: Chat) -> tokenizer_pb2.TokenizedPrompt:
@@ -75,6 +79,11 @@ class TokenizerClient:
             want_hashes=True,
         )
         return (await self._call(lambda stub: stub.EncodeChat(request))).prompt
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of a complete sequence."""
+        request = tokenizer_pb2.DecodeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return (await self._call(lambda stub: stub.Decode(request))).text
 
     async def _call(self, send: "Callable[[tokenizer_pb2_grpc.TokenizerAsyncStub], Awaitable[T]]") -> T:
         """Each living replica once, beginning with the next in turn; only an unavailable one is passed over.

@@ -154,7 +154,8 @@ class Legs:
         accepted = self._owner.state.token_ids
         self._prefill = Leg(self, placement, len(accepted))
         self._send(self._prefill, self._request(placement, accepted, hold_kv=not placement.whole_request))
-        if placement.whole_request:
+        # What is told of the prompt comes before any sample's tokens.
+        if placement.whole_request and not self._params.HasField("prompt_logprobs"):
             self._settle(placement)
 
     def _place_decode(self, placement: Placement) -> None:
@@ -229,6 +230,8 @@ class Legs:
         if leg is self._decode:
             self._holds_kv = False  # whoever decodes has read it
             self._settle(leg.placement)  # and verified it: whoever joins hits it
+        elif leg.placement.whole_request:
+            self._settle(leg.placement)
         self._owner.on_tokens(token_index, token_ids, logprobs)
 
     def on_finished(self, leg: Leg, finished: Finished) -> None:

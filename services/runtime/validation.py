@@ -11,6 +11,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from .errors import InvalidArgument
 from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE
+from .narrowing import narrow_int as narrow_int
 from .narrowing import narrow_sampling as narrow_sampling
 from .narrowing import narrow_token_ids as narrow_token_ids
 from .structured_outputs import check_structured_outputs

@@ -1,9 +1,11 @@
 """Small cores over the hash worker, and how to run them to the end."""
 
+import functools
 from collections.abc import Sequence
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.registry import make_executor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
@@ -21,19 +23,24 @@ def make_config(
     decode_budget: int | None = None,
     chunked: bool = True,
     max_model_len: int | None = None,
+    async_scheduling: bool = False,
     policy: str = "fcfs",
     long_prefill: int = 0,
     reserve_full_prompt: bool = True,
     watermark: float = 0.01,
+    kv_events: str = "",
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
-        cache=CacheConfig(block_size=block_size, enable_prefix_caching=caching, num_blocks=num_blocks),
+        cache=CacheConfig(
+            block_size=block_size, enable_prefix_caching=caching, num_blocks=num_blocks, kv_events=kv_events
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             decode_batched_tokens=decode_budget,
             enable_chunked_prefill=chunked,
+            async_scheduling=async_scheduling,
             policy=policy,
             long_prefill_token_threshold=long_prefill,
             reserve_full_prompt=reserve_full_prompt,
@@ -46,7 +53,12 @@ def make_config(
 def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore:
     """Takes the keywords of ``make_config``."""
     config = make_config(**settings)  # type: ignore[arg-type]
-    return EngineCore(config, HashWorker(config, vocab_size=vocab_size, max_model_len=256))
+    worker = functools.partial(make_worker, vocab_size=vocab_size)
+    return EngineCore(config, make_executor(config, worker))
+
+
+def make_worker(config: EngineConfig, vocab_size: int = VOCAB_SIZE) -> HashWorker:
+    return HashWorker(config, vocab_size=vocab_size, max_model_len=256)
 
 
 def make_request(

@@ -28,8 +28,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
         if not (request.remote and request.remote.wait_ns):
             assert not request.block_ids
             assert request.num_computed_tokens == 0
+    if scheduler._in_flight is None:
+        assert all(not request.num_output_placeholders for request in scheduler.requests.values())
     for request in scheduler.running:
-        assert request.num_computed_tokens < request.num_tokens == len(request.all_token_ids)
+        assert request.num_tokens == len(request.all_token_ids)
+        assert request.num_computed_tokens < request.num_tokens + request.num_output_placeholders
+        assert request.num_tokens + request.num_output_placeholders <= request.max_num_tokens
         num_blocks = -(-request.num_computed_tokens // scheduler.kv.block_size)
         assert len(request.block_ids) == num_blocks or (request.remote and len(request.block_ids) > num_blocks)
     _check_order(scheduler)
@@ -74,8 +78,9 @@ def _check_content(scheduler: Scheduler) -> None:
     """A block can be hit only when it is full, and only by the tokens it holds; what is shared can be hit."""
     pool, size = scheduler.kv.pool, scheduler.kv.block_size
     for request in scheduler.running:
-        hashes = block_hashes(request.all_token_ids[: request.num_computed_tokens], size, salt=request.cache_salt)
-        num_computed_blocks = -(-request.num_computed_tokens // size)
+        num_known = min(request.num_computed_tokens, request.num_tokens)
+        hashes = block_hashes(request.all_token_ids[:num_known], size, salt=request.cache_salt)
+        num_computed_blocks = -(-num_known // size)
         for block_id, block_hash in zip_longest(request.block_ids[:num_computed_blocks], hashes):
             assert pool._hashes[block_id] in (None, block_hash)
             assert pool.ref_counts[block_id] == 1 or block_hash is not None

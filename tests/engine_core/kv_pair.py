@@ -11,6 +11,7 @@ import msgspec
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.core_kv import CoreKV
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.failpoints import Failpoints
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.engine_core.kv_messages import (
@@ -113,7 +114,7 @@ class Engine:
         self.service = KVService(kv, [self.transport], self.failpoints, executor=self.copies, clock=clock)
         connector = PullConnector(self.service, config.cache.block_size, self.failpoints)
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
-        self.core = EngineCore(config, worker, CoreKV(connector, self.failpoints, self.service))
+        self.core = EngineCore(config, UniProcExecutor(worker), CoreKV(connector, self.failpoints, self.service))
 
     @property
     def stats(self) -> Any:

@@ -11,6 +11,7 @@ from tokenloom.engine_core.messages import EngineCoreOutput
 FAILING_CORE = """
 import argparse, os, sys
 from tokenloom.engine_core.core_process import run_engine_core
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 
 class FailingWorker(HashWorker):
@@ -22,7 +23,7 @@ class FailingWorker(HashWorker):
 parser = argparse.ArgumentParser()
 parser.add_argument("--handshake")
 sys.stderr = open(os.devnull, "w")
-os._exit(run_engine_core(parser.parse_known_args()[0].handshake, FailingWorker))
+os._exit(run_engine_core(parser.parse_known_args()[0].handshake, lambda config: UniProcExecutor(FailingWorker(config))))
 """
 
 

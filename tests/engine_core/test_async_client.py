@@ -14,6 +14,7 @@ from tests.engine_core.processes import failing_core, has_ended
 from tokenloom.engine_core.async_client import AsyncClient, AsyncInprocClient, AsyncMPClient
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, UtilityError
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import EngineCoreOutputs
 from tokenloom.engine_core.scheduler_output import SchedulerOutput
@@ -24,7 +25,7 @@ MakeClient = Callable[[EngineConfig], AsyncClient]
 
 
 def inproc(config: EngineConfig) -> AsyncClient:
-    return AsyncInprocClient(config, HashWorker(config))
+    return AsyncInprocClient(config, UniProcExecutor(HashWorker(config)))
 
 
 @pytest.fixture(params=[inproc, AsyncMPClient], ids=["inproc", "process"])
@@ -152,7 +153,7 @@ class FailingWorker(HashWorker):
 
 async def test_a_failed_step_is_the_end(tmp_path: Path) -> None:
     for client in (
-        AsyncInprocClient(CONFIG, FailingWorker(CONFIG)),
+        AsyncInprocClient(CONFIG, UniProcExecutor(FailingWorker(CONFIG))),
         AsyncMPClient(CONFIG, command=failing_core(tmp_path, "raise RuntimeError('broken')")),
     ):
         await client.start()

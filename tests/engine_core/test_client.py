@@ -10,6 +10,7 @@ from tests.engine_core.processes import collect
 from tokenloom.engine_core.client import InprocClient, SyncClient, SyncMPClient
 from tokenloom.engine_core.config import WorkerConfig
 from tokenloom.engine_core.errors import UtilityError
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
 from tokenloom.engine_core.messages import FinishReason
 
@@ -19,7 +20,9 @@ CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", wo
 
 @pytest.fixture(params=["inproc", "process"])
 def client(request: pytest.FixtureRequest) -> Iterator[SyncClient]:
-    client = InprocClient(CONFIG, HashWorker(CONFIG)) if request.param == "inproc" else SyncMPClient(CONFIG)
+    client = (
+        InprocClient(CONFIG, UniProcExecutor(HashWorker(CONFIG))) if request.param == "inproc" else SyncMPClient(CONFIG)
+    )
     yield client
     client.close()
 

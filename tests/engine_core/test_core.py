@@ -3,6 +3,7 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import CoreReady, FinishReason
 from tokenloom.engine_core.scheduler_output import SchedulerOutput
@@ -100,7 +101,7 @@ class FailingWorker(HashWorker):
 
 def test_a_failed_step_is_raised_and_can_be_run_again() -> None:
     config = make_config()
-    core = EngineCore(config, FailingWorker(config, vocab_size=VOCAB_SIZE))
+    core = EngineCore(config, UniProcExecutor(FailingWorker(config, vocab_size=VOCAB_SIZE)))
     core.add_request(make_request("a", [1] * 9, 4))
     first = core.step().outputs
     core.add_request(make_request("b", [1] * 9, 4))

@@ -11,6 +11,7 @@ import pytest
 from tokenloom.engine_core.async_client import AsyncClient, AsyncInprocClient, AsyncMPClient
 from tokenloom.engine_core.config import EngineConfig, KVConfig
 from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
 from tokenloom.engine_core.kv_messages import KVAcquire, KVAnswer, KVCall, KVRelease, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.leases import prompt_digest
@@ -33,7 +34,7 @@ def kv_config(transport: str, *, step_seconds: float = 0.0) -> EngineConfig:
 
 
 def in_thread(config: EngineConfig) -> AsyncClient:
-    return AsyncInprocClient(config, HashWorker(config), make_transports(config.kv.transports))
+    return AsyncInprocClient(config, UniProcExecutor(HashWorker(config)), make_transports(config.kv.transports))
 
 
 @asynccontextmanager

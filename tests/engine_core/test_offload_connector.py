@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.core_kv import make_core_kv
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.messages import EngineCoreOutput
 from tokenloom.engine_core.offload_tier import OffloadTier, TierLoad
@@ -35,7 +36,7 @@ class OffloadingCore:
         self.config = msgspec.structs.replace(base, kv=kv)
         self.core = EngineCore(
             self.config,
-            HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256),
+            UniProcExecutor(HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)),
             make_core_kv(self.config, ()),
         )
         self._news = threading.Event()

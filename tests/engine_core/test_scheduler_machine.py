@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,17 +19,21 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.engine_core.messages import FinishReason
 from tokenloom.engine_core.pausing import PauseMode
 from tokenloom.engine_core.request_queue import SchedulingPolicy
 from tokenloom.engine_core.scheduler_output import SchedulerOutput
 
 MAX_MODEL_LEN = 48
+SESSION = "session"
 
 
 class StepLostError(Exception):
@@ -108,6 +113,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 64),
         decode_budget=st.none() | st.integers(1, 16),
+        overlaps=st.booleans(),
         policy=st.sampled_from(SchedulingPolicy),
         long_prefill=st.sampled_from([0, 0, 1, 5]),
         reserve_full_prompt=st.booleans(),
@@ -122,6 +128,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         decode_budget: int | None,
+        overlaps: bool,
         policy: SchedulingPolicy,
         long_prefill: int,
         reserve_full_prompt: bool,
@@ -136,14 +143,21 @@ class CoreMachine(RuleBasedStateMachine):
             budget=budget if chunked else MAX_MODEL_LEN,
             decode_budget=decode_budget,
             max_model_len=MAX_MODEL_LEN,
+            async_scheduling=overlaps,
             policy=policy,
             long_prefill=long_prefill if chunked else 0,
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
         )
+        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events="CPU"))
         self.policy = policy
+        self.told_blocks: set[bytes] = set()
+        """What can be hit, by the events alone."""
+        self.spoken: list[int] = []
+        """Prompt of the session's present turn, with what it is answered."""
+        self.inputs: list[tuple[list[int], int]] = []
         self.worker = MortalWorker(config)
-        self.core = EngineCore(config, self.worker)
+        self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 
@@ -155,6 +169,21 @@ class CoreMachine(RuleBasedStateMachine):
     def abort(self, request_id: str) -> None:
         self.core.abort_requests([request_id, "unknown"])
         self.live.pop(request_id, None)
+
+    @rule(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4), max_tokens=st.integers(1, 6))
+    def speak(self, prompt: list[int], max_tokens: int) -> None:
+        message = make_request(SESSION, prompt, max_tokens)
+        message.resumable = True
+        self.inputs.append((prompt, max_tokens))
+        if SESSION not in self.live:
+            self._next_turn()
+        self.core.add_request(message)
+
+    @rule()
+    def fall_silent(self) -> None:
+        self.core.abort_requests([SESSION])
+        self.live.pop(SESSION, None)
+        self.spoken, self.inputs = [], []
 
     @rule(request_id=consumes(requests))
     def abort_during_a_step(self, request_id: str) -> None:
@@ -171,12 +200,16 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def lose_a_step(self) -> None:
         self.worker.dies = True
-        try:
-            self._step()
-        except StepLostError:
-            pass
-        else:
-            raise AssertionError("requests were live, but nothing was executed")
+        for _ in range(3):  # overlapping steps: computed one or two turns after it is scheduled
+            try:
+                self._step()
+            except StepLostError:
+                return
+            assert self.core._batch_queue is not None, "requests were live, but nothing was executed"
+            if not self.core.scheduler.requests:
+                break  # all ended by what was in flight
+        assert not self.core.scheduler.requests, "requests were live, but nothing was executed"
+        self.worker.dies = False
 
     @rule()
     def reset_prefix_cache(self) -> None:
@@ -193,7 +226,7 @@ class CoreMachine(RuleBasedStateMachine):
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         begun = {r.request_id for r in self.core.scheduler.requests.values() if r.is_known_to_worker}
         quiet = self.core.pause(mode, clear_cache)
-        assert quiet.done() == (mode is not PauseMode.WAIT or not begun)
+        assert quiet.done() == (not self.core._batch_queue and (mode is not PauseMode.WAIT or not begun))
         if mode is PauseMode.ABORT:
             assert not self.core.scheduler.requests
             for expected in self.live.values():
@@ -204,6 +237,9 @@ class CoreMachine(RuleBasedStateMachine):
                     break
                 self._step()
             assert not begun & set(self.core.scheduler.requests), "it had begun, and did not finish"
+        while self.core._batch_queue:
+            self._step()
+        assert quiet.done()
         waiting = [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
         for _ in range(3):
             self._step()
@@ -219,9 +255,10 @@ class CoreMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         scheduler = self.core.scheduler
         check_scheduler(scheduler)
-        assert self.worker._rows.keys() <= {*scheduler.requests, *scheduler._finished_req_ids}, (
-            "the worker keeps the dead"
-        )
+        to_forget = {*scheduler._finished_req_ids}
+        for step in self.core._batch_queue.steps if self.core._batch_queue is not None else ():
+            to_forget.update(step.scheduled.finished_req_ids)
+        assert self.worker._rows.keys() <= {*scheduler.requests, *to_forget}, "the worker keeps the dead"
 
     def teardown(self) -> None:
         if not hasattr(self, "core"):
@@ -254,8 +291,27 @@ class CoreMachine(RuleBasedStateMachine):
         )
         return request_id
 
+    def _next_turn(self) -> None:
+        prompt, max_tokens = self.inputs.pop(0)
+        self.spoken = self.spoken + prompt
+        if len(self.spoken) >= MAX_MODEL_LEN:
+            self.live[SESSION] = Expected([], FinishReason.ERROR)
+            self.inputs.clear()
+        else:
+            self.live[SESSION] = expect(self.spoken, max_tokens, ())
+
+    def _turn_ended(self, expected: Expected, reason: FinishReason) -> None:
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self.spoken, self.inputs = [], []
+            return
+        self.spoken += expected.tokens[:-1]
+        if self.inputs:
+            self._next_turn()
+
     def _step(self, aborted: Sequence[str] = ()) -> None:
-        for output in self.core.step(lambda: aborted).outputs:
+        outputs = self.core.step(lambda: aborted)
+        self._take_events(outputs.kv_events)
+        for output in outputs.outputs:
             expected = self.live[output.request_id]
             assert output.token_index == len(expected.received)
             expected.received.extend(output.new_token_ids)
@@ -263,11 +319,28 @@ class CoreMachine(RuleBasedStateMachine):
             if output.finish_reason is FinishReason.ABORT:
                 assert expected.may_abort
                 del self.live[output.request_id]
+                if output.request_id == SESSION:
+                    self._turn_ended(expected, output.finish_reason)
             elif output.finish_reason is not None:
                 assert output.finish_reason is expected.reason
                 assert expected.received == expected.tokens
                 del self.live[output.request_id]
+                if output.request_id == SESSION:
+                    self._turn_ended(expected, output.finish_reason)
         check_scheduler(self.core.scheduler)
+
+    def _take_events(self, events: list[KVCacheEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored():
+                    assert event.parent_block_hash is None or event.parent_block_hash in self.told_blocks
+                    assert not self.told_blocks & set(event.block_hashes)
+                    self.told_blocks.update(event.block_hashes)
+                case BlockRemoved():
+                    self.told_blocks.difference_update(event.block_hashes)
+                case AllBlocksCleared():
+                    self.told_blocks.clear()
+        assert self.told_blocks == set(self.core.scheduler.kv.pool._by_hash)
 
 
 pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes

@@ -9,6 +9,7 @@ import numpy as np
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.devices import make_worker
@@ -37,7 +38,7 @@ def measure(model: Path, device: str, batches: Sequence[int], *, prompt_len: int
         scheduler=SchedulerConfig(max_num_seqs=max(batches), max_num_batched_tokens=_BUDGET),
         max_model_len=prompt_len + output_len,
     )
-    core = EngineCore(config, make_worker(config))
+    core = EngineCore(config, UniProcExecutor(make_worker(config)))
     try:
         _run(core, batches[0], prompt_len, output_len)
         for batch in batches:

@@ -52,6 +52,13 @@ def test_bfloat16_packs_or_not_but_multiplies():
     torch.testing.assert_close(found, F.linear(x, weight), rtol=2e-2, atol=2e-2)
 
 
+def test_results_in_another_dtype_are_those_of_the_first():
+    weight, x = random(64, 32).bfloat16(), random(40, 32).bfloat16()
+    for layer in (make_linear(weight), PlainLinear(weight, None)):
+        for rows in (3, 40):
+            assert torch.equal(layer(x[:rows], torch.float32), layer(x[:rows]).float())
+
+
 def test_other_devices_and_dtypes_are_plain():
     assert not can_pack(torch.device("meta"), torch.float32)
     assert isinstance(make_linear(random(4, 4).double()), PlainLinear)
@@ -67,5 +74,5 @@ def test_operations_that_are_gone_or_refuse_leave_it_plain(error, monkeypatch):
 
 
 def test_operations_that_multiply_wrong_leave_it_plain(monkeypatch):
-    monkeypatch.setattr(packed_linear.PackedLinear, "__call__", lambda self, x: torch.zeros(len(x), 48))
+    monkeypatch.setattr(packed_linear.PackedLinear, "__call__", lambda self, x, dtype=None: torch.zeros(len(x), 48))
     assert isinstance(make_linear(random(4, 4)), PlainLinear)

@@ -9,6 +9,7 @@ from tests.gpu_worker.device_platform import ApartPlatform
 from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
@@ -48,8 +49,8 @@ def generate(core, kinds):
 @pytest.mark.parametrize("kinds", [["greedy"], ["greedy", "drawn"], list(PARAMS)])
 def test_the_same_tokens_as_on_the_host(kinds):
     config = make_config()
-    apart = generate(EngineCore(config, ModelWorker(config, ApartPlatform())), kinds)
-    assert apart == generate(EngineCore(config, CPUWorker(config)), kinds)
+    apart = generate(EngineCore(config, UniProcExecutor(ModelWorker(config, ApartPlatform()))), kinds)
+    assert apart == generate(EngineCore(config, UniProcExecutor(CPUWorker(config))), kinds)
     assert all(len(each) == 12 for each in apart.values())
 
 
@@ -63,7 +64,7 @@ def test_the_platform_says_how_much_is_left_for_kv():
 def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
     config, platform = make_config(), ApartPlatform()
     worker = ModelWorker(config, platform)
-    core = EngineCore(config, worker)
+    core = EngineCore(config, UniProcExecutor(worker))
     before = generate(core, ["drawn"])
     core.reset_prefix_cache()
     worker.sleep(1)

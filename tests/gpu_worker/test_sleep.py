@@ -11,6 +11,7 @@ from tests.gpu_worker.conftest import SaveCheckpoint
 from tokenloom.engine_core.client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.errors import UtilityError
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
@@ -41,7 +42,7 @@ def make_client(model: Path, profiler_dir: str = "") -> InprocClient:
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
     )
-    return InprocClient(config, CPUWorker(config))
+    return InprocClient(config, UniProcExecutor(CPUWorker(config)))
 
 
 def generate(client: InprocClient, prompts: list[list[int]]) -> list[list[int]]:

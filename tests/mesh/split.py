@@ -7,16 +7,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.engine_core.async_client import AsyncInprocClient
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.engine.core_main import make_transports
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.services.engine.structured_output import structured_output_config
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 from tokenloom.services.runtime.host import Host
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
@@ -107,13 +111,14 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     is_hash = settings.worker == "hash"
     # Without a checkpoint the hash worker's tokens are any of the vocabulary.
     config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
+    config = msgspec.structs.replace(config, structured_output=structured_output_config(DEMO_MODEL))
     transports = make_transports(config)
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
-        return AsyncInprocClient(config, worker, transports)
+        return AsyncInprocClient(config, UniProcExecutor(worker), transports)
     from tokenloom.gpu_worker.cpu_worker import CPUWorker  # the other tests need no torch
 
-    return AsyncInprocClient(config, CPUWorker(config), transports)
+    return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
 
 
 class SplitMesh(Mesh):

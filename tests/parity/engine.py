@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.devices import make_worker
@@ -37,7 +38,7 @@ class Engine:
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=MAX_MODEL_LEN,
         )
-        self.core = EngineCore(config, make_worker(config))
+        self.core = EngineCore(config, UniProcExecutor(make_worker(config)))
         self.stop_token_ids = tuple(stop_token_ids)
         self.stats = SchedulerStats()
         self.most_scheduled = 0

@@ -42,6 +42,13 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class SchedulingPolicy(StrEnum):
+    """Who goes first."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
 class Dtype(StrEnum):
     """``auto`` keeps the checkpoint's own."""
 
@@ -95,6 +102,12 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in an engine's batch.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of an engine's step.")] = None,
+    scheduling_policy: Annotated[
+        SchedulingPolicy, typer.Option(help="Who goes first: who came first, or requests of the lowest priority.")
+    ] = SchedulingPolicy.FCFS,
+    most_urgent_priority: Annotated[
+        int | None, typer.Option(help="Lowest (most urgent) priority that a client gets, whatever it asks for.")
+    ] = None,
     kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -137,11 +150,13 @@ def serve(
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                scheduling_policy=scheduling_policy,
                 kv_cache_memory=kv_cache_memory,
                 kv_checksum=kv_checksum,
                 worker=worker,
             ),
             "gateway": flags(
+                most_urgent_priority=most_urgent_priority,
                 api_key_file=api_key_file,
                 strict=strict,
                 insecure=insecure,

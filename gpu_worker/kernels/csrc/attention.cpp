@@ -125,7 +125,7 @@ class Call {
     std::vector<Row<T>> rows(piece.count * heads);
     const int num_rows = rows.size();
     for (int i = 0; i < num_rows; ++i) rows[i] = row(piece, piece.first + i / heads, i % heads);
-#ifdef HAS_AMX
+#ifdef ATTEND_WITH_AMX
     if constexpr (std::is_same_v<T, BF16>)
       if (may_use_amx()) return compute_amx(piece, table, rows);
 #endif
@@ -135,7 +135,7 @@ class Call {
       tile<T, 2>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
   }
 
-#ifdef HAS_AMX
+#ifdef ATTEND_WITH_AMX
   void compute_amx(const Piece& piece, const int32_t* table, const std::vector<Row<T>>& rows) {
     if (rows.size() <= 2 * LANES)
       AmxTile<2>(a, rows.data(), rows.size()).run(table, piece.head, piece.begin, piece.end);
@@ -145,7 +145,7 @@ class Call {
 #endif
 
   static int max_rows() {
-#ifdef HAS_AMX
+#ifdef ATTEND_WITH_AMX
     if (std::is_same_v<T, BF16> && may_use_amx()) return MAX_AMX_ROWS;
 #endif
     return MAX_ROWS;

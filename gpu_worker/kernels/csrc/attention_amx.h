@@ -3,43 +3,17 @@
 // Scores are computed as keys times queries, so that keys are read where they lie and rows are lanes of the softmax.
 // Its weights, rounded to bfloat16 and turned, then multiply the values. Sums are float32.
 #pragma once
+#include "amx.h"
 #include "attention.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__) && HEAD_SIZE % 32 == 0
-#define HAS_AMX 1
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
+#if defined(HAS_AMX) && HEAD_SIZE % 32 == 0
+#define ATTEND_WITH_AMX 1
 #include <algorithm>
 
 namespace {
 
 constexpr int MAX_AMX_ROWS = 64, AMX_TILE = 128;  // rows and positions between two looks at the largest score
 constexpr int PAIR = 2;                           // bfloat16 numbers that the unit multiplies together
-
-// Linux gives a process the unit's registers if it asks.
-inline bool may_use_amx() {
-  constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool granted = syscall(SYS_arch_prctl, request, tile_data) == 0;
-  return granted;
-}
-
-// All eight registers as 16 rows of 64 bytes; given back at the end, so that a switch of threads need not save them.
-class AmxRegisters {
- public:
-  AmxRegisters() {
-    struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-      uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } config;
-    _tile_loadconfig(&config);
-  }
-  ~AmxRegisters() { _tile_release(); }
-  AmxRegisters(const AmxRegisters&) = delete;
-  AmxRegisters& operator=(const AmxRegisters&) = delete;
-};
 
 // Registers 0 to 3, two by two, += two stacks of 16 rows (4, 5) times two of 16 columns (6, 7), `depth` times 32 deep.
 // Strides are in bytes: between rows, and between columns' pairs of numbers.
@@ -109,7 +83,7 @@ class AmxTile {
   }
 
   void run(const int32_t* table, int head, int begin, int end) {
-    const AmxRegisters registers;
+    const AmxRegisters registers({16, 16, 16, 16, 16, 16, 16, 16});
     for (int start = begin; start < end; start += AMX_TILE) {
       const int count = std::min(AMX_TILE, end - start);
       score(table, head, start, count);

@@ -140,6 +140,11 @@ class EngineAdminStub:
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.WatchKVEvents = channel.unary_stream(
+                '/tokenloom.v1.EngineAdmin/WatchKVEvents',
+                request_serializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsResponse.FromString,
+                _registered_method=True)
         self.SetRole = channel.unary_unary(
                 '/tokenloom.v1.EngineAdmin/SetRole',
                 request_serializer=tokenloom_dot_v1_dot_engine__pb2.SetRoleRequest.SerializeToString,
@@ -207,6 +212,15 @@ class EngineAdminServicer:
     def ResetPrefixCache(self, request, context):
         """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
         their readers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchKVEvents(self, request, context):
+        """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+        naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+        cache is then to be built anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -287,6 +301,11 @@ def add_EngineAdminServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'WatchKVEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKVEvents,
+                    request_deserializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsResponse.SerializeToString,
             ),
             'SetRole': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRole,
@@ -433,6 +452,33 @@ class EngineAdmin:
             '/tokenloom.v1.EngineAdmin/ResetPrefixCache',
             tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheRequest.SerializeToString,
             tokenloom_dot_v1_dot_engine__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchKVEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.EngineAdmin/WatchKVEvents',
+            tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsRequest.SerializeToString,
+            tokenloom_dot_v1_dot_engine__pb2.WatchKVEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -107,6 +107,11 @@ class EngineAdminStub:
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
     their readers.
     """
+    WatchKVEvents: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]
+    """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+    naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+    cache is then to be built anew.
+    """
     SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
     """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
@@ -146,6 +151,11 @@ class EngineAdminAsyncStub(EngineAdminStub):
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
     """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
     their readers.
+    """
+    WatchKVEvents: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]  # type: ignore[assignment]
+    """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+    naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+    cache is then to be built anew.
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
     """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
@@ -207,6 +217,17 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_engine_pb2.ResetPrefixCacheResponse]]:
         """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
         their readers.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchKVEvents(
+        self,
+        request: _engine_pb2.WatchKVEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchKVEventsResponse], _abc.AsyncIterator[_engine_pb2.WatchKVEventsResponse]]:
+        """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
+        naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
+        cache is then to be built anew.
         """
 
     @_abc_1.abstractmethod

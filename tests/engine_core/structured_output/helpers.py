@@ -16,6 +16,7 @@ from tokenloom.engine_core.config import (
     StructuredOutputConfig,
     WorkerConfig,
 )
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest
 from tokenloom.engine_core.sampling_params import GrammarKind, SamplingParams, StructuredOutput
@@ -90,7 +91,9 @@ def make_client(*, num_blocks: int = 512, max_num_seqs: int = 16) -> InprocClien
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
         structured_output=config(),
     )
-    return InprocClient(core_config, HashWorker(core_config, vocab_size=VOCAB_SIZE, max_model_len=2048))
+    return InprocClient(
+        core_config, UniProcExecutor(HashWorker(core_config, vocab_size=VOCAB_SIZE, max_model_len=2048))
+    )
 
 
 def make_request(

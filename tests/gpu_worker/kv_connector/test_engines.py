@@ -12,6 +12,7 @@ from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.core_kv import make_core_kv
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
 from tokenloom.engine_core.kv_transport import KVTransport
 from tokenloom.engine_core.leases import prompt_digest
@@ -48,7 +49,7 @@ class Engine:
         self.transport = names[0] if names else ""
         kv_parts = make_core_kv(config, transports)
         self.service = kv_parts.service if kv_parts else None
-        self.core = EngineCore(config, CPUWorker(config), kv_parts)
+        self.core = EngineCore(config, UniProcExecutor(CPUWorker(config)), kv_parts)
         self.news = threading.Event()
         self.core.on_news(self.news.set)
         if self.service is not None:

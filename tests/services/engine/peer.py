@@ -13,6 +13,7 @@ import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
 from tokenloom.engine_core.async_client import AsyncInprocClient
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.engine.settings import EngineSettings
@@ -47,7 +48,7 @@ def make_settings(directory: Path, **changes: Any) -> EngineSettings:
 def make_service(settings: EngineSettings, worker: type[HashWorker] = HashWorker) -> EngineService:
     """An engine whose core runs in this process."""
     config = settings.engine_config(str(DEMO_MODEL))
-    return EngineService(settings, AsyncInprocClient(config, worker(config)))
+    return EngineService(settings, AsyncInprocClient(config, UniProcExecutor(worker(config))))
 
 
 @asynccontextmanager

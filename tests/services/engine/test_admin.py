@@ -19,6 +19,7 @@ from tokenloom.v1.engine_pb2 import (
     PauseRequest,
     ResetPrefixCacheRequest,
     ResumeRequest,
+    WatchKVEventsRequest,
 )
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH
@@ -139,3 +140,35 @@ async def test_who_is_frozen_is_told_when_the_engine_leaves(socket_dir: Path) ->
         async with asyncio.timeout(5), asyncio.TaskGroup() as group:
             group.create_task(service.drain())
             assert (await peer.read_until_finished([1])).finished[1].error.reason == "UNAVAILABLE"
+
+
+async def test_who_watches_sees_the_prefix_cache_grow_and_vanish(socket_dir: Path) -> None:
+    async with (
+        running_engine(make_settings(socket_dir, kv_events=True)) as host,
+        open_channel(host.address) as channel,
+        Peer(host.address) as peer,
+    ):
+        admin = EngineAdminStub(channel)
+        await peer.send(make_add(1, [1] * 9, 1))
+        await peer.read_until_finished([1])
+        watch = admin.WatchKVEvents(WatchKVEventsRequest(from_sequence=1))
+        stored = await watch.read()
+        assert list(stored.events[0].block_stored.token_ids) == [1] * 8
+        await admin.ResetPrefixCache(ResetPrefixCacheRequest())
+        cleared = await watch.read()
+        assert (cleared.sequence, cleared.engine_epoch) == (2, host.epoch)
+        assert [event.WhichOneof("event") for event in cleared.events] == ["all_blocks_cleared"]
+        watch.cancel()
+
+
+async def test_an_engine_that_tells_no_events_says_so(admin: EngineAdminStub) -> None:
+    assert await admin.WatchKVEvents(WatchKVEventsRequest()).code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_request_events_are_logged_when_asked_for(socket_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with running_engine(make_settings(socket_dir, log_request_events=True)) as host, Peer(host.address) as peer:
+        await peer.send(make_add(1, [1], 2))
+        await peer.read_until_finished([1])
+    lines = [record.message for record in caplog.records if record.name.endswith("request_events")]
+    assert [line.split(" after ")[0] for line in lines] == ["queued", "scheduled"]

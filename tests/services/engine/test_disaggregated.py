@@ -11,6 +11,7 @@ import pytest
 from tests.services.engine.kv_fakes import running_coordinator
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 from tokenloom.engine_core.async_client import AsyncInprocClient
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
 from tokenloom.gpu_worker.kv_connector.registry import make_transports
 from tokenloom.services.engine.service import EngineService
@@ -70,7 +71,9 @@ def make_engine(settings: EngineSettings, *, own_process: bool) -> EngineService
     if own_process:
         return EngineService(settings)
     config = settings.engine_config(str(DEMO_MODEL))
-    return EngineService(settings, AsyncInprocClient(config, HashWorker(config), make_transports(config.kv.transports)))
+    return EngineService(
+        settings, AsyncInprocClient(config, UniProcExecutor(HashWorker(config)), make_transports(config.kv.transports))
+    )
 
 
 @asynccontextmanager

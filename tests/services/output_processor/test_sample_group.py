@@ -41,12 +41,11 @@ async def outputs(gateway: Gateway, count: int) -> tuple[dict[int, list[int]], d
 
 async def test_samples_go_out_in_one_message_with_seeds_of_their_own(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
-    await gateway.send(submit=[submit(1, num_samples=3, seed=9, prompt_logprobs=0)])
+    await gateway.send(submit=[submit(1, num_samples=3, seed=9)])
     stream = await mesh.engines[0].next_stream()
     adds = list((await stream.next_input()).add)
     assert seeds(adds) == [sample_seed(9, index) for index in range(3)]
     assert [add.HasField("pick") for add in adds] == [True, False, False]
-    assert [add.sampling_params.HasField("prompt_logprobs") for add in adds] == [True, False, False]
     assert len(mesh.coordinator.requests) == 1
     slots = [add.slot for add in adds]
     stream.send(*((slot, 0, [slot]) for slot in slots))
@@ -60,6 +59,17 @@ async def test_samples_go_out_in_one_message_with_seeds_of_their_own(mesh: Mesh)
     ids, ends = await outputs(gateway, 3)
     assert ids == {0: slots[:1], 1: [slots[1]] * 3, 2: [slots[2]] * 3}
     assert [ends[index].completion_tokens for index in range(3)] == [1, 3, 3]
+
+
+async def test_sample_0_tells_of_the_prompt_before_any_other_begins(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1, num_samples=3, prompt_logprobs=0)])
+    stream = await mesh.engines[0].next_stream()
+    (first,) = await stream.next_adds(1)
+    assert first.sampling_params.HasField("prompt_logprobs")
+    stream.send((first.slot, 0, [7]))
+    others = list((await stream.next_input()).add)
+    assert [add.sampling_params.HasField("prompt_logprobs") for add in others] == [False, False]
 
 
 async def test_cancelling_aborts_every_sample(mesh: Mesh) -> None:

@@ -1,0 +1,1 @@
+"""Executors: what the core computes steps with, wherever its workers are."""

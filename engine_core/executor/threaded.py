@@ -1,0 +1,60 @@
+"""One worker in the core's process, on a thread of its own: the core schedules while it computes."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ..kv_transport import KVPool
+from ..pool_memory import PoolMemory
+from ..scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..serialization import from_raw, to_raw
+from ..worker import ModelInfo, Worker
+from .interface import PendingOutput
+from .worker_calls import call_worker
+
+
+class ThreadedExecutor:
+    """Fulfils :class:`.interface.Executor`. Every call runs on the one thread, for compute libraries keep settings by
+    thread; so steps run in the order in which they began."""
+
+    max_concurrent_batches = 2
+    """One computes while the next is scheduled; a third could not begin any sooner."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        # Its queue holds both halves of as many steps as there may be at once.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
+        self._forward: Future[None] | None = None
+
+    def load_model(self) -> ModelInfo:
+        return self._thread.submit(self._worker.load_model).result()
+
+    def determine_available_memory(self) -> int:
+        return self._thread.submit(self._worker.determine_available_memory).result()
+
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        self._thread.submit(self._worker.initialize_kv_cache, num_blocks, memory).result()
+
+    def kv_pool(self) -> KVPool:
+        return self._worker.kv_pool()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._forward = self._thread.submit(self._worker.execute_model, scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
+        assert self._forward is not None, "execute_model comes first"
+        return self._thread.submit(self._sample, self._forward, grammar)
+
+    def collective_rpc(self, method: str, *args: object) -> list[object]:
+        raw_args = [to_raw(arg) for arg in args]
+        return [from_raw(self._thread.submit(call_worker, self._worker, method, raw_args).result())]
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """It fails with this process only."""
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+        self._worker.shutdown()
+
+    def _sample(self, forward: "Future[None]", grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        forward.result()  # it has ended, one thread runs both; what it raised is the step's result
+        return self._worker.sample_tokens(grammar)

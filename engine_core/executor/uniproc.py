@@ -1,0 +1,59 @@
+"""One worker in the core's own process and thread."""
+
+from collections.abc import Callable
+
+from ..kv_transport import KVPool
+from ..pool_memory import PoolMemory
+from ..scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..serialization import from_raw, to_raw
+from ..worker import ModelInfo, Worker
+from .interface import PendingOutput
+from .worker_calls import call_worker
+
+
+class FinishedOutput:
+    """A step's output that is there already."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, output: ModelRunnerOutput) -> None:
+        self._output = output
+
+    def result(self) -> ModelRunnerOutput:
+        return self._output
+
+
+class UniProcExecutor:
+    """Fulfils :class:`.interface.Executor`: every call has ended when it returns."""
+
+    max_concurrent_batches = 1
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def load_model(self) -> ModelInfo:
+        return self._worker.load_model()
+
+    def determine_available_memory(self) -> int:
+        return self._worker.determine_available_memory()
+
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        self._worker.initialize_kv_cache(num_blocks, memory)
+
+    def kv_pool(self) -> KVPool:
+        return self._worker.kv_pool()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._worker.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
+        return FinishedOutput(self._worker.sample_tokens(grammar))
+
+    def collective_rpc(self, method: str, *args: object) -> list[object]:
+        return [from_raw(call_worker(self._worker, method, [to_raw(arg) for arg in args]))]
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """It fails with this process only."""
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()

@@ -1,0 +1,40 @@
+// The matrix unit (AMX) of newer Intel processors. HAS_AMX where the compiler may use it, may_use_amx() where Linux lets it.
+#pragma once
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define HAS_AMX 1
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+namespace {
+
+// Linux gives a process the unit's registers if it asks.
+inline bool may_use_amx() {
+  constexpr int request = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = syscall(SYS_arch_prctl, request, tile_data) == 0;
+  return granted;
+}
+
+// Eight registers of 64 bytes a row; given back at the end, so that a switch of threads need not save them.
+class AmxRegisters {
+ public:
+  // `rows` of registers 0 to 7.
+  explicit AmxRegisters(const uint8_t (&rows)[8]) {
+    struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {};
+    } config;
+    for (int i = 0; i < 8; ++i) config.rows[i] = rows[i];
+    _tile_loadconfig(&config);
+  }
+  ~AmxRegisters() { _tile_release(); }
+  AmxRegisters(const AmxRegisters&) = delete;
+  AmxRegisters& operator=(const AmxRegisters&) = delete;
+};
+
+}  // namespace
+#endif

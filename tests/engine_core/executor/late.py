@@ -1,0 +1,52 @@
+"""An executor that computes at the last moment, on the caller's own thread: steps overlap as much as they ever can, and
+always in the same way."""
+
+from collections import deque
+
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.worker import Worker
+
+
+class LateExecutor(UniProcExecutor):
+    """No step begins before somebody waits for its output, or for that of a later one."""
+
+    max_concurrent_batches = 2
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._begun: deque[LateOutput] = deque()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._executing = LateOutput(self, scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> "LateOutput":
+        self._executing.grammar = grammar
+        self._begun.append(self._executing)
+        return self._executing
+
+    def compute_oldest(self) -> None:
+        self._begun.popleft().compute(self._worker)
+
+
+class LateOutput:
+    """A step, and its output once it is computed."""
+
+    def __init__(self, executor: LateExecutor, scheduled: SchedulerOutput) -> None:
+        self.grammar: GrammarOutput | None = None
+        self._executor, self._scheduled = executor, scheduled
+        self._output: ModelRunnerOutput | Exception | None = None
+
+    def compute(self, worker: Worker) -> None:
+        try:
+            worker.execute_model(self._scheduled)
+            self._output = worker.sample_tokens(self.grammar)
+        except Exception as error:
+            self._output = error
+
+    def result(self) -> ModelRunnerOutput:
+        while self._output is None:
+            self._executor.compute_oldest()
+        if isinstance(self._output, Exception):
+            raise self._output
+        return self._output

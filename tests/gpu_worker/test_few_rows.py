@@ -1,0 +1,78 @@
+"""Products with the matrix unit are those of oneDNN, whose packed matrix they read."""
+
+import pytest
+import torch
+
+from tokenloom.gpu_worker import packed_linear
+from tokenloom.gpu_worker.few_rows import MOST_ROWS, FewRows
+from tokenloom.gpu_worker.kernels import library
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.packed_linear import PackedLinear, can_pack
+
+
+def available() -> bool:
+    try:
+        library.load_few_rows()
+    except KernelsUnavailable:
+        return False
+    return can_pack(torch.device("cpu"), torch.bfloat16)
+
+
+needs_unit = pytest.mark.skipif(not available(), reason="no matrix unit")
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).bfloat16()
+
+
+@needs_unit
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 31, 32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (32, 96), (416, 2048)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_equals_onednn(rows, outputs, inputs, bias, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    weight, offset, x = random(outputs, inputs), random(outputs) if bias else None, random(rows, inputs)
+    packed = PackedLinear(weight, offset)
+    assert packed._few_rows is not None
+    many = packed._multiply(x, packed._weight, offset, "none", [], "")
+    assert torch.equal(packed(x), many)
+    assert torch.equal(packed(x, torch.float32), many.float())
+    torch.set_num_threads(before)
+
+
+@needs_unit
+def test_more_rows_are_onednn_s():
+    packed = PackedLinear(random(64, 32))
+    packed._few_rows = None
+    x = random(MOST_ROWS + 1, 32)
+    assert torch.equal(PackedLinear(random(64, 32))(x), packed(x))
+
+
+@needs_unit
+def test_rows_that_lie_apart():
+    packed, wide = PackedLinear(random(64, 32)), random(8, 96)
+    assert torch.equal(packed(wide[:, 32:64]), packed(wide[:, 32:64].contiguous()))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 48), torch.bfloat16), ((48, 64), torch.bfloat16), ((64, 64), None)])
+def test_shapes_and_dtypes_that_it_does_not_know(shape, dtype):
+    with pytest.raises(KernelsUnavailable, match="a matrix of"):
+        FewRows(torch.zeros(shape, dtype=dtype), shape, None)
+
+
+@needs_unit
+def test_a_matrix_in_another_layout_is_left_to_onednn(monkeypatch):
+    monkeypatch.setattr(packed_linear.FewRows, "agrees", lambda *_: False)
+    packed, x = PackedLinear(random(64, 32)), random(3, 32)
+    assert packed._few_rows is None
+    assert packed(x).shape == (3, 64)
+
+
+def test_a_cpu_without_the_unit(monkeypatch):
+    """As built for one that has none."""
+    build = library.build
+    monkeypatch.setattr(library, "build", lambda source, march: build(source, "x86-64"))
+    with pytest.raises(KernelsUnavailable):
+        library.load_few_rows.__wrapped__()

@@ -186,7 +186,7 @@ def test_an_interrupt_leaves_a_usable_engine(llm):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_that_fails_leaves_a_usable_engine(llm, monkeypatch, error):
     (expected,) = llm.generate([9] * 40, GREEDY, use_tqdm=False)
-    model = llm._client._core.executor._model
+    model = llm._client._core.executor._worker._model
     steps = 0
 
     def fail_in_the_third_step(hidden):

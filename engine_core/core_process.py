@@ -6,6 +6,7 @@ client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy 
 
 import contextlib
 import enum
+import gc
 import logging
 import os
 import queue
@@ -141,6 +142,9 @@ def run_engine_core(
                 log.exception("the engine core cannot start")
                 socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
                 return 1
+            # What start-up made stays for good: no later collection need look at it.
+            gc.collect()
+            gc.freeze()
             proc = EngineCoreProc(core, context, init)
             proc.start()
             kv_thread = _start_kv_thread(context, init, kv)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,15 @@ class ModelRunner:
         memory: PoolMemory | None = None,
         device: torch.device = _CPU,
         device_sampler: DeviceSampler | None = None,
+        *,
+        count_nans: bool = False,
     ) -> None:
         """``memory`` holds the KV caches; None: they are torch's own. ``device``: of model and backend.
 
         ``device_sampler`` draws where no request wants its logits changed or told of; None: all tokens are drawn on
-        the host.
+        the host. ``count_nans``: of the logits of every step.
         """
+        self._count_nans = count_nans
         self._model = model
         self._backend = backend
         self._batch = batch
@@ -137,10 +140,12 @@ class ModelRunner:
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
         kept = None
-        if self._device_sampler is not None and grammar is None and self._batch.only_draws:
+        if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
             tokens = self._device_sampler.sample(executed.logits, self._batch.sampling(inputs))
         else:
             logits: Logits = executed.logits.cpu().numpy()
+            if self._count_nans:
+                output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in indices])
             kept = self._batch.logprobs.keep(logits, rows)
             if grammar is not None:
                 allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
@@ -171,6 +176,12 @@ class ModelRunner:
         positions_tensor = self._to_device(positions)
         hidden = self._model.forward(torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches, plan)
         self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
+
+
+def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:
+    """Of those rows, [n, vocab], that have any."""
+    counts = np.isnan(logits).sum(axis=1).tolist()
+    return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,4 +158,13 @@ class ModelWorker:
         config = self._config
         batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
         sampler = DeviceSampler() if self._platform.draws_on_device else None
-        return ModelRunner(self._model, self._backend, batch, num_blocks, memory, self._device, sampler)
+        return ModelRunner(
+            self._model,
+            self._backend,
+            batch,
+            num_blocks,
+            memory,
+            self._device,
+            sampler,
+            count_nans=config.worker.compute_nans_in_logits,
+        )

@@ -21,6 +21,7 @@ def engine_config(
     block_size: int,
     enable_prefix_caching: bool,
     enable_chunked_prefill: bool,
+    async_scheduling: bool,
     kv_cache_memory_bytes: int | None,
     num_gpu_blocks_override: int | None,
 ) -> EngineConfig:
@@ -41,6 +42,7 @@ def engine_config(
         max_num_seqs=max_num_seqs or min(_MAX_NUM_SEQS, max_num_batched_tokens),
         max_num_batched_tokens=max_num_batched_tokens,
         enable_chunked_prefill=enable_chunked_prefill,
+        async_scheduling=async_scheduling,
     )
     worker = WorkerConfig(model=str(path), device=device, dtype=_dtype_name(dtype))
     return EngineConfig(

@@ -49,6 +49,7 @@ class LLM:
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
+        async_scheduling: bool = False,
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float | None = None,
@@ -69,6 +70,7 @@ class LLM:
             block_size: Tokens in a KV block.
             enable_prefix_caching: Whether requests share the KV blocks of equal beginnings.
             enable_chunked_prefill: Whether a prompt may take several steps.
+            async_scheduling: Whether the next step is scheduled while one runs.
             kv_cache_memory_bytes: Size of the KV cache; None: from the memory that is free after a profile run.
             num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
             gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
@@ -92,6 +94,7 @@ class LLM:
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
+            async_scheduling=async_scheduling,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )

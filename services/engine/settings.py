@@ -9,6 +9,7 @@ from tokenloom.engine_core.config import (
     CacheConfig,
     EngineConfig,
     KVConfig,
+    ObservabilityConfig,
     SchedulerConfig,
     TLSFiles,
     WorkerConfig,
@@ -49,6 +50,11 @@ class EngineSettings(ServiceSettings):
 
     profiler_dir: str = Field("", description="Where profiles are written; empty: profiling is refused.")
 
+    compute_nans_in_logits: bool = Field(False, description="Count NaN logits: vllm:corrupted_requests.")
+    enable_logging_iteration_details: bool = Field(False, description="Log a line for each step.")
+    dump_dir: str = Field("", description="Directory for what was asked of a step that failed; empty: only the log.")
+    dump_tokens: bool = Field(False, description="Let that name tokens of prompts and outputs.")
+
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, tokens; by default the model's."
     )
@@ -69,6 +75,9 @@ class EngineSettings(ServiceSettings):
     )
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of KV blocks that a newcomer leaves free while others run."
+    )
+    async_scheduling: bool = Field(
+        False, description="Schedule the next step while one runs; no gain where the processor is what computes."
     )
     max_waiting: int = Field(2048, ge=1, description="Requests that may wait beyond those in the batch.")
 
@@ -143,6 +152,7 @@ class EngineSettings(ServiceSettings):
                 step_seconds=self.hash_step_seconds,
                 token_seconds=self.hash_token_seconds,
                 profiler_dir=self.profiler_dir,
+                compute_nans_in_logits=self.compute_nans_in_logits,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
@@ -161,6 +171,7 @@ class EngineSettings(ServiceSettings):
                 reserve_full_prompt=self.reserve_full_prompt,
                 watermark=self.watermark,
                 log_events=self.log_request_events,
+                async_scheduling=self.async_scheduling,
             ),
             kv=KVConfig(
                 role=self.role,
@@ -179,5 +190,10 @@ class EngineSettings(ServiceSettings):
             structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
             if checkpoint
             else None,
+            observability=ObservabilityConfig(
+                log_iterations=self.enable_logging_iteration_details,
+                dump_dir=self.dump_dir,
+                dump_tokens=self.dump_tokens,
+            ),
             max_model_len=self.max_model_len,
         )

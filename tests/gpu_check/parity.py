@@ -9,7 +9,7 @@ from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import Reference, make_reference
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import RowSampling, Sampler
+from tokenloom.gpu_worker.sampler import Sampler
 from tokenloom.gpu_worker.sampler.device_sampler import DeviceSampler
 
 NEAR_BOUNDARY = 1e-3
@@ -42,11 +42,10 @@ def check_sampler(device: torch.device, *, rows: int = 256, vocab: int = 151_936
     """Draws from the same logits on both sides; returns how many tokens differ. Raises ``AssertionError`` for more than
     rounding explains."""
     logits = np.random.default_rng(3).normal(0.0, 3.0, (rows, vocab)).astype(np.float32)
-    sampling = [
-        RowSampling(SamplingParams(max_tokens=4, seed=row, **_PARAMS[row % len(_PARAMS)]), row) for row in range(rows)
-    ]
-    drawn = DeviceSampler().sample(torch.from_numpy(logits).to(device), sampling)
-    expected = Sampler().sample(logits, sampling)
+    params = [SamplingParams(max_tokens=4, seed=row, **_PARAMS[row % len(_PARAMS)]) for row in range(rows)]
+    indices = np.arange(rows)
+    drawn = DeviceSampler().sample(torch.from_numpy(logits).to(device), params, indices)
+    expected = Sampler().sample(logits, params, indices)
     different = sum(a != b for a, b in zip(drawn, expected, strict=True))
     assert different <= max(1, NEAR_BOUNDARY * rows), f"{different} of {rows} tokens differ from the host's"
     return different

@@ -31,6 +31,6 @@ def test_it_checks_and_measures(monkeypatch, capsys):
 
 
 def test_a_sampler_that_differs_fails(monkeypatch):
-    monkeypatch.setattr("tests.gpu_check.parity.DeviceSampler.sample", lambda self, logits, rows: [0] * len(rows))
+    monkeypatch.setattr("tests.gpu_check.parity.DeviceSampler.sample", lambda self, logits, *_: [0] * len(logits))
     with pytest.raises(AssertionError, match="differ from the host's"):
         check_sampler(torch.device("cpu"), rows=20, vocab=500)

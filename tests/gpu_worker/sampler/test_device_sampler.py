@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import RowSampling, Sampler
+from tokenloom.gpu_worker.sampler import Sampler
 from tokenloom.gpu_worker.sampler.device_sampler import DeviceSampler
 
 VOCAB = 1009
@@ -23,14 +23,16 @@ CASES = {
 }
 
 
-def draw_both(logits, rows):
-    host = Sampler().sample(logits.copy(), rows)
-    return host, DeviceSampler().sample(torch.from_numpy(logits), rows)
+def draw_both(logits, params):
+    """The output index of a row is its number."""
+    indices = np.arange(len(logits))
+    host = Sampler().sample(logits.copy(), params, indices)
+    return host, DeviceSampler().sample(torch.from_numpy(logits), params, indices)
 
 
 def make_rows(count, **params):
     params = {"temperature": 1.0, **params}
-    return [RowSampling(SamplingParams(max_tokens=4, seed=7 * row, **params), row) for row in range(count)]
+    return [SamplingParams(max_tokens=4, seed=7 * row, **params) for row in range(count)]
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)

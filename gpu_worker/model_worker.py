@@ -33,6 +33,10 @@ class ModelWorker:
     def __init__(self, config: EngineConfig, platform: Platform) -> None:
         if config.kv.transports and not platform.pool_is_on_host:
             raise ValueError(f"kv_transports: KV on {platform.device.type} does not move between engines yet")
+        if config.worker.quantization and not platform.pool_is_on_host:
+            raise ValueError(
+                f"quantization: {config.worker.quantization} is not supported on {platform.device.type} yet"
+            )
         self._config = config
         self._platform = platform
         self._device = platform.device
@@ -47,18 +51,22 @@ class ModelWorker:
         config = self._config.worker
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
-        load = functools.partial(load_model, dtype=config.dtype, device=self._device, ops=ops)
+        load = functools.partial(
+            load_model, dtype=config.dtype, device=self._device, ops=ops, quantization=config.quantization
+        )
         self._slot = ModelSlot(Path(config.model), config.dtype, load)
         model_config = self._model.config
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
+        dtype, quantization = model_config.dtype_name, model_config.quantization
+        numerics = (self._device.type, dtype, quantization, self._backend.name, f"torch-{torch.__version__}")
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=kv_layout(model_config, block_size),
-            numerics=f"{self._device.type}/{model_config.dtype_name}/{self._backend.name}/torch-{torch.__version__}",
+            numerics="/".join(part for part in numerics if part),
         )
 
     def determine_available_memory(self) -> int:

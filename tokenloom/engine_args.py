@@ -15,6 +15,7 @@ def engine_config(
     *,
     device: str,
     dtype: Any,
+    quantization: str | None,
     max_model_len: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int,
@@ -44,7 +45,7 @@ def engine_config(
         enable_chunked_prefill=enable_chunked_prefill,
         async_scheduling=async_scheduling,
     )
-    worker = WorkerConfig(model=str(path), device=device, dtype=_dtype_name(dtype))
+    worker = WorkerConfig(model=str(path), device=device, dtype=_dtype_name(dtype), quantization=quantization)
     return EngineConfig(
         worker=worker,
         cache=cache,

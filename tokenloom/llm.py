@@ -42,6 +42,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         device: str = "auto",
         dtype: Any = "auto",
+        quantization: str | None = None,
         seed: int | None = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -63,6 +64,7 @@ class LLM:
             tokenizer: Another directory or hub id to take the tokenizer from.
             device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one.
             dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
+            quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
             seed: Decides the outputs of requests that set no seed; None: different ones each time.
             max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
             max_num_seqs: Requests in a batch; None: 128, or the token budget if that is less.
@@ -88,6 +90,7 @@ class LLM:
             path,
             device=device,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

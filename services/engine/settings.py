@@ -10,6 +10,7 @@ from tokenloom.engine_core.config import (
     EngineConfig,
     KVConfig,
     ObservabilityConfig,
+    ParallelConfig,
     SchedulerConfig,
     TLSFiles,
     WorkerConfig,
@@ -41,6 +42,9 @@ class EngineSettings(ServiceSettings):
         "auto", description="Where the model computes; auto: on a GPU where there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
+    quantization: Literal["int8-dynamic"] | None = Field(
+        None, description="int8-dynamic: round the layers' weights to int8 at load, their inputs row by row."
+    )
     attention_backend: Literal["auto", "cpu", "torch", "reference"] = Field(
         "auto", description="How attention is computed; auto: C++ kernels where they can be built, else torch."
     )
@@ -75,6 +79,9 @@ class EngineSettings(ServiceSettings):
     )
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of KV blocks that a newcomer leaves free while others run."
+    )
+    distributed_executor_backend: Literal["uni", "mp"] = Field(
+        "uni", description="Where the worker is: uni: in the core's process; mp: in a process of its own."
     )
     async_scheduling: bool = Field(
         False, description="Schedule the next step while one runs; no gain where the processor is what computes."
@@ -147,6 +154,7 @@ class EngineSettings(ServiceSettings):
                 worker=self.worker,
                 device=self.device,
                 dtype=self.dtype,
+                quantization=self.quantization,
                 attention_backend=self.attention_backend,
                 num_threads=self.num_threads,
                 step_seconds=self.hash_step_seconds,
@@ -190,6 +198,7 @@ class EngineSettings(ServiceSettings):
             structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
             if checkpoint
             else None,
+            parallel=ParallelConfig(distributed_executor_backend=self.distributed_executor_backend),
             observability=ObservabilityConfig(
                 log_iterations=self.enable_logging_iteration_details,
                 dump_dir=self.dump_dir,

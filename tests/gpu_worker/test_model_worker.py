@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -73,6 +74,13 @@ def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
     assert generate(core, ["drawn"]) == before
     worker.wake_up(["kv_cache"])  # what is awake stays so
     assert generate(core, ["drawn"]) == before
+
+
+def test_what_only_the_cpu_computes_is_refused_by_name():
+    config = make_config()
+    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, quantization="int8-dynamic"))
+    with pytest.raises(ValueError, match="quantization: int8-dynamic"):
+        ModelWorker(config, ApartPlatform())
 
 
 def test_its_kv_does_not_move_between_engines():

@@ -57,6 +57,12 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Quantization(StrEnum):
+    """How layers' matrices are rounded."""
+
+    INT8_DYNAMIC = "int8-dynamic"
+
+
 class WorkerKind(StrEnum):
     """``hash`` computes no model: each token is a hash of those before it, to try the mesh without torch.
 
@@ -99,6 +105,9 @@ def serve(
     ] = None,
     device: Annotated[Device, typer.Option(help="What engines compute on; auto: a GPU if there is one.")] = Device.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="Round the layers' weights to int8 at load.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in an engine's batch.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of an engine's step.")] = None,
@@ -147,6 +156,7 @@ def serve(
             "engine": flags(
                 device=device,
                 dtype=dtype,
+                quantization=quantization,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,

@@ -48,6 +48,7 @@ class EngineSettings(ServiceSettings):
     hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash or timed worker takes.")
     hash_token_seconds: float = Field(0.0, ge=0, description="How much longer for each token that it computes.")
 
+    enable_prompt_embeds: bool = Field(False, description="Take embeddings in the place of prompt tokens.")
     profiler_dir: str = Field("", description="Where profiles are written; empty: profiling is refused.")
 
     compute_nans_in_logits: bool = Field(False, description="Count NaN logits: vllm:corrupted_requests.")

@@ -109,6 +109,7 @@ def serve(
         int | None, typer.Option(help="Lowest (most urgent) priority that a client gets, whatever it asks for.")
     ] = None,
     kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
+    enable_prompt_embeds: Annotated[bool, typer.Option(help="Take embeddings in the place of prompt tokens.")] = False,
     api_key: Annotated[
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
@@ -153,6 +154,7 @@ def serve(
                 scheduling_policy=scheduling_policy,
                 kv_cache_memory=kv_cache_memory,
                 kv_checksum=kv_checksum,
+                enable_prompt_embeds=enable_prompt_embeds,
                 worker=worker,
             ),
             "gateway": flags(

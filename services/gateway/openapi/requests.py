@@ -115,7 +115,11 @@ class CompletionRequest(CommonFields, kw_only=True):
                 ]
             },
         ),
-    ]
+    ] = None
+    prompt_embeds: Annotated[
+        Any,
+        Meta(description="Instead of a prompt: base64 of a safetensors file, or lists of such parts and token ids."),
+    ] = None
     best_of: Annotated[int | None, Meta(description="Only equal to n.")] = None
     logprobs: Annotated[int | None, Meta(description="Alternatives to tell at each position.")] = None
     echo: Annotated[bool | None, Meta(description="The prompt before the output.")] = None

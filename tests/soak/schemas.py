@@ -19,7 +19,7 @@ from tokenloom.gpu_worker.cpu_worker import CPUWorker
 from tokenloom.services.engine.structured_output import structured_output_config
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, CheckpointInfo, load_tokenizer
 
-MAX_TOKENS = 700
+MAX_TOKENS = 1000
 BATCH = 30
 
 

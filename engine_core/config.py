@@ -13,6 +13,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     only waits)."""
     dtype: str = "auto"
     """``auto`` keeps the checkpoint's dtype; else ``float32`` or ``bfloat16``."""
+    quantization: str | None = None
+    """``int8-dynamic`` rounds the layers' matrices to int8 as they are loaded; None: they stay as they are."""
     attention_backend: str = "auto"
     """``auto`` (the fastest that works here), ``cpu`` (C++ kernels), ``torch`` or ``reference``."""
     num_threads: int = 0
@@ -122,6 +124,13 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True):
     """``llguidance`` or ``xgrammar``."""
 
 
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """Where the workers are."""
+
+    distributed_executor_backend: str = "uni"
+    """``uni``: one, in the core's process; ``mp``: in processes of their own."""
+
+
 class ObservabilityConfig(msgspec.Struct, frozen=True):
     """What the loop tells of its steps."""
 
@@ -140,6 +149,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
+    parallel: ParallelConfig = ParallelConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer to constrain outputs by."""

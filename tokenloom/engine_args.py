@@ -14,6 +14,7 @@ def engine_config(
     path: Path,
     *,
     dtype: Any,
+    quantization: str | None,
     max_model_len: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int,
@@ -43,7 +44,7 @@ def engine_config(
         enable_chunked_prefill=enable_chunked_prefill,
         async_scheduling=async_scheduling,
     )
-    worker = WorkerConfig(model=str(path), dtype=_dtype_name(dtype))
+    worker = WorkerConfig(model=str(path), dtype=_dtype_name(dtype), quantization=quantization)
     return EngineConfig(
         worker=worker,
         cache=cache,

@@ -41,6 +41,7 @@ class LLM:
         *,
         tokenizer: str | Path | None = None,
         dtype: Any = "auto",
+        quantization: str | None = None,
         seed: int | None = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -54,6 +55,7 @@ class LLM:
         gpu_memory_utilization: float | None = None,
         served_model_name: str | None = None,
         max_logprobs: int = validation.DEFAULT_MAX_LOGPROBS,
+        enable_prompt_embeds: bool = False,
     ) -> None:
         """Loads the model.
 
@@ -61,6 +63,7 @@ class LLM:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
             tokenizer: Another directory or hub id to take the tokenizer from.
             dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
+            quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
             seed: Decides the outputs of requests that set no seed; None: different ones each time.
             max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
             max_num_seqs: Requests in a batch; None: 128, or the token budget if that is less.
@@ -73,6 +76,7 @@ class LLM:
             num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
             gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
             served_model_name: What ``model_name`` is to say instead of the directory's name.
+            enable_prompt_embeds: Whether prompts may hold embeddings.
             max_logprobs: The most that ``logprobs`` and ``prompt_logprobs`` may be; -1: as many as one likes.
         """
         if gpu_memory_utilization is not None:
@@ -85,6 +89,7 @@ class LLM:
         config = engine_config(
             path,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -101,6 +106,7 @@ class LLM:
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
+            hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
         )
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed)
         self._loop = OfflineLoop(self._client)
@@ -115,7 +121,8 @@ class LLM:
         """Continues each prompt; outputs come in the order of the prompts.
 
         Args:
-            prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, a list of token ids, or a list of these.
+            prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
+                token ids, or a list of these.
             sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
             use_tqdm: Whether to show a progress bar, or what to make it with.
         """

@@ -115,6 +115,7 @@ class EngineService:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
             priorities=settings.scheduling_policy == "priority",
+            hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
         )
         identity = None
         if settings.coordinator:

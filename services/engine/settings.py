@@ -10,6 +10,7 @@ from tokenloom.engine_core.config import (
     EngineConfig,
     KVConfig,
     ObservabilityConfig,
+    ParallelConfig,
     SchedulerConfig,
     TLSFiles,
     WorkerConfig,
@@ -37,6 +38,9 @@ class EngineSettings(ServiceSettings):
         description="cpu; for tests hash: tokens are hashes of the prefix; for benchmarks timed: a step only waits.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
+    quantization: Literal["int8-dynamic"] | None = Field(
+        None, description="int8-dynamic: round the layers' weights to int8 at load, their inputs row by row."
+    )
     attention_backend: Literal["auto", "cpu", "torch", "reference"] = Field(
         "auto", description="How attention is computed; auto: C++ kernels where they can be built, else torch."
     )
@@ -44,6 +48,7 @@ class EngineSettings(ServiceSettings):
     hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash or timed worker takes.")
     hash_token_seconds: float = Field(0.0, ge=0, description="How much longer for each token that it computes.")
 
+    enable_prompt_embeds: bool = Field(False, description="Take embeddings in the place of prompt tokens.")
     profiler_dir: str = Field("", description="Where profiles are written; empty: profiling is refused.")
 
     compute_nans_in_logits: bool = Field(False, description="Count NaN logits: vllm:corrupted_requests.")
@@ -71,6 +76,9 @@ class EngineSettings(ServiceSettings):
     )
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of KV blocks that a newcomer leaves free while others run."
+    )
+    distributed_executor_backend: Literal["uni", "mp"] = Field(
+        "uni", description="Where the worker is: uni: in the core's process; mp: in a process of its own."
     )
     async_scheduling: bool = Field(
         False, description="Schedule the next step while one runs; no gain where the processor is what computes."
@@ -142,6 +150,7 @@ class EngineSettings(ServiceSettings):
                 model=checkpoint,
                 worker=self.worker,
                 dtype=self.dtype,
+                quantization=self.quantization,
                 attention_backend=self.attention_backend,
                 num_threads=self.num_threads,
                 step_seconds=self.hash_step_seconds,
@@ -185,6 +194,7 @@ class EngineSettings(ServiceSettings):
             structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
             if checkpoint
             else None,
+            parallel=ParallelConfig(distributed_executor_backend=self.distributed_executor_backend),
             observability=ObservabilityConfig(
                 log_iterations=self.enable_logging_iteration_details,
                 dump_dir=self.dump_dir,

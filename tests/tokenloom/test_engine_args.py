@@ -7,6 +7,7 @@ from tokenloom.engine_args import engine_config
 
 ARGUMENTS = {
     "dtype": "auto",
+    "quantization": None,
     "max_model_len": None,
     "max_num_seqs": None,
     "max_num_batched_tokens": 2048,
@@ -41,7 +42,8 @@ def test_dtypes(dtype, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, value in ARGUMENTS.items() if name not in ("dtype",) and value is not True]
+    "name",
+    [name for name, value in ARGUMENTS.items() if name not in ("dtype", "quantization") and type(value) is not bool],
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
 def test_what_is_no_count_is_named(name, value):

@@ -1,8 +1,6 @@
 """How near a decode step comes to the machine's limit: the time to read its weights and its KV once."""
 
-import json
 import statistics
-import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +15,13 @@ from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
 from tokenloom.gpu_worker.model_config import ModelConfig, load_model_config
-from tokenloom.gpu_worker.weights import weight_files
 
 from .bandwidth import read_bandwidth
+from .checkpoint_bytes import weight_bytes
 from .datasets import DatasetOptions, make_prompts
+from .engine_memory import measure_memory
 from .stats import percentile
 
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 _WARM_STEPS = 4
 
 
@@ -43,30 +41,28 @@ class DecodeOptions:
     """Empty: the default."""
 
 
-def run_decode(options: DecodeOptions) -> list[dict[str, Any]]:
-    """A row for each batch size; the bandwidth is probed before and after each, with the same threads."""
+@dataclass(frozen=True)
+class DecodeRun:
+    """What came of it."""
+
+    rows: list[dict[str, Any]]
+    """One for each batch size."""
+    memory: dict[str, Any]
+    """Of the process after all of them, see :func:`.engine_memory.measure_memory`."""
+
+
+def run_decode(options: DecodeOptions) -> DecodeRun:
+    """Decodes in batches of each size; the bandwidth is probed before and after each, with the same threads."""
     threads = options.threads or torch.get_num_threads()
     config = load_model_config(options.model, options.dtype)
     num_weight_bytes = weight_bytes(options.model, config)
     core = EngineCore(*_engine(options, config, threads))
     try:
-        return [_row(core, options, config, batch, threads, num_weight_bytes) for batch in options.batches]
+        rows = [_row(core, options, config, batch, threads, num_weight_bytes) for batch in options.batches]
+        num_kv_tokens = core.ready.num_kv_blocks * core.ready.block_size
+        return DecodeRun(rows, measure_memory(options.model, config, num_kv_tokens))
     finally:
         core.shutdown()
-
-
-def weight_bytes(model: Path, config: ModelConfig) -> int:
-    """Bytes of weights that one decode step reads: an embedding only where it is the output layer too."""
-    total = 0
-    for path in weight_files(model):
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
-        for name, tensor in header.items():
-            is_output = config.tie_word_embeddings and not name.endswith("wpe.weight")
-            if name != "__metadata__" and (is_output or not name.endswith(_EMBEDDINGS)):
-                total += _product(tensor["shape"]) * config.dtype.itemsize
-    return total
 
 
 def _row(
@@ -141,10 +137,3 @@ def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[
         max_model_len=min(length, config.max_model_len),
     )
     return engine, UniProcExecutor(CPUWorker(engine))
-
-
-def _product(shape: list[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

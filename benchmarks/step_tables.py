@@ -1,6 +1,6 @@
 """What `bench step` shows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -33,6 +33,45 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['decode_tokens_per_second']:,.1f}",
             f"{row['prefill_tokens_per_second']:,.0f}",
         )
+    return table
+
+
+def prefill_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """How near prompts come to the rate of matrix products."""
+    table = Table(title="Prefill step", title_justify="left", title_style="bold")
+    for column in ("tokens", "step ms", "tokens/s", "GFLOP/s", "products before / after", "share of products"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["tokens"]),
+            f"{row['step_ms']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['gflops']:,.0f}",
+            f"{row['gemm_before_gflops']:,.0f} / {row['gemm_after_gflops']:,.0f}",
+            f"{row['share_of_gemm']:.0%}",
+        )
+    return table
+
+
+def memory_table(memory: Mapping[str, Any]) -> Table:
+    """What the engine's process holds against weights, KV pool and an allowance."""
+    table = Table(title="Memory of the engine, MB", title_justify="left", title_style="bold")
+    names = {"rss_bytes": "resident", "packed_weight_bytes": "packed weights", "kv_pool_bytes": "KV pool"}
+    for column in (*names.values(), "allowance", "share of the sum"):
+        table.add_column(column, justify="right")
+    cells = (f"{memory[name] / 1e6:,.0f}" for name in (*names, "allowance_bytes"))
+    table.add_row(*cells, f"{memory['share_of_bound']:.0%}")
+    return table
+
+
+def attention_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Decode attention of one layer beside vLLM's operation."""
+    table = Table(title="Decode attention of a layer", title_justify="left", title_style="bold")
+    for column in ("requests", "ours µs", "vLLM µs", "ratio"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = (f"{row['ours_us']:,.0f}", f"{row['vllm_us']:,.0f}", f"{row['ratio']:.2f}")
+        table.add_row(str(row["requests"]), *cells)
     return table
 
 

@@ -140,10 +140,14 @@ class InputBatch:
         lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
         starts = self._num_computed[rows]
         seq_lens = starts + lengths
-        cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=cu_query_lens[1:])
-        positions = np.arange(cu_query_lens[-1]) + np.repeat(starts - cu_query_lens[:-1], lengths)
-        token_rows = np.repeat(rows, lengths)
+        if lengths.max(initial=1) == 1:  # every request decodes
+            cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
+            positions, token_rows = starts, rows
+        else:
+            cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(lengths, out=cu_query_lens[1:])
+            positions = np.arange(cu_query_lens[-1]) + np.repeat(starts - cu_query_lens[:-1], lengths)
+            token_rows = np.repeat(rows, lengths)
         return StepInputs(
             req_ids=list(num_scheduled_tokens),
             rows=rows,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .kernels.compiler import KernelsUnavailable
-from .kernels.library import load_int8
+from .kernels.library import load_int8, warn_unavailable
 
 _LARGEST = 127
 _BLOCK_OUTPUTS, _BLOCK_INPUTS, _FOUR = 32, 64, 4
@@ -26,7 +26,8 @@ class Int8Linear:
         self._kernels: CDLL | None
         try:
             self._kernels = _kernels(weight)
-        except KernelsUnavailable:
+        except KernelsUnavailable as error:
+            warn_unavailable(f"int8 layers: {error}")
             self._kernels = None
         self._weight = rounded.t().contiguous() if self._kernels is None else _in_blocks(rounded)
 

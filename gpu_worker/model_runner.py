@@ -115,6 +115,8 @@ class ModelRunner:
         """[S, vocab] of the rows that draw a token, on the device."""
         if not len(inputs.sampled):
             return torch.empty(0, 0)
+        if len(inputs.sampled) == len(hidden):  # every request decodes
+            return self._model.compute_logits(hidden)
         last_rows = self._to_device(inputs.cu_query_lens[1:][inputs.sampled] - 1)
         return self._model.compute_logits(hidden[last_rows])
 

@@ -169,6 +169,8 @@ class RotaryEmbedding:
         """[T] positions to (cos, sin), each [T, 1, head_size / 2] float32."""
         angles = (positions[:, None].float() * self._frequencies)[:, None]
         factor = self._attention_factor
+        if factor == 1.0:
+            return angles.cos(), angles.sin()
         return angles.cos() * factor, angles.sin() * factor
 
 

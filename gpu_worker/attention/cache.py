@@ -38,6 +38,12 @@ def kv_layout(config: ModelConfig, block_size: int) -> str:
     return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.head_size}/{block_size}"
 
 
+def pointers(kv_cache: KVCache) -> tuple[int, int]:
+    """Addresses of its keys and of its values; a view of each would cost a step of a small model dearly."""
+    keys = kv_cache.data_ptr()
+    return keys, keys + kv_cache.stride(0) * kv_cache.itemsize
+
+
 def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, offsets: Tensor) -> None:
     """Stores [T, num_kv_heads, head_size] keys and values at block ``blocks`` [T], position ``offsets`` [T] in it."""
     by_token = kv_cache.transpose(2, 3)

@@ -12,7 +12,7 @@ from tokenloom.engine_core.pool_memory import PoolMemory
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
 from ..model_config import ModelConfig
-from .cache import allocate_kv_caches
+from .cache import allocate_kv_caches, pointers
 from .interface import IntArray, KVCache
 from .shared_prefix import find_shared_prefixes
 
@@ -94,10 +94,12 @@ class CPUPlan:
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         key, value = _rows(key), _rows(value)
-        keys, values = kv_cache.unbind()
         self._kernels.write_kv(
             self._is_bf16,
-            *(x.data_ptr() for x in (key, value, keys, values, self.slots)),
+            key.data_ptr(),
+            value.data_ptr(),
+            *pointers(kv_cache),
+            self.slots.data_ptr(),
             len(key),
             self._args.num_kv_heads,
             self._args.block_size,
@@ -108,9 +110,9 @@ class CPUPlan:
     def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
         query = _rows(query)
         out = torch.empty(query.shape, dtype=query.dtype)
-        keys, values = kv_cache.unbind()
         args = self._args
-        args.query, args.key, args.value, args.out = (x.data_ptr() for x in (query, keys, values, out))
+        args.query, args.out = query.data_ptr(), out.data_ptr()
+        args.key, args.value = pointers(kv_cache)
         args.num_heads, args.query_stride = query.shape[1], query.stride(0)
         args.window = min(sliding_window or 0, _WIDEST_WINDOW)
         args.num_groups = 0 if sliding_window else self._num_groups

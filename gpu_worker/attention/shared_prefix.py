@@ -50,6 +50,8 @@ def find_shared_prefixes(
 
     The other arguments are those of a plan.
     """
+    if len(seq_lens) < fewest_members:
+        return SharedPrefixes.of([])
     decodes = np.flatnonzero(query_lens == 1)
     full_blocks = (seq_lens - 1) // block_size  # the query's own block is still being filled
     groups = _split(decodes.tolist(), 0, full_blocks, block_tables, fewest_members)

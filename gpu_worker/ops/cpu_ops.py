@@ -5,6 +5,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from ..attention.cache import pointers
 from ..attention.interface import AttentionPlan, KVCache
 from ..kernels.library import HeadsArgs, load_fused
 from .interface import Rotation
@@ -57,7 +58,7 @@ class CPUOps:
         assert heads.is_contiguous()
         _, _, num_kv_heads, block_size, head_size = kv_cache.shape
         num_heads = heads.shape[1] - 2 * num_kv_heads
-        keys, values = kv_cache.unbind()
+        keys, values = pointers(kv_cache)
         weights, eps = norm if norm is not None else (None, 0.0)
         args = HeadsArgs(
             heads=heads.data_ptr(),
@@ -65,8 +66,8 @@ class CPUOps:
             cos=rotation[0].data_ptr(),
             sin=rotation[1].data_ptr(),
             slots=plan.slots.data_ptr(),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
+            keys=keys,
+            values=values,
             num_tokens=len(heads),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

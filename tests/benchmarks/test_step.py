@@ -3,9 +3,12 @@
 import pytest
 
 from tokenloom.bench.bandwidth import read_bandwidth
-from tokenloom.bench.decode_step import DecodeOptions, run_decode, weight_bytes
+from tokenloom.bench.checkpoint_bytes import weight_bytes
+from tokenloom.bench.decode_step import DecodeOptions, run_decode
+from tokenloom.bench.engine_memory import ALLOWANCE, measure_memory, packed_weight_bytes
+from tokenloom.bench.prefill_step import PrefillOptions, gemm_rate, prefill_flops, run_prefill
 from tokenloom.bench.step_overhead import OverheadOptions, run_overhead
-from tokenloom.bench.step_tables import decode_table, overhead_table
+from tokenloom.bench.step_tables import attention_table, decode_table, memory_table, overhead_table, prefill_table
 from tokenloom.gpu_worker.model_config import load_model_config
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
@@ -23,12 +26,45 @@ def test_weights_of_a_step_are_all_but_an_embedding_that_is_only_looked_up() -> 
 
 
 def test_decode_rows() -> None:
-    rows = run_decode(DecodeOptions(DEMO_MODEL, batches=(1, 3), context=20, steps=3, threads=1))
+    run = run_decode(DecodeOptions(DEMO_MODEL, batches=(1, 3), context=20, steps=3, threads=1))
+    rows = run.rows
     assert [row["batch"] for row in rows] == [1, 3]
     for row in rows:
         assert row["share_of_bandwidth"] == pytest.approx(row["bound_ms"] / row["step_ms"], rel=0.01)
         assert row["kv_bytes"] == rows[0]["kv_bytes"] * row["batch"]
     assert decode_table(rows).row_count == 2
+    assert run.memory["kv_pool_bytes"] >= 3 * 27 * load_model_config(DEMO_MODEL).kv_bytes_per_token
+    assert memory_table(run.memory).row_count == 1
+
+
+def test_memory_is_told_against_weights_pool_and_an_allowance() -> None:
+    config = load_model_config(DEMO_MODEL)
+    memory = measure_memory(DEMO_MODEL, config, num_kv_tokens=100)
+    bound = packed_weight_bytes(DEMO_MODEL, config) + 100 * config.kv_bytes_per_token + ALLOWANCE
+    assert memory["share_of_bound"] == pytest.approx(memory["rss_bytes"] / bound, rel=0.01)
+    # A tied embedding is looked up in one copy and multiplied with another.
+    assert packed_weight_bytes(DEMO_MODEL, config) >= weight_bytes(DEMO_MODEL, config)
+
+
+def test_prefill_rows_are_of_lengths_that_the_model_has_room_for() -> None:
+    rows = run_prefill(PrefillOptions(DEMO_MODEL, lengths=(32, 100_000), repeats=1, threads=1))
+    assert [row["tokens"] for row in rows] == [32]
+    gemm = (rows[0]["gemm_before_gflops"] + rows[0]["gemm_after_gflops"]) / 2
+    assert rows[0]["share_of_gemm"] == pytest.approx(rows[0]["gflops"] / gemm, rel=0.05)
+    assert prefill_table(rows).row_count == 1
+
+
+def test_a_prompt_twice_as_long_costs_more_than_twice() -> None:
+    config = load_model_config(DEMO_MODEL)
+    short, long = (prefill_flops(DEMO_MODEL, config, length) for length in (64, 128))
+    output = 2 * config.vocab_size * config.hidden_size
+    assert long - output > 2 * (short - output)
+    assert gemm_rate(config, 8, seconds=0.01) > 0
+
+
+def test_attention_rows_are_shown() -> None:
+    row = {"requests": 8, "ours_us": 10.0, "vllm_us": 25.0, "ratio": 2.5}
+    assert attention_table([row]).row_count == 1
 
 
 def test_a_context_that_does_not_fit_is_named() -> None:

@@ -67,6 +67,15 @@ def test_without_the_unit_pytorch_computes_the_same(outputs, inputs, monkeypatch
     torch.testing.assert_close(found.double(), exactly(x, weight, bias), rtol=1e-5, atol=1e-5)
 
 
+def test_the_slower_way_is_told_of_once(monkeypatch, caplog):
+    without_unit(monkeypatch)
+    library.warn_unavailable.cache_clear()
+    Int8Linear(random(32, 64)), Int8Linear(random(32, 64))
+    (record,) = caplog.records
+    assert "int8 layers: none" in record.getMessage()
+    library.warn_unavailable.cache_clear()
+
+
 @pytest.mark.parametrize("unit", [True, False])
 def test_a_row_depends_on_no_other(unit, monkeypatch):
     if not unit:

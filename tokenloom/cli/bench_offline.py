@@ -8,7 +8,7 @@ import typer
 
 from tokenloom.bench import machine
 from tokenloom.bench.datasets import DatasetName, DatasetOptions
-from tokenloom.bench.step_tables import decode_table, overhead_table
+from tokenloom.bench.step_tables import attention_table, decode_table, memory_table, overhead_table, prefill_table
 from tokenloom.bench.throughput import ThroughputOptions, run_throughput, table
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL_NAME
 
@@ -76,6 +76,12 @@ def step(
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0: the library's choice.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Number format.")] = Dtype.AUTO,
     attention_backend: Annotated[str, typer.Option(help="By default the engine's own choice.")] = "",
+    prefill: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of prompts to time. [default: 512, 2048]")
+    ] = None,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Environment with vLLM's CPU build: compare its attention with ours.")
+    ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests that run where Python's share is measured.")] = 256,
     overhead_context: Annotated[
         list[int] | None, typer.Option(min=1, help="Their prompts' lengths there. [default: 128, 2048]")
@@ -83,9 +89,11 @@ def step(
     output_json: OutputJson = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a decode step against the memory bandwidth, and Python's share of a step."""
-    # Here: these two import torch.
+    """Measure decode steps against the memory bandwidth, prompts against matrix products, Python's share, memory."""
+    # Here: these import torch.
+    from tokenloom.bench.attention_decode import AttentionOptions, run_attention
     from tokenloom.bench.decode_step import DecodeOptions, run_decode
+    from tokenloom.bench.prefill_step import PrefillOptions, run_prefill
     from tokenloom.bench.step_overhead import OverheadOptions, run_overhead
 
     path, name = model_directory(model, None)
@@ -93,6 +101,21 @@ def step(
         decode = run_decode(
             DecodeOptions(path, tuple(batch or (1, 8, 32)), context, steps, dtype.value, threads, attention_backend)
         )
+        prompts = run_prefill(
+            PrefillOptions(path, tuple(prefill or (512, 2048)), 3, dtype.value, threads, attention_backend)
+        )
+        attention = run_attention(AttentionOptions(path, vllm, threads=threads)) if vllm is not None else []
         overhead = [run_overhead(OverheadOptions(requests, length)) for length in overhead_context or (128, 2048)]
-    report = {"machine": machine.describe(), "model": name, "decode": decode, "overhead": overhead}
-    show(report, [decode_table(decode), overhead_table(overhead)], as_json=as_json, path=output_json)
+    report = {
+        "machine": machine.describe(),
+        "model": name,
+        "decode": decode.rows,
+        "memory": decode.memory,
+        "prefill": prompts,
+        "attention": attention,
+        "overhead": overhead,
+    }
+    shown = [decode_table(decode.rows), memory_table(decode.memory), prefill_table(prompts), overhead_table(overhead)]
+    if attention:
+        shown.append(attention_table(attention))
+    show(report, shown, as_json=as_json, path=output_json)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WIDTH, _HEIGHT, _MARGIN = 380, 260, 46
-_COLOURS = ("#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706")
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#9333ea", "#d97706")
 _POINTS = 200
 _TICKS = 4
 
@@ -50,7 +50,7 @@ def _panel(panel: Panel, left: int) -> str:
             f'<text x="{x:.1f}" y="{inner_height + 16}" text-anchor="middle">{largest * tick / _TICKS:.3g}</text>'
         )
     for index, (name, values) in enumerate(panel.series.items()):
-        colour = _COLOURS[index % len(_COLOURS)]
+        colour = COLOURS[index % len(COLOURS)]
         points = _points(values, largest, inner_width, inner_height)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         parts.append(f'<text x="{index * 120}" y="-10" fill="{colour}">{html.escape(name)}</text>')

@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from .. import machine
+from ..bar_plot import Bar, write_bars
 from ..stats import spread
 from .workloads import WORKLOADS, Workload
 
@@ -190,6 +191,23 @@ def _rounds(
         name: {figure: spread([row[figure] for row in repeats]) for figure in repeats[0]}
         for name, repeats in rows.items()
     }
+
+
+def num_runs(options: PeerOptions) -> int:
+    """How often `run_peers` tells of a run."""
+    return len(options.workloads) * len(options.pythons) * (options.repeats + 1)
+
+
+def write_plot(path: Path, report: dict[str, Any]) -> None:
+    """Output tokens a second of every engine, by workload."""
+    figure = "output_tokens_per_second"
+    groups = {
+        name: [
+            Bar(engine, row[figure]["median"], row[figure]["min"], row[figure]["max"]) for engine, row in rows.items()
+        ]
+        for name, rows in report["workloads"].items()
+    }
+    write_bars(path, groups, "output tokens/s")
 
 
 def tables(report: dict[str, Any]) -> list[Table]:

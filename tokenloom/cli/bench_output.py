@@ -20,13 +20,17 @@ _INTERRUPTED = 130
 Done = Callable[[Outcome], None]
 
 
-@contextlib.contextmanager
-def bars() -> Iterator[Callable[[str, int], Done]]:
-    """Gives what makes a bar from a title and a number of requests; bars go to standard error, if it is a terminal."""
+def progress() -> Progress:
+    """Bars on standard error, if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    shown = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
-    with shown:
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+
+@contextlib.contextmanager
+def bars() -> Iterator[Callable[[str, int], Done]]:
+    """Gives what makes a bar from a title and a number of requests."""
+    with progress() as shown:
 
         def bar(title: str, total: int) -> Done:
             task = shown.add_task(title, total=total)

@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from tokenloom.bench.peers.compare import ADAPTERS, PeerOptions, run_peers, tables
+from tokenloom.bench.peers.compare import ADAPTERS, PeerOptions, num_runs, run_peers, tables, write_plot
 from tokenloom.bench.peers.workloads import WORKLOADS
 
 from .bench_load import AsJson, Seed
-from .bench_output import failures, show
+from .bench_output import failures, progress, show
 
 
 def peers(
@@ -34,10 +33,10 @@ def peers(
     ] = None,
     seed: Seed = 0,
     output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the output tokens/s as bars, SVG.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run engines side by side: one stream, a batch of 32, and 32 prompts that share 512 tokens."""
-    console = Console(stderr=True)
     with failures():
         options = PeerOptions(
             model=model.resolve(),
@@ -50,8 +49,13 @@ def peers(
         )
         if unknown := set(options.workloads) - set(WORKLOADS):
             raise ValueError(f"workload {', '.join(sorted(unknown))} is unknown; there are {', '.join(WORKLOADS)}")
-        with console.status(f"loading {', '.join(options.pythons)}") as status:
-            report = run_peers(options, lambda name, engine: status.update(f"{name}: {engine}"))
+        with progress() as shown:
+            task = shown.add_task(f"loading {', '.join(options.pythons)}", total=num_runs(options) + 1)
+            report = run_peers(
+                options, lambda name, engine: shown.update(task, advance=1, description=f"{name}: {engine}")
+            )
+        if plot is not None:
+            write_plot(plot, report)
     show(report, tables(report), as_json=as_json, path=output_json)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenloom.bench.peers.compare import PeerFailed, PeerOptions, run_peers, tables, vocab_size
+from tokenloom.bench.peers.compare import PeerFailed, PeerOptions, num_runs, run_peers, tables, vocab_size, write_plot
 from tokenloom.bench.peers.workloads import WORKLOADS, Workload
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
@@ -30,7 +30,7 @@ def test_tokenloom_answers_from_another_process() -> None:
     options = PeerOptions(DEMO_MODEL, {"tokenloom": sys.executable}, workloads=("single-stream",), repeats=1, threads=1)
     report = run_peers(options, lambda workload, engine: heard.append((workload, engine)))
     row = report["workloads"]["single-stream"]["tokenloom"]
-    assert heard == [("single-stream", "tokenloom")] * 2
+    assert heard == [("single-stream", "tokenloom")] * num_runs(options)
     assert row["ttft_ms"]["median"] > 0
     assert row["decode_tokens_per_second"]["median"] > 0
     assert report["versions"]["tokenloom"].startswith("tokenloom ")
@@ -47,3 +47,11 @@ def test_an_engine_that_ends_says_why(tmp_path: Path) -> None:
 
 def test_the_vocabulary_is_the_checkpoints() -> None:
     assert vocab_size(DEMO_MODEL) > 0
+
+
+def test_the_plot_shows_every_engine(tmp_path: Path) -> None:
+    speed = {"output_tokens_per_second": {"median": 2.0, "min": 1.0, "max": 3.0}}
+    write_plot(tmp_path / "p.svg", {"workloads": {"batch": {"tokenloom": speed, "vllm": speed}}})
+    text = (tmp_path / "p.svg").read_text()
+    assert text.count('class="bar"') == 2
+    assert "vllm" in text

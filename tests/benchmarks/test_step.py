@@ -1,7 +1,11 @@
 """The pieces of `bench step`, on the demo model and at small sizes."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
+from tokenloom.bench.attention_decode import AttentionOptions, run_attention
 from tokenloom.bench.bandwidth import read_bandwidth
 from tokenloom.bench.checkpoint_bytes import weight_bytes
 from tokenloom.bench.decode_step import DecodeOptions, run_decode
@@ -62,14 +66,29 @@ def test_a_prompt_twice_as_long_costs_more_than_twice() -> None:
     assert gemm_rate(config, 8, seconds=0.01) > 0
 
 
-def test_attention_rows_are_shown() -> None:
-    row = {"requests": 8, "ours_us": 10.0, "vllm_us": 25.0, "ratio": 2.5}
-    assert attention_table([row]).row_count == 1
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+def test_attention_is_compared_with_what_the_other_environment_answers(tmp_path: Path) -> None:
+    rows = run_attention(AttentionOptions(DEMO_MODEL, environment(tmp_path, "echo 1e6"), (2,), 40, 1, seconds=0.002))
+    assert [row["requests"] for row in rows] == [2]
+    assert rows[0]["ratio"] == pytest.approx(1e6 / rows[0]["ours_us"], rel=0.01)
+    assert attention_table(rows).row_count == 1
 
 
-def test_a_context_that_does_not_fit_is_named() -> None:
-    with pytest.raises(ValueError, match="exceed"):
-        run_decode(DecodeOptions(DEMO_MODEL, context=100_000))
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no compiler")
+def test_an_environment_without_vllm_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no bin/python"):
+        run_attention(AttentionOptions(DEMO_MODEL, tmp_path))
+    with pytest.raises(ValueError, match="its process ended"):
+        run_attention(AttentionOptions(DEMO_MODEL, environment(tmp_path, "exit 1"), (2,), 40, 1, seconds=0.002))
+
+
+def environment(root: Path, answer: str) -> Path:
+    """One whose interpreter does this for each line that it reads."""
+    python = root / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\nwhile read line; do {answer}; done\n")
+    python.chmod(0o755)
+    return root
 
 
 def test_overhead_of_every_part() -> None:

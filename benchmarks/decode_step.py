@@ -122,14 +122,12 @@ def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[
         raise ValueError(
             f"context {options.context} and {options.steps} steps exceed the model's {config.max_model_len}"
         )
-    worker = WorkerConfig(model=str(options.model), dtype=options.dtype, num_threads=threads)
-    if options.attention_backend:
-        worker = WorkerConfig(
-            model=str(options.model),
-            dtype=options.dtype,
-            num_threads=threads,
-            attention_backend=options.attention_backend,
-        )
+    worker = WorkerConfig(
+        model=str(options.model),
+        dtype=options.dtype,
+        num_threads=threads,
+        attention_backend=options.attention_backend or "auto",
+    )
     engine = EngineConfig(
         worker=worker,
         cache=CacheConfig(enable_prefix_caching=False, num_blocks=batch * (-(-length // 16) + 1) + batch),

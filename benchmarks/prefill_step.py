@@ -106,9 +106,13 @@ def _timed_prompt(core: EngineCore, config: ModelConfig, length: int, seed: int)
 
 
 def _core(options: PrefillOptions, longest: int, threads: int) -> EngineCore:
-    backend = {"attention_backend": options.attention_backend} if options.attention_backend else {}
     engine = EngineConfig(
-        worker=WorkerConfig(model=str(options.model), dtype=options.dtype, num_threads=threads, **backend),
+        worker=WorkerConfig(
+            model=str(options.model),
+            dtype=options.dtype,
+            num_threads=threads,
+            attention_backend=options.attention_backend or "auto",
+        ),
         cache=CacheConfig(enable_prefix_caching=False, num_blocks=longest // _BLOCK + 4),
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=longest),
         max_model_len=longest + 1,

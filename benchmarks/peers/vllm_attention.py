@@ -20,6 +20,7 @@ def main(argv: list[str]) -> None:
     torch: Any = importlib.import_module("torch")
     ops: Any = importlib.import_module("vllm._custom_ops")
     importlib.import_module("vllm.platforms").current_platform.import_kernels()
+    torch.cpu._init_amx()  # asks the system for the unit; without, its instructions end the process
     torch.set_num_threads(setup["threads"])
     for line in sys.stdin:
         print(json.dumps(_measure(torch, ops, setup, int(json.loads(line)))), file=answers)

@@ -17,6 +17,7 @@ from .health import MeshHealth
 from .http_server import HttpServer
 from .inference_servicer import InferenceServicer
 from .mesh_view import MeshView
+from .message_plans import MessagePlans
 from .metrics import EngineGauges, GatewayMetrics
 from .openai_models import BodyReader
 from .openapi.routes import DOCUMENT_ROUTES
@@ -102,13 +103,23 @@ class GatewayService:
     def _endpoints(self, generator: Generator, tokenizers: TokenizerClient, model: str) -> Routes:
         reader = BodyReader(strict=self._settings.strict)
         limit = self._settings.max_body_bytes
-        chat = Endpoint(ChatApi(reader, model), generator, model, max_body_bytes=limit)
+        chat = Endpoint(ChatApi(reader, model, self._plans(tokenizers)), generator, model, max_body_bytes=limit)
         completions = Endpoint(CompletionsApi(reader, model), generator, model, max_body_bytes=limit)
         assert self._health is not None
         tokenize = TokenizeRoutes(
             reader, tokenizers, self._health, model, max_body_bytes=limit, timeout=self._settings.request_timeout
         )
         return {"/v1/chat/completions": {"POST": chat}, "/v1/completions": {"POST": completions}, **tokenize.routes()}
+
+    def _plans(self, tokenizers: TokenizerClient) -> MessagePlans:
+        settings, info = self._settings, tokenizers.info
+        assert info is not None
+        return MessagePlans.choose(
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            told_tools=info.tool_call_parser,
+            told_reasoning=info.reasoning_parser,
+        )
 
     async def _wait_whole(self, health: MeshHealth) -> None:
         said: list[str] = []

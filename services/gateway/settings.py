@@ -1,7 +1,7 @@
 """What a gateway can be told."""
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import grpc
 from pydantic import Field, field_validator, model_validator
@@ -34,6 +34,12 @@ class GatewaySettings(ServiceSettings):
     )
     public_tls_key: Path | None = Field(None, description="Its private key.")
     strict: bool = Field(False, description="Refuse request fields that are not known, instead of ignoring them.")
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="How the model writes tool calls; auto: as its chat template does."
+    )
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = Field(
+        "auto", description="How the model writes reasoning; auto: as its chat template does."
+    )
     max_body_bytes: int = Field(8 * 1024 * 1024, ge=1, description="Largest request, over HTTP and gRPC.")
     max_live_requests: int = Field(
         2048, ge=1, description="Prompts in work at a time; more are refused for the moment."

@@ -119,6 +119,12 @@ def serve(
     ] = None,
     kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
     enable_prompt_embeds: Annotated[bool, typer.Option(help="Take embeddings in the place of prompt tokens.")] = False,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama3_json, mistral.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model writes reasoning: auto, none, deepseek_r1, qwen3.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
@@ -169,6 +175,8 @@ def serve(
             ),
             "gateway": flags(
                 most_urgent_priority=most_urgent_priority,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
                 api_key_file=api_key_file,
                 strict=strict,
                 insecure=insecure,

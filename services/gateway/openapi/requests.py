@@ -144,6 +144,15 @@ class ChatCompletionRequest(CommonFields, kw_only=True):
     ] = None
     logprobs: Annotated[bool | None, Meta(description="Tell log probabilities of the output.")] = None
     top_logprobs: Annotated[int | None, Meta(description="With logprobs: alternatives at each position.")] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, Meta(description="Functions that the model may call, at most 128.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}.'),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="False: one call at most.")] = None
+    include_reasoning: Annotated[bool | None, Meta(description="False: leave the model's reasoning out.")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

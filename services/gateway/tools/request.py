@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from ...runtime.errors import InvalidArgument
+from ..sse import encode_json
 
 MAX_TOOLS = 128
 """In one request, as OpenAI has it."""
@@ -72,6 +73,11 @@ def read_tools(tools: object) -> Sequence[Tool]:
     if len({tool.name for tool in known}) < len(known):
         raise InvalidArgument("tools holds two functions of one name", "tools")
     return known
+
+
+def tools_json(tools: Sequence[Tool]) -> bytes:
+    """As templates take them; empty without any."""
+    return encode_json([tool.definition for tool in tools]) if tools else b""
 
 
 def _tool(where: str, tool: object) -> Tool:

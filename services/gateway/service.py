@@ -5,13 +5,18 @@ import logging
 
 from tokenloom.v1 import inference_pb2_grpc
 
+from ..runtime.channels import Channels
 from ..runtime.host import Host
 from ..runtime.members import Members
+from ..runtime.tls import MeshTLS
+from .admin_routes import AdminRoutes
 from .app import App, Routes
 from .auth import ApiKeys
 from .chat import ChatApi
 from .completions import CompletionsApi
+from .cors import Cors
 from .endpoint import Endpoint
+from .engine_admins import EngineAdmins
 from .generation import Generator
 from .health import MeshHealth
 from .http_server import HttpServer
@@ -72,7 +77,13 @@ class GatewayService:
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
         status = StatusRoutes(health, mesh, generator, host.metrics, model)
-        app = App({**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)}, keys)
+        app = App(
+            {**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)},
+            keys,
+            await self._admin_routes(mesh, host),
+            ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file),
+            Cors(settings.cors_origins) if settings.cors_origins else None,
+        )
         self._http = HttpServer(
             app,
             settings.http_listen,
@@ -110,6 +121,16 @@ class GatewayService:
             reader, tokenizers, self._health, model, max_body_bytes=limit, timeout=self._settings.request_timeout
         )
         return {"/v1/chat/completions": {"POST": chat}, "/v1/completions": {"POST": completions}, **tokenize.routes()}
+
+    async def _admin_routes(self, mesh: MeshView, host: Host) -> Routes:
+        settings = self._settings
+        if not settings.has_admin:
+            return {}
+        channels = host.channels
+        if (files := settings.operator_certificate) is not None:
+            await files.wait()
+            channels = Channels(MeshTLS(files))
+        return AdminRoutes(EngineAdmins(mesh, channels), timeout=settings.request_timeout).routes()
 
     def _plans(self, tokenizers: TokenizerClient) -> MessagePlans:
         settings, info = self._settings, tokenizers.info

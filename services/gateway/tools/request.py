@@ -11,6 +11,7 @@ from ..sse import encode_json
 
 MAX_TOOLS = 128
 """In one request, as OpenAI has it."""
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -95,7 +96,7 @@ def _tool(where: str, tool: object) -> Tool:
     if not (function.get("description") is None or isinstance(function["description"], str)):
         field = f"{where}.function.description"
         raise InvalidArgument(f"{field} must be a string", field)
-    return Tool(name, parameters or {"type": "object", "properties": {}}, {"type": "function", **tool})
+    return Tool(name, _NO_ARGUMENTS if parameters is None else parameters, {"type": "function", **tool})
 
 
 def _named(choice: object, tools: Sequence[Tool]) -> Tool:

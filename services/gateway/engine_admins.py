@@ -29,9 +29,10 @@ class EngineAdmins:
 
         Raises ``Unavailable`` without any engine, else the first failure, with the engine's name before it.
         """
-        engines = [
+        alive = (
             entry.identity for entry in self._mesh.engines if entry.report.state != coordinator_pb2.ENGINE_STATE_DEAD
-        ]
+        )
+        engines = sorted(alive, key=lambda engine: engine.engine_id)
         if not engines:
             raise errors.Unavailable("no engine is known; try again")
         asked = [self._ask(engine, send) for engine in engines]

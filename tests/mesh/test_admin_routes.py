@@ -21,7 +21,7 @@ async def mesh(socket_dir: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-async def test_every_engine_is_asked(http: httpx.AsyncClient) -> None:
+async def test_every_engine_is_asked(mesh: Mesh, http: httpx.AsyncClient) -> None:
     async def ask(method: str, path: str) -> dict[str, object]:
         response = await http.request(method, path, headers=ADMIN)
         assert response.status_code == 200, response.text
@@ -42,6 +42,7 @@ async def test_every_engine_is_asked(http: httpx.AsyncClient) -> None:
     assert (await ask("GET", "/is_sleeping"))["is_sleeping"] is True
     await ask("POST", "/wake_up?tags=kv_cache")
     assert await ask("GET", "/is_sleeping") == {"is_sleeping": False, "engines": dict.fromkeys(NAMES, False)}
+    await mesh.until_missing()
     response = await http.post("/v1/completions", json=BODY, headers={"authorization": "Bearer user"})
     assert response.status_code == 200
 

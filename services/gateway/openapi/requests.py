@@ -131,8 +131,9 @@ class ChatCompletionRequest(CommonFields, kw_only=True):
     messages: Annotated[
         list[dict[str, Any]],
         Meta(
+            min_length=1,
             description="Turns: role (system, developer, user, assistant, tool), content (text or parts of text), "
-            "tool_calls, tool_call_id, name, reasoning_content."
+            "tool_calls, tool_call_id, name, reasoning_content.",
         ),
     ]
     max_completion_tokens: Annotated[int | None, Meta(description="Newer name of max_tokens, and wins.")] = None

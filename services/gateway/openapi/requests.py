@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+_INTEGER_OR_FALSE = {"anyOf": [{"type": "integer"}, {"const": False}, {"type": "null"}]}
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream tells besides text."""
@@ -45,7 +47,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ] = None
     stop_token_ids: Annotated[list[int] | None, Meta(description="Tokens that end the output, at most 1024.")] = None
     prompt_logprobs: Annotated[
-        int | None, Meta(description="Alternatives to tell for each token of the prompt; not in a stream.")
+        Any,
+        Meta(
+            description="Alternatives to tell for each token of the prompt; not in a stream.",
+            extra_json_schema=_INTEGER_OR_FALSE,
+        ),
     ] = None
     logprob_token_ids: Annotated[
         list[int] | None, Meta(description="With logprobs: tokens to tell at each position.")
@@ -121,7 +127,10 @@ class CompletionRequest(CommonFields, kw_only=True):
         Meta(description="Instead of a prompt: base64 of a safetensors file, or lists of such parts and token ids."),
     ] = None
     best_of: Annotated[int | None, Meta(description="Only equal to n.")] = None
-    logprobs: Annotated[int | None, Meta(description="Alternatives to tell at each position.")] = None
+    logprobs: Annotated[
+        Any,
+        Meta(description="Alternatives to tell at each position; false: none.", extra_json_schema=_INTEGER_OR_FALSE),
+    ] = None
     echo: Annotated[bool | None, Meta(description="The prompt before the output.")] = None
 
 

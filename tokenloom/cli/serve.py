@@ -14,6 +14,7 @@ from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed
 from tokenloom.supervisor.run import run_mesh
 
+from .engine_choices import Device, Dtype, Quantization, SchedulingPolicy, WorkerKind
 from .failures import reported
 from .flags import check_engines, flags, model_directory
 
@@ -32,46 +33,6 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
-
-
-class Device(StrEnum):
-    """``auto`` is a GPU where there is one."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class SchedulingPolicy(StrEnum):
-    """Who goes first."""
-
-    FCFS = "fcfs"
-    PRIORITY = "priority"
-
-
-class Dtype(StrEnum):
-    """``auto`` keeps the checkpoint's own."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class Quantization(StrEnum):
-    """How layers' matrices are rounded."""
-
-    INT8_DYNAMIC = "int8-dynamic"
-
-
-class WorkerKind(StrEnum):
-    """``hash`` computes no model: each token is a hash of those before it, to try the mesh without torch.
-
-    ``timed`` only waits, as long as ``TOKENLOOM_HASH_STEP_SECONDS`` and ``TOKENLOOM_HASH_TOKEN_SECONDS`` say.
-    """
-
-    CPU = "cpu"
-    HASH = "hash"
-    TIMED = "timed"
 
 
 def serve(

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from tokenloom.cli.engine_choices import Dtype
 from tokenloom.cli.flags import flags, model_directory
-from tokenloom.cli.serve import Dtype
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 

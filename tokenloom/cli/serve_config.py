@@ -37,7 +37,7 @@ _SUPERVISORS = frozenset(
 
 
 def as_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """The option's callback: what the file holds becomes the defaults. Exits with a usage error naming what is wrong."""
+    """The option's callback: what the file holds becomes defaults. Exits with a usage error naming what is wrong."""
     if path is not None and not context.resilient_parsing:
         options = {parameter.name for parameter in context.command.params if parameter.name}
         values = _read(path)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from .admission import Admission
 from .config import CacheConfig, SchedulerConfig
-from .constrained import ConstrainedRequests
+from .constrained import NO_CHOICE, ConstrainedRequests
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
@@ -184,14 +184,17 @@ class Scheduler:
             self._in_flight.begin(scheduled, self.running)
         return scheduled
 
-    def end_constrained(self, ended: dict[str, str]) -> None:
+    def end_constrained(self, ended: dict[str, str], field: str = FIELD) -> None:
         """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
         for request_id, error in ended.items():
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            self.running.remove(request)
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:  # preempted while the step was in flight
+                self.waiting.remove(request)
             if error:
-                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, field)
             else:
                 self._finish_early(request, RequestStatus.FINISHED_STOPPED)
 
@@ -220,6 +223,8 @@ class Scheduler:
         if result.num_nans_in_logits:
             for output in outputs:
                 output.num_nans_in_logits = result.num_nans_in_logits.get(output.request_id, 0)
+        if result.without_choice:
+            self.end_constrained(dict.fromkeys(result.without_choice, NO_CHOICE), "allowed_token_ids")
         self._recorder.tell(outputs)
         return outputs
 

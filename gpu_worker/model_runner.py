@@ -124,6 +124,10 @@ class ModelRunner:
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]
+        if self._batch.logits_processors:
+            for row in np.flatnonzero(np.isneginf(logits[np.arange(len(tokens)), tokens])).tolist():
+                output.sampled_token_ids[indices[row]] = []
+                output.without_choice.append(inputs.req_ids[indices[row]])
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client import InprocClient
 from tokenloom.engine_core.executor.registry import make_executor
-from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.services.runtime import validation
 from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
 from tokenloom.services.runtime.errors import TokenloomError
@@ -40,6 +40,7 @@ class LLM:
         model: str | Path,
         *,
         tokenizer: str | Path | None = None,
+        device: str = "auto",
         dtype: Any = "auto",
         quantization: str | None = None,
         seed: int | None = 0,
@@ -62,6 +63,7 @@ class LLM:
         Args:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
             tokenizer: Another directory or hub id to take the tokenizer from.
+            device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one.
             dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
             quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
             seed: Decides the outputs of requests that set no seed; None: different ones each time.
@@ -88,6 +90,7 @@ class LLM:
         self.model_name = served_model_name or served_name(path, str(model))
         config = engine_config(
             path,
+            device=device,
             dtype=dtype,
             quantization=quantization,
             max_model_len=max_model_len,
@@ -100,7 +103,7 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )
-        self._client = InprocClient(config, make_executor(config, CPUWorker))
+        self._client = InprocClient(config, make_executor(config, make_worker))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

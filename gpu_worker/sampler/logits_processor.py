@@ -37,9 +37,9 @@ class LogitsProcessors:
         self._in_order = tuple(in_order)
         self._of_row: dict[int, list[LogitsProcessor]] = {}
 
-    def __len__(self) -> int:
-        """Rows that ask for any."""
-        return len(self._of_row)
+    def __bool__(self) -> bool:
+        """Whether any row asks for one."""
+        return bool(self._of_row)
 
     def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """A request joins with these tokens, of which the first are its prompt."""

@@ -35,7 +35,11 @@ class EngineSettings(ServiceSettings):
 
     worker: Literal["cpu", "hash", "timed"] = Field(
         "cpu",
-        description="cpu; for tests hash: tokens are hashes of the prefix; for benchmarks timed: a step only waits.",
+        description="cpu: a model, on --device; for tests hash: tokens are hashes of the prefix; "
+        "for benchmarks timed: a step only waits.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model computes; auto: on a GPU where there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
     quantization: Literal["int8-dynamic"] | None = Field(
@@ -149,6 +153,7 @@ class EngineSettings(ServiceSettings):
             worker=WorkerConfig(
                 model=checkpoint,
                 worker=self.worker,
+                device=self.device,
                 dtype=self.dtype,
                 quantization=self.quantization,
                 attention_backend=self.attention_backend,

@@ -6,6 +6,7 @@ import torch
 from tokenloom.engine_args import engine_config
 
 ARGUMENTS = {
+    "device": "auto",
     "dtype": "auto",
     "quantization": None,
     "max_model_len": None,
@@ -43,7 +44,11 @@ def test_dtypes(dtype, name):
 
 @pytest.mark.parametrize(
     "name",
-    [name for name, value in ARGUMENTS.items() if name not in ("dtype", "quantization") and type(value) is not bool],
+    [
+        name
+        for name, value in ARGUMENTS.items()
+        if name not in ("device", "dtype", "quantization") and not isinstance(value, bool)
+    ],
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
 def test_what_is_no_count_is_named(name, value):

@@ -34,6 +34,14 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class Device(StrEnum):
+    """``auto`` is a GPU where there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class SchedulingPolicy(StrEnum):
     """Who goes first."""
 
@@ -95,6 +103,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients use; by default the directory's last part.")
     ] = None,
+    device: Annotated[Device, typer.Option(help="What engines compute on; auto: a GPU if there is one.")] = Device.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
     quantization: Annotated[
         Quantization | None, typer.Option(help="Round the layers' weights to int8 at load.")
@@ -146,6 +155,7 @@ def serve(
         flags={
             "coordinator": flags(pd_threshold=pd_threshold),
             "engine": flags(
+                device=device,
                 dtype=dtype,
                 quantization=quantization,
                 max_model_len=max_model_len,

@@ -31,6 +31,7 @@ PLAIN_DATA = {
         "kv_transport",
         "messages",
         "pool_memory",
+        "process_memory",
         "prompt_embeds",
         "sampling_params",
         "scheduler_output",

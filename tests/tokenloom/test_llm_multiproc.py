@@ -1,5 +1,6 @@
 """The offline API with its worker in a process of its own."""
 
+import gzip
 import os
 import signal
 
@@ -7,8 +8,14 @@ import pytest
 
 from tests.engine_core.processes import has_ended
 from tokenloom import LLM, SamplingParams
+from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.errors import ExecutorFailedError, UtilityError
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.executor.registry import make_executor
+from tokenloom.engine_core.messages import EngineCoreRequest, FinishReason
+from tokenloom.engine_core.sampling_params import SamplingParams as CoreParams
+from tokenloom.gpu_worker.cpu_worker import CPUWorker
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
@@ -79,3 +86,20 @@ def test_a_killed_worker_ends_the_call_in_an_error():
 def test_what_does_not_work_is_a_value_error():
     with pytest.raises(ValueError, match="distributed_executor_backend is 'ray'; there are uni and mp"):
         make_llm("ray")
+
+
+def test_a_profile_of_what_the_worker_computes(tmp_path):
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(DEMO_MODEL), num_threads=1, profiler_dir=str(tmp_path)),
+        cache=CacheConfig(num_blocks=64),
+        parallel=ParallelConfig(distributed_executor_backend="mp"),
+    )
+    client = InprocClient(config, make_executor(config, CPUWorker))
+    client.call_utility("profile", True)
+    client.add_request(EngineCoreRequest("a", [5, 6, 7], CoreParams(max_tokens=1, seed=0)))
+    (output,) = client.get_output().outputs
+    assert output.finish_reason is FinishReason.LENGTH
+    client.call_utility("profile", False)
+    (trace,) = tmp_path.iterdir()
+    assert b"aten::" in gzip.decompress(trace.read_bytes())
+    client.close()

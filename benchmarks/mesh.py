@@ -40,6 +40,7 @@ class MeshCase:
     """About how long the run is to take."""
     input_len: int = 16
     output_len: int = 256
+    async_scheduling: bool = False
 
     @property
     def num_prompts(self) -> int:
@@ -54,7 +55,7 @@ class MeshCase:
 def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
     """One part of each service around one timed engine that never lacks room."""
     blocks = case.batch * (case.input_len + 2 * case.output_len) // 16 + 256
-    engine = {
+    engine: dict[str, object] = {
         "worker": "timed",
         "hash-step-seconds": case.step_ms / 1e3,
         "max-num-seqs": case.batch,
@@ -62,6 +63,8 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         "decode-batched-tokens": 8192,
         "num-kv-blocks": 2 * blocks,
     }
+    if case.async_scheduling:
+        engine["async-scheduling"] = True
     flags = tuple(text for name, value in engine.items() for text in (f"--{name}", str(value)))
     return MeshOptions(
         model=model,
@@ -106,6 +109,7 @@ def summarize(
     report: dict[str, Any] = {
         "step_ms": case.step_ms,
         "batch": case.batch,
+        "async_scheduling": case.async_scheduling,
         "duration": round(result.seconds, 3),
         "failed": len(result.outcomes) - len(good),
         "output_tokens": tokens,

@@ -185,7 +185,8 @@ class AsyncMPClient:
         await self._input.send(frames, copy=is_small)
 
     def _bind(self, kind: int, address: str) -> AsyncSocket:
-        socket = self._context.socket(kind, socket_class=zmq.Socket)
+        context: Any = self._context  # pyzmq's types know no plain socket of such a context
+        socket: zmq.Socket[bytes] = context.socket(kind, socket_class=zmq.Socket)
         socket.bind(address)
         return AsyncSocket(socket)
 

@@ -103,10 +103,25 @@ def serve(
     ] = None,
     async_scheduling: Annotated[bool, typer.Option(help="Schedule the next step while one runs.")] = False,
     enable_prompt_embeds: Annotated[bool, typer.Option(help="Take embeddings in the place of prompt tokens.")] = False,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: auto, none, hermes, llama3_json, mistral.")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="How the model writes reasoning: auto, none, deepseek_r1, qwen3.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="File with SHA-256 hashes of keys, one a line.")] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TOKENLOOM_ADMIN_API_KEY", show_envvar=True, help="Key of the admin routes; none: no routes."
+        ),
+    ] = None,
+    cors_origins: Annotated[
+        str | None, typer.Option(help="Origins of web pages that may call from a browser, comma-separated; *: all.")
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain to show clients, PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key.")] = None,
     strict: Annotated[bool, typer.Option(help="Refuse unknown fields in requests instead of ignoring them.")] = False,
@@ -163,7 +178,10 @@ def serve(
             "gateway": in_file["gateway"]
             + flags(
                 most_urgent_priority=most_urgent_priority,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
                 api_key_file=api_key_file,
+                cors_origins=cors_origins,
                 strict=strict,
                 insecure=insecure,
                 public_tls_cert=tls_cert,
@@ -172,7 +190,7 @@ def serve(
             ),
         },
         # Not a flag: everyone on the machine can read those.
-        environment={} if api_key is None else {"gateway": {"TOKENLOOM_API_KEY": api_key}},
+        environment={"gateway": _keys(TOKENLOOM_API_KEY=api_key, TOKENLOOM_ADMIN_API_KEY=admin_api_key)},
     )
     write_line = bare(sys.stderr) if log_format is LogFormat.JSON else prefixed(sys.stderr)
     scheme = "http" if tls_cert is None else "https"
@@ -181,6 +199,10 @@ def serve(
             run_mesh(options, LineCopier(write_line), lambda mesh: _announce_and_wait(mesh, name, scheme))
         )
     raise typer.Exit(0 if outcome.clean else 1)
+
+
+def _keys(**keys: str | None) -> dict[str, str]:
+    return {name: key for name, key in keys.items() if key is not None}
 
 
 async def _announce_and_wait(mesh: Mesh, name: str, scheme: str) -> None:

@@ -37,6 +37,7 @@ class Edge(grpc.aio.ServerInterceptor):
         """``check_caller``: None where peers have no certificates."""
         self._is_ready = is_ready
         self._check_caller = check_caller
+        self._guarded: dict[str, tuple[_Handler, _Handler]] = {}  # by method: as many as there are
         self.authorize: Authorize | None = None
 
     async def intercept_service(
@@ -53,12 +54,19 @@ class Edge(grpc.aio.ServerInterceptor):
                 return _refusing(error)
         handler = await continuation(handler_call_details)
         if handler is not None:
-            return _guarded(
-                handler, partial(self._check_caller, method) if self._check_caller and not is_open else _all
-            )
+            return self._guard(method, handler, is_open=is_open)
         if not self._is_ready():
             return _refusing(errors.Unavailable("this part is still starting"))
         return None  # gRPC's own UNIMPLEMENTED
+
+    def _guard(self, method: str, handler: "grpc.RpcMethodHandler[Any, Any]", *, is_open: bool) -> _Handler:
+        """Once for all calls of a method."""
+        known, guarded = self._guarded.get(method, (None, None))
+        if known is not handler:
+            admit = partial(self._check_caller, method) if self._check_caller and not is_open else _all
+            guarded = _guarded(handler, admit)
+            self._guarded[method] = handler, guarded
+        return guarded
 
 
 def _refusing(error: errors.TokenloomError) -> _Handler:

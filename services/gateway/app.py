@@ -11,6 +11,7 @@ from ..runtime import errors
 from ..runtime.logs import RequestLog
 from .auth import ApiKeys
 from .body import ClientDisconnected, Receive
+from .cors import Cors
 from .exchange import Exchange, MethodNotAllowed, Send
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,26 @@ _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 class App:
     """The ASGI application."""
 
-    def __init__(self, routes: Routes, keys: ApiKeys) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        keys: ApiKeys,
+        admin_routes: Routes | None = None,
+        admin_keys: ApiKeys | None = None,
+        cors: Cors | None = None,
+    ) -> None:
+        """``admin_keys``: what the admin routes take instead of ``keys``; ``cors``: None: no page of another origin."""
         self._routes = routes
         self._keys = keys
+        self._admin_routes = admin_routes or {}
+        self._admin_keys = admin_keys or ApiKeys()
+        self._cors = cors
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
         exchange = Exchange(scope, receive, send, _request_id(scope))
+        if self._cors is not None:
+            self._cors.allow(exchange)
         try:
             await self._handler(exchange)(exchange)
         except ClientDisconnected:
@@ -50,9 +64,13 @@ class App:
 
     def _handler(self, exchange: Exchange) -> Handler:
         """Raises for a client without a key before it tells which paths there are."""
+        if self._cors is not None and self._cors.is_preflight(exchange):
+            return self._cors.answer
+        methods = self._admin_routes.get(exchange.path)
         if exchange.path not in OPEN_PATHS:
-            self._keys.authorize(exchange.headers.get(b"authorization"))
-        methods = self._routes.get(exchange.path)
+            keys = self._keys if methods is None else self._admin_keys
+            keys.authorize(exchange.headers.get(b"authorization"))
+        methods = methods or self._routes.get(exchange.path)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound("no such model is served; GET /v1/models lists those that are", field="model")
         if methods is None:

@@ -1,18 +1,21 @@
-"""``/v1/chat/completions``: reading bodies, shaping answers."""
+"""``/v1/chat/completions``: reading bodies."""
 
+from dataclasses import replace
 from typing import Any
 
 from tokenloom.v1 import types_pb2
 
 from ..runtime import errors
 from . import sse
-from .answer import AnswerBase, finish_reason
-from .collector import Delta
+from .answer import AnswerBase
+from .chat_answer import ChatAnswer
 from .generation import Generation
 from .job import Chat, Job
-from .logprobs import chat_content
+from .message_plans import MessagePlans
 from .messages import read_messages
 from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
+from .tools.forced import constraint_of
+from .tools.request import ToolChoice, ToolRequest, read_tool_request, tools_json
 
 
 class ChatFields(CommonFields, frozen=True, kw_only=True):
@@ -24,120 +27,62 @@ class ChatFields(CommonFields, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
 
 class ChatApi:
     """The endpoint, for one served model."""
 
-    def __init__(self, reader: BodyReader, model: str) -> None:
+    def __init__(self, reader: BodyReader, model: str, plans: MessagePlans) -> None:
         self._reader = reader
         self._model = model
+        self._plans = plans
 
     def read(self, body: Body) -> tuple[Job, Options]:
         fields = self._reader.read(body, ChatFields)
-        sampling = _sampling(body, fields)
-        prompt = Chat(
-            messages_json=read_messages(fields.messages, "messages"),
-            template_kwargs_json=sse.encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
-            add_generation_prompt=fields.add_generation_prompt is not False,
-        )
         if fields.add_special_tokens:
             raise errors.InvalidArgument(
                 "add_special_tokens is not supported for chats: the template has its own", "add_special_tokens"
             )
-        return make_job(fields, prompt, "messages", sampling), Options.of(fields, sampling)
+        request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+        sampling = _sampling(body, fields)
+        _constrain(sampling, request)
+        plan = self._plans.plan(
+            request,
+            include_reasoning=fields.include_reasoning is not False,
+            constrained=sampling.HasField("structured_outputs"),
+        )
+        job = make_job(fields, _prompt(fields, request), "messages", sampling)
+        formats = self._plans.tools
+        if request.choice is ToolChoice.AUTO and formats is not None and formats.keeps_special_tokens:
+            job.text.skip_special_tokens = False
+        return job, replace(Options.of(fields, sampling), plan=plan)
 
-    def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
+    def answer(self, generation: Generation, options: Options) -> ChatAnswer:
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self._model))
 
 
-class ChatAnswer:
-    """A conversation's next turn, in one sample or several."""
-
-    def __init__(self, base: AnswerBase) -> None:
-        self._base = base
-        self._writer = base.writer("chat.completion.chunk")
-        samples = range(base.generation.num_samples)
-        self._live = len(samples)
-        self._texts = [""] * len(samples)
-        self._token_ids: list[list[int]] = [[] for _ in samples]
-        self._logprobs: list[list[dict[str, object]]] = [[] for _ in samples]
-        self._tells_all = base.tells_all
-        self._text_events = [self._writer.text_event(index, b'"delta":{"content":', b"}") for index in samples]
-
-    def first_events(self) -> bytes:
-        extra = b""
-        if self._base.options.return_token_ids:
-            extra = b',"prompt_token_ids":' + sse.encode_json(list(self._base.generation.prompts[0]))
-        events = b""
-        for index in range(len(self._texts)):
-            role = sse.choice(index, b'"delta":{"role":"assistant","content":""}')
-            events += self._writer.event(role, extra, self._base.usage_of(index))
-        return events
-
-    def events(self, delta: Delta) -> bytes:
-        index = delta.index
-        if delta.finished is None and not self._tells_all:
-            return self._text_events[index](delta.text) if delta.text else b""
-        events = b""
-        if delta.text or (self._tells_all and delta.token_ids):
-            ids = sse.token_ids_member(delta.token_ids) if self._base.options.return_token_ids else b""
-            content = b'"delta":{"content":%b}' % sse.encode_json(delta.text)
-            told = sse.encode_json(_logprobs(self._content(delta))) if delta.logprobs else b"null"
-            choice = sse.choice(index, content, extra=ids, logprobs=told)
-            events = self._writer.event(choice, usage=self._base.usage_of(index))
-        if delta.finished is not None:
-            self._live -= 1
-            finish = sse.encode_json(finish_reason(delta.finished))
-            stop = b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
-            choice = sse.choice(index, b'"delta":{}', finish, stop)
-            is_last = self._live == 0 and not self._base.options.include_usage
-            timeline = members(self._base.timeline()) if is_last else b""
-            events += self._writer.event(choice, timeline, self._base.usage_of(index))
-        return events
-
-    def last_events(self) -> bytes:
-        if not self._base.options.include_usage:
-            return b""
-        return self._writer.event(b"", members(self._base.timeline()), self._base.usage)
-
-    def add(self, delta: Delta) -> None:
-        self._texts[delta.index] += delta.text
-        self._token_ids[delta.index] += delta.token_ids
-        if delta.logprobs:
-            self._logprobs[delta.index] += self._content(delta)
-
-    def body(self) -> bytes:
-        choices = [self._choice(index) for index in range(len(self._texts))]
-        response = self._base.head("chat.completion") | {"choices": choices} | self._base.prompt_logprobs(0)
-        if self._base.options.return_token_ids:
-            response["prompt_token_ids"] = list(self._base.generation.prompts[0])
-        return sse.encode_json(response | self._base.tail())
-
-    def _choice(self, index: int) -> dict[str, object]:
-        finished = self._base.generation.finished[index]
-        choice: dict[str, object] = {
-            "index": index,
-            "message": {"role": "assistant", "content": self._texts[index]},
-            "logprobs": None if self._base.options.num_logprobs is None else _logprobs(self._logprobs[index]),
-            "finish_reason": finish_reason(finished),
-            "stop_reason": self._base.stop_reason(finished),
-        }
-        if self._base.options.return_token_ids:
-            choice["token_ids"] = self._token_ids[index]
-        return choice
-
-    def _content(self, delta: Delta) -> list[dict[str, object]]:
-        return chat_content(self._base.positions(delta), as_ids=self._base.options.tokens_as_ids)
+def _prompt(fields: ChatFields, request: ToolRequest) -> Chat:
+    return Chat(
+        messages_json=read_messages(fields.messages, "messages"),
+        tools_json=tools_json(request.tools),
+        template_kwargs_json=sse.encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
+        add_generation_prompt=fields.add_generation_prompt is not False,
+    )
 
 
-def _logprobs(content: list[dict[str, object]]) -> dict[str, object]:
-    return {"content": content, "refusal": None}
-
-
-def members(values: dict[str, object]) -> bytes:
-    """Further members of a JSON object, with their leading comma."""
-    return b"," + sse.encode_json(values)[1:-1] if values else b""
+def _constrain(sampling: types_pb2.SamplingParams, request: ToolRequest) -> None:
+    """A call that must be made is decoded under its schema."""
+    if (constraint := constraint_of(request)) is None:
+        return
+    if sampling.HasField("structured_outputs"):
+        raise errors.InvalidArgument(
+            "a tool_choice that forces a call excludes response_format and structured_outputs", "tool_choice"
+        )
+    sampling.structured_outputs.CopyFrom(constraint)
 
 
 def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:

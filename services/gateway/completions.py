@@ -8,7 +8,6 @@ from ..runtime import errors
 from ..runtime.prompt_embeds import FIELD
 from . import sse
 from .answer import AnswerBase, finish_reason
-from .chat import members
 from .collector import Delta
 from .embeds_prompt import EmbedsPrompt, read_prompts
 from .generation import Generation
@@ -93,7 +92,7 @@ class CompletionAnswer:
             finish = sse.encode_json(finish_reason(delta.finished))
             extra += b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
             if self._live == 0 and not self._base.options.include_usage:
-                timeline = members(self._base.timeline())
+                timeline = sse.members(self._base.timeline())
         told = b"null"
         if self._base.options.num_logprobs is not None:
             told = sse.encode_json(self._logprobs[delta.index].take())
@@ -103,7 +102,7 @@ class CompletionAnswer:
     def last_events(self) -> bytes:
         if not self._base.options.include_usage:
             return b""
-        return self._writer.event(b"", members(self._base.timeline()), self._base.usage)
+        return self._writer.event(b"", sse.members(self._base.timeline()), self._base.usage)
 
     def add(self, delta: Delta) -> None:
         if self._base.options.echo_only:

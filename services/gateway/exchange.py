@@ -32,10 +32,11 @@ class Exchange:
     """The response's state, so that a failure is told in the form that is still possible.
 
     Attributes:
-        method, path: Of the request.
+        method, path, query: Of the request.
         headers: Of the request, lower-case names.
         receive: The request's body, then the disconnect.
         request_id: Echoed to the client; never an identity inside the mesh.
+        extra_headers: Of the answer, whatever it is.
     """
 
     def __init__(self, scope: dict[str, Any], receive: Receive, send: Send, request_id: bytes) -> None:
@@ -43,7 +44,9 @@ class Exchange:
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.receive = receive
+        self.query: bytes = scope["query_string"]
         self.request_id = request_id
+        self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
         self.started = False
         self._send = send
         self._direct = direct_writer.find(scope)
@@ -56,7 +59,7 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         """Sends status and headers."""
         self.started = True
-        all_headers = [*headers, (b"x-request-id", self.request_id)]
+        all_headers = [*headers, *self.extra_headers, (b"x-request-id", self.request_id)]
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
 
     async def write(self, body: bytes) -> None:

@@ -36,10 +36,14 @@ class Generation:
         tokenize_ns: int,
         metrics: GatewayMetrics,
         prompt_texts: Sequence[str] = (),
+        *,
+        opens_reasoning: bool = False,
     ) -> None:
         self.request_id = secrets.token_hex(16)
         """Ours: random, never the client's."""
         self.prompts: list[Sequence[int]] = [submit.prompt.token_ids for submit in submits]
+        self.opens_reasoning = opens_reasoning
+        """The outputs begin amid the model's reasoning."""
         self.prompt_texts = prompt_texts
         """When they are to be echoed."""
         self.prompt_logprobs: list[list[output_processor_pb2.SlotTextLogprobs]] = [[] for _ in submits]
@@ -210,7 +214,9 @@ class Generator:
         for submit in submits:
             submit.priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
         texts = await self._encoder.texts(job, [prompt.token_ids for prompt in prompts]) if job.echo else ()
-        return Generation(submits, started_ns, tokenize_ns, self._metrics, texts)
+        first = prompts[0]
+        opens = isinstance(first, tokenizer_pb2.TokenizedPrompt) and first.opens_reasoning
+        return Generation(submits, started_ns, tokenize_ns, self._metrics, texts, opens_reasoning=opens)
 
 
 def _seconds_left(deadline: asyncio.Timeout) -> float:

@@ -22,7 +22,7 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     role = message.get("role")
     if role not in ROLES:
         raise InvalidArgument(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    for part in ("function_call", "audio"):
+    for part in ("function_call", "audio") if role == "assistant" else ("function_call", "audio", "tool_calls"):
         if message.get(part):
             raise InvalidArgument(f"{where}.{part} is not supported yet", f"{where}.{part}")
     turn: dict[str, object] = {"role": role}

@@ -13,6 +13,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 from ..runtime import errors, validation
 from .embeds_prompt import EmbedsPrompt
 from .job import Chat, Job
+from .parsed_message import MessagePlan
 from .response_format import read_response_format
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,8 @@ class Options:
     """The prompt comes before the text."""
     echo_only: bool = False
     """Nothing comes after it."""
+    plan: MessagePlan | None = None
+    """How a chat's turns are read; None: they are text."""
 
     @classmethod
     def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams) -> "Options":

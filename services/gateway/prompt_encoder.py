@@ -103,7 +103,7 @@ def _truncated(prompt: tokenizer_pb2.TokenizedPrompt, keep: int) -> tokenizer_pb
     """Without its block hashes, which are those of another beginning."""
     if len(prompt.token_ids) <= keep:
         return prompt
-    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:])
+    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], opens_reasoning=prompt.opens_reasoning)
 
 
 def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimits) -> tokenizer_pb2.TokenizedPrompt:

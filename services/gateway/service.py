@@ -5,18 +5,24 @@ import logging
 
 from tokenloom.v1 import inference_pb2_grpc
 
+from ..runtime.channels import Channels
 from ..runtime.host import Host
 from ..runtime.members import Members
+from ..runtime.tls import MeshTLS
+from .admin_routes import AdminRoutes
 from .app import App, Routes
 from .auth import ApiKeys
 from .chat import ChatApi
 from .completions import CompletionsApi
+from .cors import Cors
 from .endpoint import Endpoint
+from .engine_admins import EngineAdmins
 from .generation import Generator
 from .health import MeshHealth
 from .http_server import HttpServer
 from .inference_servicer import InferenceServicer
 from .mesh_view import MeshView
+from .message_plans import MessagePlans
 from .metrics import EngineGauges, GatewayMetrics
 from .openai_models import BodyReader
 from .openapi.routes import DOCUMENT_ROUTES
@@ -71,7 +77,13 @@ class GatewayService:
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
         status = StatusRoutes(health, mesh, generator, host.metrics, model)
-        app = App({**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)}, keys)
+        app = App(
+            {**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)},
+            keys,
+            await self._admin_routes(mesh, host),
+            ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file),
+            Cors(settings.cors_origins) if settings.cors_origins else None,
+        )
         self._http = HttpServer(
             app,
             settings.http_listen,
@@ -102,13 +114,33 @@ class GatewayService:
     def _endpoints(self, generator: Generator, tokenizers: TokenizerClient, model: str) -> Routes:
         reader = BodyReader(strict=self._settings.strict)
         limit = self._settings.max_body_bytes
-        chat = Endpoint(ChatApi(reader, model), generator, model, max_body_bytes=limit)
+        chat = Endpoint(ChatApi(reader, model, self._plans(tokenizers)), generator, model, max_body_bytes=limit)
         completions = Endpoint(CompletionsApi(reader, model), generator, model, max_body_bytes=limit)
         assert self._health is not None
         tokenize = TokenizeRoutes(
             reader, tokenizers, self._health, model, max_body_bytes=limit, timeout=self._settings.request_timeout
         )
         return {"/v1/chat/completions": {"POST": chat}, "/v1/completions": {"POST": completions}, **tokenize.routes()}
+
+    async def _admin_routes(self, mesh: MeshView, host: Host) -> Routes:
+        settings = self._settings
+        if not settings.has_admin:
+            return {}
+        channels = host.channels
+        if (files := settings.operator_certificate) is not None:
+            await files.wait()
+            channels = Channels(MeshTLS(files))
+        return AdminRoutes(EngineAdmins(mesh, channels), timeout=settings.request_timeout).routes()
+
+    def _plans(self, tokenizers: TokenizerClient) -> MessagePlans:
+        settings, info = self._settings, tokenizers.info
+        assert info is not None
+        return MessagePlans.choose(
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            told_tools=info.tool_call_parser,
+            told_reasoning=info.reasoning_parser,
+        )
 
     async def _wait_whole(self, health: MeshHealth) -> None:
         said: list[str] = []

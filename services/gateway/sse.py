@@ -61,6 +61,11 @@ def token_ids_member(token_ids: Sequence[int]) -> bytes:
     return b',"token_ids":' + encode_json(token_ids)
 
 
+def members(values: dict[str, object]) -> bytes:
+    """Further members of a JSON object, with their leading comma."""
+    return b"," + encode_json(values)[1:-1] if values else b""
+
+
 def error_event(error: errors.TokenloomError) -> bytes:
     """How a stream that has begun tells that it failed."""
     return b"data: " + encode_json(errors.openai_body(error)) + b"\n\n"

@@ -20,7 +20,7 @@ from .messages import read_messages
 from .openai_models import Body, BodyReader
 from .sse import encode_json
 from .tokenizer_client import TokenizerClient
-from .tools.request import read_tools
+from .tools.request import read_tools, tools_json
 
 
 class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,10 +121,9 @@ class TokenizeRoutes:
 
 
 def _chat(fields: TokenizeFields, messages: list[dict[str, Any]]) -> Chat:
-    tools = read_tools(fields.tools)
     return Chat(
         messages_json=read_messages(messages, "messages"),
-        tools_json=encode_json([tool.definition for tool in tools]) if tools else b"",
+        tools_json=tools_json(read_tools(fields.tools)),
         template_kwargs_json=encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
         add_generation_prompt=fields.add_generation_prompt is not False,
     )

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+_INTEGER_OR_FALSE = {"anyOf": [{"type": "integer"}, {"const": False}, {"type": "null"}]}
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream tells besides text."""
@@ -45,7 +47,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ] = None
     stop_token_ids: Annotated[list[int] | None, Meta(description="Tokens that end the output, at most 1024.")] = None
     prompt_logprobs: Annotated[
-        int | None, Meta(description="Alternatives to tell for each token of the prompt; not in a stream.")
+        Any,
+        Meta(
+            description="Alternatives to tell for each token of the prompt; not in a stream.",
+            extra_json_schema=_INTEGER_OR_FALSE,
+        ),
     ] = None
     logprob_token_ids: Annotated[
         list[int] | None, Meta(description="With logprobs: tokens to tell at each position.")
@@ -121,7 +127,10 @@ class CompletionRequest(CommonFields, kw_only=True):
         Meta(description="Instead of a prompt: base64 of a safetensors file, or lists of such parts and token ids."),
     ] = None
     best_of: Annotated[int | None, Meta(description="Only equal to n.")] = None
-    logprobs: Annotated[int | None, Meta(description="Alternatives to tell at each position.")] = None
+    logprobs: Annotated[
+        Any,
+        Meta(description="Alternatives to tell at each position; false: none.", extra_json_schema=_INTEGER_OR_FALSE),
+    ] = None
     echo: Annotated[bool | None, Meta(description="The prompt before the output.")] = None
 
 
@@ -131,8 +140,9 @@ class ChatCompletionRequest(CommonFields, kw_only=True):
     messages: Annotated[
         list[dict[str, Any]],
         Meta(
+            min_length=1,
             description="Turns: role (system, developer, user, assistant, tool), content (text or parts of text), "
-            "tool_calls, tool_call_id, name, reasoning_content."
+            "tool_calls, tool_call_id, name, reasoning_content.",
         ),
     ]
     max_completion_tokens: Annotated[int | None, Meta(description="Newer name of max_tokens, and wins.")] = None
@@ -144,6 +154,15 @@ class ChatCompletionRequest(CommonFields, kw_only=True):
     ] = None
     logprobs: Annotated[bool | None, Meta(description="Tell log probabilities of the output.")] = None
     top_logprobs: Annotated[int | None, Meta(description="With logprobs: alternatives at each position.")] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None, Meta(description="Functions that the model may call, at most 128.")
+    ] = None
+    tool_choice: Annotated[
+        str | dict[str, Any] | None,
+        Meta(description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}.'),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="False: one call at most.")] = None
+    include_reasoning: Annotated[bool | None, Meta(description="False: leave the model's reasoning out.")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -7,9 +7,11 @@ from enum import Enum
 from typing import Any
 
 from ...runtime.errors import InvalidArgument
+from ..sse import encode_json
 
 MAX_TOOLS = 128
 """In one request, as OpenAI has it."""
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -74,6 +76,11 @@ def read_tools(tools: object) -> Sequence[Tool]:
     return known
 
 
+def tools_json(tools: Sequence[Tool]) -> bytes:
+    """As templates take them; empty without any."""
+    return encode_json([tool.definition for tool in tools]) if tools else b""
+
+
 def _tool(where: str, tool: object) -> Tool:
     if not isinstance(tool, dict) or not isinstance(function := tool.get("function"), dict):
         raise InvalidArgument(f'{where} must be {{"type": "function", "function": {{…}}}}', where)
@@ -89,7 +96,7 @@ def _tool(where: str, tool: object) -> Tool:
     if not (function.get("description") is None or isinstance(function["description"], str)):
         field = f"{where}.function.description"
         raise InvalidArgument(f"{field} must be a string", field)
-    return Tool(name, parameters or {"type": "object", "properties": {}}, {"type": "function", **tool})
+    return Tool(name, _NO_ARGUMENTS if parameters is None else parameters, {"type": "function", **tool})
 
 
 def _named(choice: object, tools: Sequence[Tool]) -> Tool:

@@ -70,7 +70,9 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *both("thinking_token_budget", 5),
         *both("extra_args", {"a": 1}),
         *both("ignore_eos", "x"),
-        *both("tools", [{"type": "function"}]),
+        completion("tools", tools=[{"type": "function"}]),
+        completion("tool_choice", tool_choice="required"),
+        *(BadBody(CHAT, fields, param) for param, fields in bad_tools()),
         *both("response_format", "json", {"type": "xml"}, {"type": "json_schema", "json_schema": {}}),
         *both("structured_outputs", "json", {}, {"json": {}, "regex": "a"}, {"structural_tag": "{}"}),
         *both("structured_outputs", *poisonous_constraints()),
@@ -124,6 +126,10 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         chat("messages[0].content", [{"role": "user", "content": []}]),
         chat("messages[0].content[0].type", [{"role": "user", "content": [{"type": "image_url"}]}]),
         chat("messages[0].content[0].text", [{"role": "user", "content": [{"type": "text"}]}]),
+        *(
+            chat(f"messages[0].{param}", [{"role": "assistant", "content": "a", **fields}])
+            for param, fields in bad_turns()
+        ),
         chat("messages", [{"role": "user", "content": "word " * (max_model_len * 2)}]),
         BadBody(CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
         *(BadBody(CHAT, {"logprobs": value}, "logprobs") for value in (1, "true", [])),
@@ -133,6 +139,62 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         BadBody(CHAT, {"echo": True}, "echo"),
         BadBody(CHAT, {"add_special_tokens": True}, "add_special_tokens"),
         BadBody(CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
+    ]
+
+
+def bad_tools() -> list[tuple[str, dict[str, Any]]]:
+    """Param and fields."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    deep: dict[str, Any] = {}
+    for _ in range(300):
+        deep = {"properties": {"a": deep}}
+    function = tool["function"]
+    return [
+        ("tools", {"tools": {}}),
+        ("tools", {"tools": [tool] * 2}),
+        ("tools", {"tools": [tool] * 129}),
+        ("tools[0]", {"tools": ["f"]}),
+        ("tools[0]", {"tools": [{"type": "function"}]}),
+        ("tools[1].type", {"tools": [tool, {"type": "web_search", "function": function}]}),
+        *(
+            ("tools[0].function.name", {"tools": [{"function": {"name": name}}]})
+            for name in (None, "", "a b", "a" * 65, 5)
+        ),
+        ("tools[0].function.parameters", {"tools": [{"function": {"name": "f", "parameters": []}}]}),
+        ("tools[0].function.description", {"tools": [{"function": {"name": "f", "description": 5}}]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("tool_choice", {"tools": [tool], "tool_choice": "always"}),
+        ("tool_choice", {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "g"}}}),
+        ("tool_choice", {"tools": [tool], "tool_choice": {"type": "allowed_tools"}}),
+        ("tools", {"tools": [{"function": {"name": "f", "parameters": deep}}], "tool_choice": "required"}),
+        ("parallel_tool_calls", {"parallel_tool_calls": 1}),
+        ("include_reasoning", {"include_reasoning": "no"}),
+        ("chat_template_kwargs", {"chat_template_kwargs": []}),
+        ("functions", {"functions": [{"name": "f"}]}),
+        ("function_call", {"function_call": {"name": "f"}}),
+    ]
+
+
+def bad_turns() -> list[tuple[str, dict[str, Any]]]:
+    """Param and fields of an assistant's turn."""
+
+    def call(**function: Any) -> dict[str, Any]:
+        return {
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", **function}}]
+        }
+
+    return [
+        ("tool_calls", {"tool_calls": {}}),
+        ("tool_calls[0]", {"tool_calls": ["f"]}),
+        ("tool_calls[0]", {"tool_calls": [{"type": "custom", "function": {}}]}),
+        ("tool_calls[0].function.name", call(name=5)),
+        *(
+            ("tool_calls[0].function.arguments", call(arguments=bad))
+            for bad in ("{", "[]", "5", "[" * 100_000, [], None)
+        ),
+        ("reasoning_content", {"reasoning_content": 5}),
+        ("name", {"name": 5}),
+        ("function_call", {"function_call": {"name": "f"}}),
     ]
 
 

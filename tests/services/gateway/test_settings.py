@@ -21,6 +21,9 @@ def test_settings_from_flags() -> None:
         ["--max-body-bytes", "0"],
         ["--api-key", ""],  # of a variable that is not set: the door stays shut
         ["--api-key", " , "],
+        ["--admin-api-key", ""],
+        ["--tool-call-parser", "guess"],
+        ["--reasoning-parser", "guess"],
     ],
 )
 def test_bad_settings(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,62 @@
+"""Which parsers read the turns of the served model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..runtime.errors import InvalidArgument
+from .parsed_message import MessagePlan
+from .reasoning.registry import FORMATS as REASONING_FORMATS
+from .reasoning.registry import ReasoningFormat
+from .tools.call_id import new_call_id
+from .tools.forced import NamedCall, RequiredCalls
+from .tools.parser import ToolFormat, ToolParser
+from .tools.registry import find_format
+from .tools.request import ToolChoice, ToolRequest
+
+AUTO = "auto"
+"""As the chat template tells."""
+NO_PARSER = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePlans:
+    """What a gateway knows of its model's turns."""
+
+    tools: ToolFormat | None = None
+    """How it writes calls; None: not known."""
+    reasoning: ReasoningFormat | None = None
+    """How it writes reasoning; None: it does not, or it is text as any other."""
+
+    @classmethod
+    def choose(cls, tool_parser: str, reasoning_parser: str, *, told_tools: str, told_reasoning: str) -> "MessagePlans":
+        """By the operator's choice or, where that is ``auto``, by what the tokenizer tells of the template."""
+        return cls(
+            find_format(told_tools if tool_parser == AUTO else tool_parser),
+            REASONING_FORMATS.get(told_reasoning if reasoning_parser == AUTO else reasoning_parser),
+        )
+
+    def plan(self, request: ToolRequest, *, include_reasoning: bool, constrained: bool) -> MessagePlan | None:
+        """How one request's turns are read; None: as they are. ``constrained``: they are JSON or the like throughout,
+        so that there is no reasoning. Raises ``InvalidArgument`` where calls could not be read."""
+        reasoning = None if constrained else self.reasoning
+        plan = MessagePlan(open_reasoning=reasoning, include_reasoning=include_reasoning)
+        if request.choice is ToolChoice.NONE:
+            return None if reasoning is None else plan
+        return replace(
+            plan,
+            open_tools=self._opener(request),
+            new_call_id=new_call_id if self.tools is None else self.tools.new_call_id,
+            parallel_calls=request.parallel,
+        )
+
+    def _opener(self, request: ToolRequest) -> Callable[[], ToolParser]:
+        if request.choice is ToolChoice.AUTO:
+            if self.tools is None:
+                raise InvalidArgument(
+                    'tool_choice "auto" needs a parser for the calls of this model, which its chat template does not '
+                    "tell: start the gateway with --tool-call-parser",
+                    "tool_choice",
+                )
+            return partial(self.tools.parser, [tool.name for tool in request.tools])
+        return RequiredCalls if request.named is None else partial(NamedCall, request.named.name)

@@ -1,0 +1,14 @@
+"""Parsers of reasoning by the names that operators give."""
+
+from collections.abc import Callable, Mapping
+
+from .think import ThinkParser
+
+ReasoningFormat = Callable[[bool], ThinkParser]
+"""A parser for one output, given whether the prompt has opened the reasoning."""
+
+FORMATS: Mapping[str, ReasoningFormat] = {
+    # Its first templates leave the opening mark to the model, which may leave it out.
+    "deepseek_r1": lambda opened: ThinkParser(inside=True),
+    "qwen3": lambda opened: ThinkParser(inside=opened),
+}

@@ -1,0 +1,57 @@
+"""Calls written as a JSON array of objects."""
+
+from ..parts import Content, ToolPart
+from .call_object import CallObject
+
+
+class CallList:
+    """Reads ``[{"name": …, "arguments": {…}}, …]`` while it is written; also what a required call is constrained to.
+
+    Attributes:
+        is_over: What follows is not part of it.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        """``mark``: what stood before it, to be given back with it when no call begins."""
+        self.is_over = False
+        self._lead = mark
+        self._is_open = False
+        self._call: CallObject | None = None
+
+    def feed(self, text: str) -> tuple[list[ToolPart], str]:
+        """What is certain now, and what of the text follows the list."""
+        parts: list[ToolPart] = []
+        while text and not self.is_over:
+            if self._call is None:
+                text = self._between(text, parts)
+                continue
+            found, text = self._call.feed(text)
+            parts += found
+            if self._call.is_over:
+                self.is_over = not self._call.began
+                self._call = None
+        return parts, text
+
+    def finish(self) -> list[ToolPart]:
+        """The text ended before the list."""
+        if self._call is not None:
+            return self._call.finish()
+        return [Content(self._lead)] if self._lead and not self.is_over else []
+
+    def _between(self, text: str, parts: list[ToolPart]) -> str:
+        """Takes one character outside of the objects."""
+        char = text[0]
+        if char == "{" and self._is_open:
+            self._call, self._lead = CallObject(self._lead), ""
+            return text
+        if char == "[" and not self._is_open:
+            self._is_open = True
+        elif not (char.isspace() or (char == "," and self._is_open)):
+            self.is_over = True
+            if char != "]" or not self._is_open or self._lead:
+                parts.append(Content(self._lead + char))
+            self._lead = ""
+            return text[1:]
+        if self._lead:
+            self._lead += char
+        return text[1:]

@@ -1,0 +1,148 @@
+"""A call written as ``{"name": …, "arguments": {…}}``, read while it is written."""
+
+import json
+from collections.abc import Collection
+
+from ..parts import CallArguments, CallBegin, Content, ToolPart
+from .json_extent import JsonExtent
+
+_ARGUMENTS = ("arguments", "parameters")
+"""Models were trained with either name."""
+
+
+class CallObject:
+    """One call. Until its name is known it may turn out to be something else, and is given back as text.
+
+    Attributes:
+        is_over: What follows is not part of it.
+        began: It is a call.
+    """
+
+    def __init__(self, mark: str = "", names: Collection[str] | None = None) -> None:
+        """``mark``: what stood before it, to be given back with it; ``names``: the only ones that make a call."""
+        self.is_over = False
+        self.began = False
+        self._names = names
+        self._raw = mark
+        self._step = self._open
+        self._value = JsonExtent()
+        self._key = ""
+        self._token = ""
+        self._arguments = ""  # that wait for the name, or for their end
+        self._told = False
+        self._streams = False
+        self._parts: list[ToolPart] = []
+
+    def feed(self, text: str) -> tuple[list[ToolPart], str]:
+        """What is certain now, and what of the text follows the call."""
+        for at, char in enumerate(text):
+            if self.is_over:
+                return self._take(), text[at:]
+            if not self.began:
+                self._raw += char
+            self._step(char)
+        return self._take(), ""
+
+    def finish(self) -> list[ToolPart]:
+        """The text ended before the call."""
+        if not self.is_over:
+            if self.began and self._arguments and not self._told:
+                self._parts.append(CallArguments(self._arguments))
+            self._end()
+        return self._take()
+
+    def _take(self) -> list[ToolPart]:
+        """Arguments of several characters in one part."""
+        taken: list[ToolPart] = []
+        for part in self._parts:
+            if taken and isinstance(part, CallArguments) and isinstance(taken[-1], CallArguments):
+                taken[-1] = CallArguments(taken[-1].text + part.text)
+            else:
+                taken.append(part)
+        self._parts = []
+        return taken
+
+    def _open(self, char: str) -> None:
+        if char == "{":
+            self._step = self._before_key
+        elif not char.isspace():
+            self._end()
+
+    def _before_key(self, char: str) -> None:
+        if char == '"':
+            self._begin_value(char)
+            self._step = self._in_key
+        elif char == "}":
+            self._close()
+        elif char != "," and not char.isspace():
+            self._end()
+
+    def _in_key(self, char: str) -> None:
+        self._value.takes(char)
+        self._token += char
+        if self._value.ended:
+            key = _string(self._token)
+            self._key = "" if key is None else key
+            self._step = self._before_value
+
+    def _before_value(self, char: str) -> None:
+        if char == ":" or char.isspace():
+            return
+        self._begin_value(char)
+        self._streams = self._key in _ARGUMENTS and char == "{" and self.began and not self._told
+        if self._streams:
+            self._told = True
+            self._parts.append(CallArguments(char))
+        self._step = self._in_value
+
+    def _in_value(self, char: str) -> None:
+        if not self._value.takes(char):
+            self._end_value()
+            self._before_key(char)
+            return
+        self._token += char
+        if self._streams:
+            self._parts.append(CallArguments(char))
+        if self._value.ended:
+            self._end_value()
+
+    def _begin_value(self, char: str) -> None:
+        self._value = JsonExtent()
+        self._value.takes(char)
+        self._token = char
+
+    def _end_value(self) -> None:
+        self._step = self._before_key
+        if self._key == "name" and not self.began:
+            name = _string(self._token)
+            if not name or (self._names is not None and name not in self._names):
+                self._end()
+                return
+            self.began = True
+            self._parts.append(CallBegin(name))
+        elif self._key in _ARGUMENTS and not self._told and not self._arguments:
+            # Some models write the arguments as a string that holds JSON, as OpenAI's API has them.
+            text = _string(self._token)
+            self._arguments = "{}" if self._token == "null" else self._token if text is None else text
+        if self.began and self._arguments and not self._told:
+            self._told = True
+            self._parts.append(CallArguments(self._arguments))
+
+    def _close(self) -> None:
+        if self.began and not self._told:
+            self._parts.append(CallArguments("{}"))
+        self._end()
+
+    def _end(self) -> None:
+        self.is_over = True
+        if not self.began:
+            self._parts.append(Content(self._raw))
+
+
+def _string(token: str) -> str | None:
+    """The value of a JSON string; None when it is something else."""
+    try:
+        value = json.loads(token)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,82 @@
+"""Calls that the request forces: decoding is constrained to JSON, whatever format the model has of its own."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenloom.v1 import types_pb2
+
+from ...runtime.structured_outputs import check_structured_outputs, json_schema_constraint
+from ..parts import CallArguments, CallBegin, ToolPart
+from .call_list import CallList
+from .request import Tool, ToolChoice, ToolRequest
+
+
+def constraint_of(request: ToolRequest) -> types_pb2.StructuredOutputs | None:
+    """What the output must be; None: it is free. Raises ``InvalidArgument`` for schemas beyond the limits."""
+    if request.named is not None:
+        constraint = json_schema_constraint(request.named.parameters, "tools")
+    elif request.choice is ToolChoice.REQUIRED:
+        constraint = json_schema_constraint(_list_schema(request.tools, parallel=request.parallel), "tools")
+    else:
+        return None
+    check_structured_outputs(constraint, "tools")
+    return constraint
+
+
+class NamedCall:
+    """The output is the arguments of one call."""
+
+    def __init__(self, name: str) -> None:
+        self._begin: list[ToolPart] = [CallBegin(name)]
+
+    def feed(self, text: str) -> list[ToolPart]:
+        parts, self._begin = self._begin, []
+        return [*parts, CallArguments(text)]
+
+    def finish(self) -> list[ToolPart]:
+        return self._begin
+
+
+class RequiredCalls:
+    """The output is a JSON array of calls."""
+
+    def __init__(self) -> None:
+        self._calls = CallList()
+
+    def feed(self, text: str) -> list[ToolPart]:
+        return self._calls.feed(text)[0]
+
+    def finish(self) -> list[ToolPart]:
+        return self._calls.finish()
+
+
+def _list_schema(tools: Sequence[Tool], *, parallel: bool) -> Mapping[str, Any]:
+    """An array of at least one call. Each tool's schema keeps its own ``$ref``s, now below ``$defs``."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "parameters": {"$ref": f"#/$defs/tool{index}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, tool in enumerate(tools)
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    if not parallel:
+        schema["maxItems"] = 1
+    defs = {f"tool{index}": _moved(tool.parameters, f"#/$defs/tool{index}") for index, tool in enumerate(tools)}
+    return {**schema, "$defs": defs}
+
+
+def _moved(schema: Mapping[str, Any], to: str) -> Any:
+    """The schema with references to its own parts as they are below ``to``."""
+    source = json.dumps(schema)  # what is nested too deeply fails here as it does in the check
+    if '"$ref"' not in source:
+        return schema
+    return json.loads(source, object_hook=lambda part: _redirected(part, to))
+
+
+def _redirected(part: dict[str, Any], to: str) -> dict[str, Any]:
+    ref = part.get("$ref")
+    return {**part, "$ref": to + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else part

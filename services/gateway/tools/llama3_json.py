@@ -1,0 +1,71 @@
+"""Calls of Llama 3.1 and later: the whole output is ``{"name": …, "parameters": {…}}``, or several with semicolons."""
+
+from collections.abc import Collection
+
+from ..markers import begins_marker
+from ..parts import Content, ToolPart
+from .call_id import new_call_id
+from .call_object import CallObject
+from .parser import ToolParser
+
+_TAG = "<|python_tag|>"
+
+
+class Llama3JsonFormat:
+    """Fulfils :class:`.parser.ToolFormat`."""
+
+    keeps_special_tokens = True
+
+    def parser(self, names: Collection[str]) -> ToolParser:
+        return _Parser(names)
+
+    def new_call_id(self) -> str:
+        return new_call_id()
+
+
+class _Parser:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names  # an answer may be JSON, too: only an object that names a tool is a call
+        self._text = ""
+        self._call: CallObject | None = None
+        self._may_call = True
+        self._called = False
+
+    def feed(self, text: str) -> list[ToolPart]:
+        parts: list[ToolPart] = []
+        self._text += text
+        while self._text:
+            if self._call is not None:
+                found, self._text = self._call.feed(self._text)
+                parts += found
+                if self._call.is_over:
+                    self._called = self._may_call = self._call.began
+                    self._call = None
+            elif not self._may_call:
+                parts.append(Content(self._text))
+                self._text = ""
+            elif not self._find_call():
+                break
+        return parts
+
+    def finish(self) -> list[ToolPart]:
+        if self._call is not None:
+            return self._call.finish()
+        rest = self._text.lstrip("; \t\r\n") if self._called else self._text
+        return [Content(rest)] if rest else []
+
+    def _find_call(self) -> bool:
+        """Whether it is clear what comes: a call, or only text from here on."""
+        separators = "; \t\r\n" if self._called else " \t\r\n"
+        ahead = self._text.lstrip(separators)
+        mark = self._text[: len(self._text) - len(ahead)]
+        if ahead.startswith(_TAG):
+            mark += _TAG
+            ahead = ahead.removeprefix(_TAG).lstrip()
+        if not ahead or begins_marker(ahead, _TAG):
+            return False
+        if ahead[0] == "{":
+            self._text, self._call = ahead, CallObject(mark, self._names)
+        else:
+            self._may_call = False
+        return True

@@ -1,0 +1,88 @@
+"""Who runs the mesh asks all engines over HTTP, with a key of his own."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.mesh.harness import MODEL, Mesh
+from tokenloom.certificates import make_certificates
+
+ADMIN = {"authorization": "Bearer root"}
+KEYS = {"api_key": ("user",), "admin_api_key": ("root",)}
+NAMES = ["engine-0", "engine-1"]
+BODY = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 2}
+
+
+@pytest.fixture
+async def mesh(socket_dir: Path) -> AsyncIterator[Mesh]:
+    async with Mesh(socket_dir, engines=2, gateway=KEYS).running() as mesh:
+        yield mesh
+
+
+async def test_every_engine_is_asked(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    async def ask(method: str, path: str) -> dict[str, object]:
+        response = await http.request(method, path, headers=ADMIN)
+        assert response.status_code == 200, response.text
+        told: dict[str, object] = response.json()
+        return told
+
+    for no in (False, True, False):
+        if no:
+            assert await ask("POST", "/pause?mode=keep&clear_cache=false") == {"status": "paused", "engines": NAMES}
+        told = await ask("GET", "/is_paused")
+        assert told == {"is_paused": no, "engines": dict.fromkeys(NAMES, no)}
+        if no:
+            assert await ask("POST", "/resume") == {"status": "resumed", "engines": NAMES}
+    assert await ask("POST", "/reset_prefix_cache") == {"status": "reset", "engines": NAMES}
+    assert await ask("POST", "/sleep?level=1&mode=wait") == {"status": "asleep", "engines": NAMES}
+    assert (await ask("GET", "/is_sleeping"))["is_sleeping"] is True
+    await ask("POST", "/wake_up?tags=weights")
+    assert (await ask("GET", "/is_sleeping"))["is_sleeping"] is True
+    await ask("POST", "/wake_up?tags=kv_cache")
+    assert await ask("GET", "/is_sleeping") == {"is_sleeping": False, "engines": dict.fromkeys(NAMES, False)}
+    await mesh.until_missing()
+    response = await http.post("/v1/completions", json=BODY, headers={"authorization": "Bearer user"})
+    assert response.status_code == 200
+
+
+async def test_a_failure_names_the_engine(http: httpx.AsyncClient) -> None:
+    response = await http.post("/start_profile", headers=ADMIN)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("engine-0: ")
+    assert response.json()["error"]["code"] == "failed_precondition"
+
+
+async def test_only_the_admin_key_opens(http: httpx.AsyncClient) -> None:
+    for headers in ({}, {"authorization": "Bearer user"}):
+        assert (await http.post("/pause", headers=headers)).status_code == 401
+    assert (await http.get("/v1/models", headers=ADMIN)).status_code == 401, "it is no user's key"
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/pause?mode=never", "mode"),
+        ("/pause?clear_cache=perhaps", "clear_cache"),
+        ("/pause?force=1", "force"),
+        ("/sleep?level=3", "level"),
+        ("/wake_up?tags=all", "tags"),
+        ("/reset_prefix_cache?reset_running_requests=2", "reset_running_requests"),
+    ],
+)
+async def test_what_is_refused(http: httpx.AsyncClient, path: str, param: str) -> None:
+    response = await http.post(path, headers=ADMIN)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_engines_know_the_operators_certificate(socket_dir: Path, tmp_path: Path) -> None:
+    make_certificates(tmp_path, days=30)
+    operator = {"operator_tls_cert": tmp_path / "operator.crt", "operator_tls_key": tmp_path / "operator.key"}
+    async with (
+        Mesh(socket_dir, gateway=KEYS | operator, certificates=tmp_path).running() as mesh,
+        mesh.http() as http,
+    ):
+        assert (await http.post("/pause", headers=ADMIN)).status_code == 200
+        assert (await http.post("/resume", headers=ADMIN)).status_code == 200

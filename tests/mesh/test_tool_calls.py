@@ -1,0 +1,74 @@
+"""Tool calls through the whole mesh: the template writes the tools, forced calls obey their schemas."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from tests.mesh.harness import MODEL, Mesh
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"day": {"$ref": "#/$defs/day"}, "hour": {"type": "integer", "minimum": 0, "maximum": 23}},
+    "required": ["day", "hour"],
+    "additionalProperties": False,
+    "$defs": {"day": {"enum": ["Monday", "Tuesday"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "set_alarm", "description": "Set it.", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Wake me."}], "tools": TOOLS, "max_tokens": 60}
+
+
+@pytest.fixture
+async def mesh(socket_dir: Path) -> AsyncIterator[Mesh]:
+    """With room for tools in a prompt."""
+    async with Mesh(socket_dir, engine={"max_model_len": 512}).running() as mesh:
+        yield mesh
+
+
+async def answer(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await http.post("/v1/chat/completions", json={**BODY, **fields})
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+async def test_a_named_call_obeys_its_schema(http: httpx.AsyncClient) -> None:
+    named = {"type": "function", "function": {"name": "set_alarm"}}
+    for seed in range(4):
+        choice = await answer(http, tool_choice=named, seed=seed)
+        assert choice["finish_reason"] == "tool_calls", choice
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "set_alarm"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
+
+
+async def test_required_calls_obey_their_schemas(http: httpx.AsyncClient) -> None:
+    for seed in range(4):
+        choice = await answer(
+            http, tool_choice="required", tools=TOOLS[:1], parallel_tool_calls=False, seed=seed, max_tokens=120
+        )
+        assert choice["finish_reason"] == "tool_calls", choice
+        (call,) = choice["message"]["tool_calls"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
+
+
+async def test_a_call_that_is_cut_off_ends_with_length(http: httpx.AsyncClient) -> None:
+    choice = await answer(http, tool_choice="required", max_tokens=3)
+    assert choice["finish_reason"] == "length"
+
+
+async def test_the_template_writes_the_tools(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    told = (await http.post("/tokenize", json={"messages": BODY["messages"], "tools": TOOLS})).json()
+    text = (await http.post("/detokenize", json={"tokens": told["tokens"]})).json()["prompt"]
+    assert json.dumps(TOOLS[0]) in text
+    assert text.endswith("<|im_start|>assistant\n")
+    plain = await http.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+    assert plain.json()["tokens"] == told["tokens"]
+    assert len(plain.json()["token_strs"]) == told["count"]

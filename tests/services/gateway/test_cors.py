@@ -1,0 +1,37 @@
+"""What browsers are told of pages from elsewhere."""
+
+from pathlib import Path
+
+import httpx
+
+from tests.services.gateway.fakes import FakeMesh
+
+PAGE = "https://chat.example"
+PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+
+
+async def test_off_by_default(http: httpx.AsyncClient) -> None:
+    response = await http.get("/health", headers={"origin": PAGE})
+    assert "access-control-allow-origin" not in response.headers
+    assert (await http.options("/v1/completions", headers=PREFLIGHT)).status_code == 405
+
+
+async def test_named_origins(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(cors_origins=(PAGE,), api_key=("k",)) as mesh, mesh.http() as http:
+        told = await http.options("/v1/completions", headers=PREFLIGHT)  # which carries no key
+        assert told.status_code == 200
+        assert told.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in told.headers["access-control-allow-methods"]
+        assert "authorization" in told.headers["access-control-allow-headers"]
+        failed = await http.get("/v1/models", headers={"origin": PAGE})
+        assert (failed.status_code, failed.headers["access-control-allow-origin"]) == (401, PAGE)
+        other = await http.options("/v1/completions", headers=PREFLIGHT | {"origin": "https://evil.example"})
+        assert not [name for name in other.headers if name.startswith("access-control")]
+
+
+async def test_all_origins(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(cors_origins=("*",)) as mesh, mesh.http() as http:
+        response = await http.get("/health", headers={"origin": PAGE})
+        assert response.headers["access-control-allow-origin"] == "*"
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+        assert "access-control-allow-origin" not in (await http.get("/health")).headers

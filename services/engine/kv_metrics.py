@@ -1,11 +1,11 @@
-"""Metrics of KV that moves between engines, under ``tokenloom:``: vLLM has no names for them."""
+"""Metrics of KV that moves between engines, under ``tokenloom_``: vLLM has no names for them."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.engine_core.kv_messages import KV_FAILURES
 from tokenloom.engine_core.messages import SchedulerStats
 
-PREFIX = "tokenloom:"
+PREFIX = "tokenloom_"
 
 
 class KVMetrics:

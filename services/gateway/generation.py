@@ -146,6 +146,11 @@ class Generator:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_live(self) -> int:
+        """Outputs in work: every sample of every prompt counts."""
+        return self._num_live
+
     @asynccontextmanager
     async def open(self, job: Job) -> AsyncIterator[Generation]:
         """A generation for the length of the ``async with``, cancelled at its end if it still runs.

@@ -9,17 +9,19 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from .app import Handler
 from .exchange import Exchange
+from .generation import Generator
 from .health import MeshHealth
 from .sse import encode_json
 
 
 class StatusRoutes:
-    """What is not generation: models, health, version, metrics."""
+    """What is not generation: models, health, version, load, metrics."""
 
-    def __init__(self, health: MeshHealth, registry: CollectorRegistry, model: str) -> None:
+    def __init__(self, health: MeshHealth, registry: CollectorRegistry, model: str, generator: Generator) -> None:
         self._health = health
         self._registry = registry
         self._model = model
+        self._generator = generator
         self._created = int(time.time())
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
@@ -29,6 +31,7 @@ class StatusRoutes:
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
             "/version": {"GET": self.version},
+            "/load": {"GET": self.load},
             "/metrics": {"GET": self.metrics},
         }
 
@@ -49,6 +52,10 @@ class StatusRoutes:
 
     async def version(self, exchange: Exchange) -> None:
         await exchange.respond(200, encode_json({"version": version("tokenloom")}))
+
+    async def load(self, exchange: Exchange) -> None:
+        """Outputs in work at this gateway, as vLLM counts requests under ``server_load``."""
+        await exchange.respond(200, encode_json({"server_load": self._generator.num_live}))
 
     async def metrics(self, exchange: Exchange) -> None:
         await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())

@@ -17,7 +17,7 @@ from .health import MeshHealth
 from .http_server import HttpServer
 from .inference_servicer import InferenceServicer
 from .mesh_view import MeshView
-from .metrics import EngineGauges, GatewayMetrics
+from .metrics import EngineGauges, GatewayMetrics, HealthGauges
 from .openai_models import BodyReader
 from .output_pool import OutputPool
 from .routes import StatusRoutes
@@ -57,6 +57,7 @@ class GatewayService:
         model = settings.served_model_name or info.fingerprint.model
         metrics = GatewayMetrics(host.metrics, model)
         host.metrics.register(EngineGauges(mesh, model))
+        host.metrics.register(HealthGauges(health))
         self._generator = generator = Generator(
             tokenizers,
             mesh,
@@ -68,7 +69,7 @@ class GatewayService:
         )
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
-        status = StatusRoutes(health, host.metrics, model)
+        status = StatusRoutes(health, host.metrics, model, generator)
         app = App({**status.routes(), **self._endpoints(generator, model)}, keys)
         self._http = HttpServer(
             app,

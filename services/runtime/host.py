@@ -56,6 +56,7 @@ class Host:
         self.epoch = secrets.randbits(64) or 1  # zero means "any" in a Hello
         self.metrics = metrics.new_registry()
         self.health = Health()
+        metrics.observe_part(self.metrics, settings.service, settings.instance_id, lambda: self.health.serving)
         self.address = ""
         self.metrics_address = ""
         self.tls: MeshTLS | None = None

@@ -138,19 +138,19 @@ class Mesh:
         return expected_tokens(prompt_ids, num_tokens, VOCAB_SIZE)
 
     async def gauge(self, name: str, engine: str = "engine-0") -> float:
-        """An engine's gauge, as the gateway shows it."""
+        """``requests_running``, ``requests_waiting`` or ``kv_cache_usage_ratio`` of an engine, as the gateway shows it."""
         async with self.http() as http:
             text = (await http.get("/metrics")).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name == f"vllm:{name}" and sample.labels.get("engine") == engine:
+                if sample.name == f"tokenloom_engine_{name}" and sample.labels.get("engine") == engine:
                     return sample.value
         raise AssertionError(f"no gauge {name} of {engine}")
 
     async def until_running(self, number: int = 1) -> None:
         """The engines run this many requests."""
         async with asyncio.timeout(SOON):
-            while sum([await self.gauge("num_requests_running", name) for name in self._engine_ids()]) < number:  # noqa: ASYNC110
+            while sum([await self.gauge("requests_running", name) for name in self._engine_ids()]) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_missing(self, *parts: str) -> None:
@@ -170,7 +170,7 @@ class Mesh:
         return [part.settings.instance_id for part in self.engines]
 
     async def _holds(self, engine: str) -> bool:
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
         return any([await self.gauge(name, engine) for name in names])
 
     def _coordinator(self) -> Part:

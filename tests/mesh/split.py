@@ -75,7 +75,7 @@ class SplitEngine(Part):
             sample.labels["reason"]: int(sample.value)
             for family in self._host.metrics.collect()
             for sample in family.samples
-            if sample.name == "tokenloom:kv_recompute_total" and sample.value
+            if sample.name == "tokenloom_kv_recompute_total" and sample.value
         }
 
     def fired(self) -> Counter[str]:

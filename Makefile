@@ -65,7 +65,15 @@ check-protos: install ## fail if the committed stubs are stale
 lint-protos: ## buf lint (through npx: Node.js)
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint
 
+wheels: install ## the package and all that it needs as wheels in build/wheels, for image builds that reach no index
+	@rm -rf build/wheels && mkdir -p build/wheels
+	$(BIN)/pip wheel --quiet --wheel-dir build/wheels/service .
+	$(BIN)/pip wheel --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --wheel-dir build/wheels/engine torch==$(TORCH_VERSION) '.[engine]'
+
+containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (as root, on Debian)
+	$(BIN)/python -m tests.containers.run
+
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench lint types tree protos check-protos lint-protos help
+.PHONY: install demo test soak bench lint types tree protos check-protos lint-protos wheels containers help

@@ -1,8 +1,7 @@
 """A whole step beside the model, in one process: schedule, batch preparation, sampling, update.
 
 A stub stands in the model's place, so that what a change costs is not lost beside it. Run as a script it measures on
-demand for :mod:`.step_ab`, against whatever ``tokenloom`` its path names: it uses only what has been there since the
-first version.
+demand for :mod:`.step_ab`, against whatever ``tokenloom`` its path names, back to the first version.
 """
 
 import gc
@@ -40,8 +39,7 @@ class StepLoop:
             cache=CacheConfig(num_blocks=rows * (_MAX_MODEL_LEN // _BLOCK)),
             scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget),
         )
-        executor: Any = _Executor(rows)
-        self._core = EngineCore(config, executor)
+        self._core = EngineCore(config, _executor(_Worker(rows)))
         params = SamplingParams(max_tokens=_MAX_MODEL_LEN, seed=0, **SAMPLING[sampling])
         for index in range(rows):
             prompt = [(index * 7 + position) % VOCABULARY for position in range(_CONTEXT)]
@@ -68,7 +66,16 @@ class StepLoop:
         return spent[steps // 2] / 1e3
 
 
-class _Executor:
+def _executor(worker: Any) -> Any:
+    """Trees of the first version have no executors: there the core calls its worker."""
+    try:
+        from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+    except ImportError:
+        return worker
+    return UniProcExecutor(worker)
+
+
+class _Worker:
     """The model runner over a model without layers."""
 
     def __init__(self, rows: int) -> None:

@@ -13,6 +13,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     only waits)."""
     dtype: str = "auto"
     """``auto`` keeps the checkpoint's dtype; else ``float32`` or ``bfloat16``."""
+    quantization: str | None = None
+    """``int8-dynamic`` rounds the layers' matrices to int8 as they are loaded; None: they stay as they are."""
     attention_backend: str = "auto"
     """``auto`` (the fastest that works here), ``cpu`` (C++ kernels), ``torch`` or ``reference``."""
     num_threads: int = 0
@@ -21,6 +23,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Hash and timed worker only: how long a step takes."""
     token_seconds: float = 0.0
     """Likewise: how much longer for each token that the step computes."""
+    compute_nans_in_logits: bool = False
+    """Whether NaN logits are counted, at the cost of a look at every logit."""
     profiler_dir: str = ""
     """Where profiles are written; empty: there are none."""
 
@@ -120,6 +124,24 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True):
     """``llguidance`` or ``xgrammar``."""
 
 
+class ParallelConfig(msgspec.Struct, frozen=True):
+    """Where the workers are."""
+
+    distributed_executor_backend: str = "uni"
+    """``uni``: one, in the core's process; ``mp``: in processes of their own."""
+
+
+class ObservabilityConfig(msgspec.Struct, frozen=True):
+    """What the loop tells of its steps."""
+
+    log_iterations: bool = False
+    """Whether each step is a line in the log."""
+    dump_dir: str = ""
+    """Directory that gets a file with the scheduler's input of a step that failed; empty: only the log has it."""
+    dump_tokens: bool = False
+    """Whether that may name tokens of prompts and outputs."""
+
+
 class EngineConfig(msgspec.Struct, frozen=True):
     """All of it, as INIT carries it to the core's process."""
 
@@ -127,6 +149,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer to constrain outputs by."""
     max_model_len: int | None = None

@@ -9,6 +9,7 @@ from .batch_queue import BatchQueue
 from .config import EngineConfig
 from .core_kv import CoreKV
 from .executor.interface import Executor, PendingOutput
+from .iteration_log import IterationLog
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
 from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -18,6 +19,7 @@ from .scheduler import Scheduler
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .sessions import Sessions
 from .sleeping import Sleeping
+from .step_dump import dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,8 @@ class EngineCore:
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self._batch_queue = self._make_batch_queue()
+        self._observability = config.observability
+        self._iterations = IterationLog() if config.observability.log_iterations else None
         self.num_steps = 0
         self.ready = CoreReady(
             num_kv_blocks=kv_cache.num_blocks,
@@ -126,7 +130,7 @@ class EngineCore:
         if self._connector is not None:
             start_transfers(self._connector, scheduled)
         if scheduled.total_num_scheduled_tokens:
-            with self._recovering():
+            with self._recovering(scheduled):
                 result = self._execute(scheduled).result()
             if self._connector is not None:
                 self._connector.wait_for_save()
@@ -141,9 +145,9 @@ class EngineCore:
         assert queue is not None
         scheduled = self.scheduler.schedule()
         is_deferred = self.scheduler.constrained.awaits_tokens(scheduled, self.scheduler.requests)
-        with self._recovering():
+        with self._recovering(scheduled):
             if is_deferred:
-                self.executor.execute_model(scheduled)
+                self._execute_model(scheduled)
             elif scheduled.total_num_scheduled_tokens:
                 queue.put(scheduled, self._execute(scheduled))
                 if not queue.is_full:
@@ -154,7 +158,7 @@ class EngineCore:
             result = oldest.pending.result()
         outputs = self._update(oldest.scheduled, result, take_aborts)
         if is_deferred:  # now that the token before is known, so is what may follow it
-            with self._recovering():
+            with self._recovering(scheduled):
                 queue.put(scheduled, self._sample(self._start_grammars(scheduled)))
         return outputs
 
@@ -162,11 +166,16 @@ class EngineCore:
         """Begins both halves of a step. What grammars allow is computed while the model runs."""
         grammars = self._start_grammars(scheduled)
         try:
-            self.executor.execute_model(scheduled)
+            self._execute_model(scheduled)
         finally:
             if grammars is not None:
                 grammars.output()  # whoever goes on after a failure finds it at rest
         return self._sample(grammars)
+
+    def _execute_model(self, scheduled: SchedulerOutput) -> None:
+        if self._iterations is not None:
+            self._iterations.begin()
+        self.executor.execute_model(scheduled)
 
     def _sample(self, grammars: GrammarStep | None) -> PendingOutput:
         if grammars is None:
@@ -183,6 +192,8 @@ class EngineCore:
     ) -> list[EngineCoreOutput]:
         self._abort(take_aborts())
         self.num_steps += 1
+        if self._iterations is not None:
+            self._iterations.end(self.num_steps, scheduled)
         return self.scheduler.update_from_output(scheduled, result)
 
     def _abort(self, request_ids: Iterable[str]) -> None:
@@ -243,12 +254,16 @@ class EngineCore:
         return BatchQueue(self.executor.max_concurrent_batches)
 
     @contextlib.contextmanager
-    def _recovering(self) -> Iterator[None]:
+    def _recovering(self, scheduled: SchedulerOutput) -> Iterator[None]:
         """A step that fails leaves the scheduler as if the worker had never known any request."""
         try:
             yield
-        except Exception:
+        except Exception as error:
+            scheduler = self.scheduler
+            dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
             if self._batch_queue is not None:
                 self._batch_queue.abandon()
+            if self._iterations is not None:
+                self._iterations.abandon()
             self.scheduler.recover_from_failed_step()
             raise

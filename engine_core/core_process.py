@@ -6,12 +6,10 @@ client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy 
 
 import contextlib
 import enum
+import gc
 import logging
 import os
 import queue
-import signal
-import sys
-import threading
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -22,10 +20,12 @@ from .core_calls import CoreCalls
 from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
 from .core_kv import CoreKV, make_core_kv
 from .core_launch import remove_sockets
+from .errors import ExecutorFailedError
 from .executor.interface import Executor
 from .kv_thread import KVThread
 from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreFailed, CoreHello, CoreInit, EngineCoreOutputs, EngineCoreRequest, RequestType
+from .process_guard import ProcessGuard
 from .serialization import Decoder, encode
 from .utilities import UtilityCall
 
@@ -69,6 +69,11 @@ class EngineCoreProc:
         with contextlib.suppress(queue.Full):  # then it does not wait
             self._input.input_queue.put_nowait((RequestType.WAKEUP, None))
 
+    def executor_failed(self) -> None:
+        """Lets :meth:`run` give up, if it waits for input; a step that waits for the executor fails by itself."""
+        with contextlib.suppress(queue.Full):
+            self._input.input_queue.put_nowait((RequestType.EXECUTOR_FAILED, None))
+
     def run(self) -> None:
         """Steps until a shutdown that was asked for. When the core fails the client is told, and the failure raised."""
         try:
@@ -107,6 +112,8 @@ class EngineCoreProc:
         elif kind is RequestType.UTILITY:
             assert isinstance(message, UtilityCall)
             self._calls.call(message, self._output.send)
+        elif kind is RequestType.EXECUTOR_FAILED:
+            raise ExecutorFailedError("a worker is gone while nobody waited for it")
         else:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:
@@ -123,7 +130,7 @@ def run_engine_core(
     make_transports: Callable[[EngineConfig], Sequence[KVTransport]] = lambda config: (),
 ) -> int:
     """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
-    guard = ProcessGuard(handshake_address)
+    guard = ProcessGuard(on_orphaned=lambda: remove_sockets(handshake_address))
     guard.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -141,10 +148,14 @@ def run_engine_core(
                 log.exception("the engine core cannot start")
                 socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
                 return 1
+            # What start-up made stays for good: no later collection need look at it.
+            gc.collect()
+            gc.freeze()
             proc = EngineCoreProc(core, context, init)
             proc.start()
             kv_thread = _start_kv_thread(context, init, kv)
             core.on_news(proc.wake)
+            core.executor.on_failure(proc.executor_failed)
             guard.on_terminate = proc.request_shutdown
             socket.send_multipart(encode(core.ready))
         status = _run(proc, core)
@@ -177,43 +188,3 @@ def _run(proc: EngineCoreProc, core: EngineCore) -> int:
     finally:
         core.shutdown()
     return 0
-
-
-class ProcessGuard:
-    """Signals and orphanhood of a core's process.
-
-    SIGTERM asks the busy loop to finish; SIGINT is the parent's business; and when standard input, a pipe from the
-    parent, comes to its end, the parent is gone and so is everyone who could want an answer.
-    """
-
-    def __init__(self, handshake_address: str) -> None:
-        self.on_terminate: Callable[[], None] = lambda: os._exit(0)
-        self._wake_read, self._wake_write = os.pipe()
-        self._handshake_address = handshake_address
-
-    def start(self) -> None:
-        """To be called first, in the main thread."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # A pipe, not a blocked signal: libraries have threads that take it whatever is blocked here.
-        os.set_blocking(self._wake_write, False)
-        signal.set_wakeup_fd(self._wake_write)
-        signal.signal(signal.SIGTERM, lambda *_: None)
-        threading.excepthook = _exit_on_thread_failure
-        threading.Thread(target=self._watch_terminate, name="core-signals", daemon=True).start()
-        threading.Thread(target=self._watch_parent, name="core-parent", daemon=True).start()
-
-    def _watch_terminate(self) -> None:
-        while os.read(self._wake_read, 1):
-            self.on_terminate()
-
-    def _watch_parent(self) -> None:
-        while os.read(sys.stdin.fileno(), 1):
-            pass
-        remove_sockets(self._handshake_address)  # nobody else will
-        os._exit(1)
-
-
-def _exit_on_thread_failure(arguments: threading.ExceptHookArgs) -> None:
-    """A core without one of its I/O threads would hang: better that its parent sees it die."""
-    log.critical("thread %s failed", arguments.thread, exc_info=arguments.exc_value)
-    os._exit(1)

@@ -217,6 +217,9 @@ class Scheduler:
                 output.new_prompt_logprobs = prompt_logprobs.get(output.request_id)
         if any_finished:
             self.running = [request for request in self.running if not request.is_finished]
+        if result.num_nans_in_logits:
+            for output in outputs:
+                output.num_nans_in_logits = result.num_nans_in_logits.get(output.request_id, 0)
         self._recorder.tell(outputs)
         return outputs
 

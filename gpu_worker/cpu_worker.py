@@ -46,17 +46,23 @@ class CPUWorker:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         ops = make_ops(config.attention_backend, _CPU)
-        self._slot = ModelSlot(Path(config.model), config.dtype, lambda path: load_model(path, config.dtype, _CPU, ops))
+
+        def load(path: Path) -> Model:
+            return load_model(path, config.dtype, _CPU, ops, config.quantization)
+
+        self._slot = ModelSlot(Path(config.model), config.dtype, load)
         model_config = self._model.config
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, _CPU)
+        dtype, quantization = model_config.dtype_name, model_config.quantization
+        numerics = ("cpu", dtype, quantization, self._backend.name, f"torch-{torch.__version__}")
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=kv_layout(model_config, block_size),
-            numerics=f"cpu/{model_config.dtype_name}/{self._backend.name}/torch-{torch.__version__}",
+            numerics="/".join(part for part in numerics if part),
         )
 
     def determine_available_memory(self) -> int:
@@ -149,4 +155,5 @@ class CPUWorker:
         assert self._backend is not None, "load_model comes first"
         config = self._config
         batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
-        return ModelRunner(self._model, self._backend, batch, num_blocks, memory)
+        count_nans = config.worker.compute_nans_in_logits
+        return ModelRunner(self._model, self._backend, batch, num_blocks, memory, count_nans=count_nans)

@@ -13,7 +13,7 @@ from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequest
 from .block_table import BlockTable
 from .prompt_embeds import PromptEmbeds, TokenRows
 from .prompt_logprobs import PromptLogprobs
-from .sampler import LogprobRows, RowSampling, make_logits_processors
+from .sampler import LogprobRows, make_logits_processors
 
 Ints = npt.NDArray[np.int64]
 
@@ -62,6 +62,7 @@ class InputBatch:
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._max_num_seqs = max_num_seqs
         self.clear()
 
@@ -73,6 +74,7 @@ class InputBatch:
         self.prompt_embeds = PromptEmbeds()
         self._requests: dict[str, _Request] = {}
         self._row_of: dict[str, int] = {}
+        self._params: dict[int, SamplingParams] = {}
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -114,6 +116,8 @@ class InputBatch:
         self._num_computed[row] = num_computed
         self.block_table.replace(row, block_ids)
         request = self._requests[req_id]
+        self._num_prompt_tokens[row] = request.num_prompt_tokens
+        self._params[row] = request.params
         self.logits_processors.add(row, request.params, token_ids, request.num_prompt_tokens)
         self.logprobs.add(row, request.params)
         self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
@@ -123,6 +127,7 @@ class InputBatch:
     def _remove_row(self, req_id: str) -> None:
         row = self._row_of.pop(req_id, None)
         if row is not None:
+            del self._params[row]
             self.logits_processors.remove(row)
             self.logprobs.remove(row)
             self.prompt_logprobs.remove(row)
@@ -152,14 +157,11 @@ class InputBatch:
             embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
         )
 
-    def sampling(self, step: StepInputs) -> list[RowSampling]:
-        """How the rows of ``step.sampled`` draw, in their order."""
-        result = []
-        for index in step.sampled.tolist():
-            request, row = self._requests[step.req_ids[index]], int(step.rows[index])
-            output_index = int(self._num_tokens[row]) - request.num_prompt_tokens
-            result.append(RowSampling(request.params, output_index))
-        return result
+    def sampling(self, step: StepInputs) -> tuple[list[SamplingParams], Ints]:
+        """How the rows of ``step.sampled`` draw, in their order: parameters, and the tokens' output indices, [S]."""
+        rows = step.rows[step.sampled]
+        params = self._params
+        return [params[row] for row in rows.tolist()], self._num_tokens[rows] - self._num_prompt_tokens[rows]
 
     def append(self, rows: Ints, token_ids: Ints) -> None:
         """Adds a drawn token to each of these rows: the next step computes it.

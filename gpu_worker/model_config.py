@@ -1,6 +1,6 @@
 """What a model is, read from a checkpoint's ``config.json``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,10 @@ ARCHITECTURES: dict[str, Family] = {
 """Every architecture that can be loaded."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+INT8_DYNAMIC = "int8-dynamic"
+"""Weights rounded to int8 by output as they are loaded, inputs by row as they come; embeddings and the output layer are
+left as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,8 @@ class ModelConfig:
     """[num_layers] factor on query times key."""
     sliding_windows: tuple[int | None, ...]
     """[num_layers] how many positions a token sees, itself included; None: all."""
+    quantization: str | None = None
+    """Of the layers' matrices as they are loaded: ``INT8_DYNAMIC`` or none."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -67,10 +73,11 @@ class ModelConfig:
         return str(self.dtype).removeprefix("torch.")
 
 
-def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
+def load_model_config(path: Path, dtype: str = "auto", quantization: str | None = None) -> ModelConfig:
     """Reads the configuration of the checkpoint directory ``path``.
 
-    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``. Raises ``ValueError`` naming whatever in
+    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``quantization`` None or
+    ``int8-dynamic``. Raises ``ValueError`` naming whatever in
     the configuration is wrong or not supported.
     """
     reader = ConfigReader.open(path)
@@ -80,7 +87,9 @@ def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
         raise ValueError("config.json: quantization_config: quantized checkpoints are not supported")
     config = _read_gpt2(reader, torch_dtype) if family == "gpt2" else _read_decoder(reader, family, torch_dtype)
     reader.refuse_rest()
-    return config
+    if quantization not in (None, INT8_DYNAMIC):
+        raise ValueError(f"quantization must be {INT8_DYNAMIC} or none, not {quantization!r}")
+    return replace(config, quantization=quantization)
 
 
 def _family(reader: ConfigReader) -> Family:

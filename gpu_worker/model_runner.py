@@ -1,7 +1,5 @@
 """One step of the model: differences in, tokens out."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +29,11 @@ class ModelRunner:
         batch: InputBatch,
         num_blocks: int,
         memory: PoolMemory | None = None,
+        *,
+        count_nans: bool = False,
     ) -> None:
-        """``memory`` holds the KV caches; None: they are torch's own."""
+        """``memory`` holds the KV caches; None: they are torch's own. ``count_nans``: of the logits of every step."""
+        self._count_nans = count_nans
         self._model = model
         self._backend = backend
         self._batch = batch
@@ -50,30 +51,30 @@ class ModelRunner:
 
         After an exception no request is known any more: the scheduler, if it goes on, begins them anew.
         """
-        with self._forgetting_on_failure():
-            self._batch.update(step)
-            self._executed = None
-            if step.total_num_scheduled_tokens:
-                inputs = self._batch.prepare(step.num_scheduled_tokens)
-                hidden = self._forward(inputs)
-                self._executed = _Executed(inputs, self._logits(inputs, hidden), self._prompt_logprobs(inputs, hidden))
+        try:
+            self._execute(step)
+        except BaseException:
+            self._batch.clear()
+            raise
 
-    @torch.inference_mode()
     def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
         """Draws the tokens of the step that was executed last, under what ``grammar`` allows."""
         if self._executed is None:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         executed, self._executed = self._executed, None
-        with self._forgetting_on_failure():
-            return self._sample(executed, grammar)
-
-    @contextlib.contextmanager
-    def _forgetting_on_failure(self) -> Iterator[None]:
         try:
-            yield
+            return self._sample(executed, grammar)
         except BaseException:
             self._batch.clear()
             raise
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        self._batch.update(step)
+        self._executed = None
+        if step.total_num_scheduled_tokens:
+            inputs = self._batch.prepare(step.num_scheduled_tokens)
+            hidden = self._forward(inputs)
+            self._executed = _Executed(inputs, self._logits(inputs, hidden), self._prompt_logprobs(inputs, hidden))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
@@ -110,11 +111,16 @@ class ModelRunner:
         if not len(inputs.sampled):
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
+        if self._count_nans:
+            counts = np.isnan(logits).sum(axis=1).tolist()
+            output.num_nans_in_logits = {
+                inputs.req_ids[index]: count for index, count in zip(indices, counts, strict=True) if count
+            }
         kept = self._batch.logprobs.keep(logits, rows)
         if grammar is not None:
             allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
         self._batch.logits_processors.apply(logits, rows)
-        tokens = self._sampler.sample(logits, self._batch.sampling(inputs))
+        tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]

@@ -70,7 +70,8 @@ class ModelSlot:
     def replace(self, path: Path) -> None:
         """Takes the weights of another checkpoint of the same configuration. Raises ``ValueError`` naming the first
         difference, or what is wrong with it; what was there stays then."""
-        ours, theirs = self.model.config, load_model_config(path, self._dtype)
+        ours = self.model.config
+        theirs = load_model_config(path, self._dtype, ours.quantization)
         for field in dataclasses.fields(ModelConfig):
             old, new = getattr(ours, field.name), getattr(theirs, field.name)
             if old != new:

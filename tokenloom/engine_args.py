@@ -14,12 +14,14 @@ def engine_config(
     path: Path,
     *,
     dtype: Any,
+    quantization: str | None,
     max_model_len: int | None,
     max_num_seqs: int | None,
     max_num_batched_tokens: int,
     block_size: int,
     enable_prefix_caching: bool,
     enable_chunked_prefill: bool,
+    async_scheduling: bool,
     kv_cache_memory_bytes: int | None,
     num_gpu_blocks_override: int | None,
 ) -> EngineConfig:
@@ -40,8 +42,9 @@ def engine_config(
         max_num_seqs=max_num_seqs or min(_MAX_NUM_SEQS, max_num_batched_tokens),
         max_num_batched_tokens=max_num_batched_tokens,
         enable_chunked_prefill=enable_chunked_prefill,
+        async_scheduling=async_scheduling,
     )
-    worker = WorkerConfig(model=str(path), dtype=_dtype_name(dtype))
+    worker = WorkerConfig(model=str(path), dtype=_dtype_name(dtype), quantization=quantization)
     return EngineConfig(
         worker=worker,
         cache=cache,

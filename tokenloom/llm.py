@@ -41,6 +41,7 @@ class LLM:
         *,
         tokenizer: str | Path | None = None,
         dtype: Any = "auto",
+        quantization: str | None = None,
         seed: int | None = 0,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
@@ -48,6 +49,7 @@ class LLM:
         block_size: int = 16,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
+        async_scheduling: bool = False,
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float | None = None,
@@ -60,6 +62,7 @@ class LLM:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
             tokenizer: Another directory or hub id to take the tokenizer from.
             dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
+            quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
             seed: Decides the outputs of requests that set no seed; None: different ones each time.
             max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
             max_num_seqs: Requests in a batch; None: 128, or the token budget if that is less.
@@ -67,6 +70,7 @@ class LLM:
             block_size: Tokens in a KV block.
             enable_prefix_caching: Whether requests share the KV blocks of equal beginnings.
             enable_chunked_prefill: Whether a prompt may take several steps.
+            async_scheduling: Whether the next step is scheduled while one runs.
             kv_cache_memory_bytes: Size of the KV cache; None: from the memory that is free after a profile run.
             num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
             gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
@@ -83,12 +87,14 @@ class LLM:
         config = engine_config(
             path,
             dtype=dtype,
+            quantization=quantization,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
+            async_scheduling=async_scheduling,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )

@@ -55,8 +55,10 @@ class OfflineSample:
     def accept(self, step: EngineCoreOutput) -> bool:
         """Takes what a step produced; returns whether a stop string ended the output, which the core does not know.
 
-        Raises ``RuntimeError`` when the core failed the request.
+        Raises ``ValueError`` when the request was at fault, ``RuntimeError`` when the core failed it.
         """
+        if step.error_field:
+            raise ValueError(step.error)
         if step.finish_reason is FinishReason.ERROR:
             raise RuntimeError(f"request {step.request_id} failed: {step.error}")
         completion = self.completion

@@ -12,12 +12,11 @@ from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.services.engine.core_request import to_core_sampling
 from tokenloom.services.output_processor.detokenizer import Detokenizer
 from tokenloom.services.output_processor.vocabulary import Vocabulary
-from tokenloom.services.runtime import validation
+from tokenloom.services.runtime import bad_words, validation
 from tokenloom.services.runtime.checkpoint import CheckpointInfo
 from tokenloom.services.runtime.sample_seed import sample_seed
 from tokenloom.v1 import types_pb2
 
-from .bad_words import encode_bad_words
 from .offline_request import OfflineRequest
 from .offline_sample import OfflineSample, TextSettings
 from .prompts import TokenizedPrompt
@@ -65,7 +64,8 @@ class RequestBuilder:
 
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
         wire = params.to_wire()
-        for ids in encode_bad_words(params.bad_words or (), self._encode):
+        spellings = bad_words.spellings(params.bad_words or ())
+        for ids in bad_words.sequences([self._encode(text) for text in spellings]):
             wire.bad_words.append(types_pb2.TokenIds(ids=ids))
         # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
         eos = [id_ for id_ in self._info.eos_token_ids if id_ < self._limits.vocab_size and not params.ignore_eos]

@@ -1,11 +1,10 @@
 """What an output must be, with vLLM's names."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tokenloom.services.runtime.errors import InvalidArgument
+from tokenloom.services.runtime.structured_outputs import narrow_structured_outputs
 from tokenloom.v1 import types_pb2
 
 
@@ -26,19 +25,4 @@ class StructuredOutputsParams:
 
     def to_wire(self) -> types_pb2.StructuredOutputs:
         """Raises ``InvalidArgument`` unless exactly one constraint is set, to a value of its type."""
-        named = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
-        if len(named) != 1:
-            raise InvalidArgument(
-                f"structured_outputs must have exactly one constraint, not {', '.join(named) or 'none'}",
-                "structured_outputs",
-            )
-        (name,) = named
-        value = getattr(self, name)
-        try:
-            if name == "json" and not isinstance(value, str):
-                value = json.dumps(value)
-            if name == "choice":
-                value = types_pb2.Choices(texts=[value] if isinstance(value, str) else value)
-            return types_pb2.StructuredOutputs(**{name: value})
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"structured_outputs.{name}: {error}", "structured_outputs") from None
+        return narrow_structured_outputs({field.name: getattr(self, field.name) for field in fields(self)})

@@ -45,8 +45,8 @@ class Executor(Protocol):
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         """Calls a method of ``WORKER_METHODS`` on every worker, after all steps begun so far.
 
-        Returns their results as plain data, by rank. Raises what a worker raised: ``ValueError`` and ``TypeError`` as
-        such, anything else as ``ExecutorFailedError``.
+        Returns their results as plain data, by rank. Raises ``ValueError`` for the caller's mistakes; what else went
+        wrong in another process is an ``ExecutorFailedError``.
         """
 
     def on_failure(self, callback: Callable[[], None]) -> None:

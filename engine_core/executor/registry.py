@@ -1,16 +1,30 @@
 """Which executor a configuration asks for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..config import EngineConfig
 from ..worker import Worker
 from .interface import Executor
+from .multiproc import MultiprocExecutor
 from .threaded import ThreadedExecutor
 from .uniproc import UniProcExecutor
+from .worker_launch import WORKER_COMMAND
 
 
-def make_executor(config: EngineConfig, make_worker: Callable[[EngineConfig], Worker]) -> Executor:
-    """An executor over a worker that ``make_worker`` makes. Raises ``ValueError`` for a setting that does not work."""
+def make_executor(
+    config: EngineConfig,
+    make_worker: Callable[[EngineConfig], Worker],
+    worker_command: Sequence[str] = WORKER_COMMAND,
+) -> Executor:
+    """An executor over a worker that ``make_worker`` makes, or over processes that ``worker_command`` starts.
+
+    Raises ``ValueError`` for a setting that does not work.
+    """
+    backend = config.parallel.distributed_executor_backend
+    if backend == "mp":
+        return MultiprocExecutor(config, worker_command)
+    if backend != "uni":
+        raise ValueError(f"distributed_executor_backend is {backend!r}; there are uni and mp")
     if config.scheduler.async_scheduling:
         return ThreadedExecutor(make_worker(config))
     return UniProcExecutor(make_worker(config))

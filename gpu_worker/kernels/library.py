@@ -63,11 +63,19 @@ def load_fused(march: str = "native") -> CDLL:
 def load_few_rows(march: str = "native") -> CDLL:
     """Products of few rows. Raises :class:`KernelsUnavailable`, also where the CPU has no matrix unit."""
     library = _load(build("few_rows", march))
-    library.can_multiply.restype = _I32
-    if not library.can_multiply():
-        raise KernelsUnavailable("the CPU has no matrix unit (AMX) for bfloat16")
+    _check_unit(library)
     library.multiply.argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
     library.multiply.restype = None
+    return library
+
+
+@functools.cache
+def load_int8(march: str = "native") -> CDLL:
+    """Products with int8 matrices. Raises as :func:`load_few_rows`."""
+    library = _load(build("int8", march))
+    _check_unit(library)
+    library.multiply_int8.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I32]
+    library.multiply_int8.restype = None
     return library
 
 
@@ -75,6 +83,12 @@ def load_few_rows(march: str = "native") -> CDLL:
 def warn_unavailable(reason: str) -> None:
     """Once for each reason."""
     log.warning("CPU kernels are not available, PyTorch's operations take their place (slower): %s", reason)
+
+
+def _check_unit(library: CDLL) -> None:
+    library.can_multiply.restype = _I32
+    if not library.can_multiply():
+        raise KernelsUnavailable("the CPU has no matrix unit (AMX)")
 
 
 def _load(path: Path) -> CDLL:

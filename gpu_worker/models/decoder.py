@@ -35,10 +35,10 @@ class Attention:
         query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         names = [f"{prefix}.{name}_proj" for name in "qkv"]
         sizes = (query_size, kv_size, kv_size)
-        self._qkv = load_linear(checkpoint, names, config.hidden_size, sizes, config.qkv_bias)
-        self._out = load_linear(
-            checkpoint, [f"{prefix}.o_proj"], query_size, [config.hidden_size], config.attention_output_bias
-        )
+        hidden, quantization = config.hidden_size, config.quantization
+        self._qkv = load_linear(checkpoint, names, hidden, sizes, config.qkv_bias, quantization)
+        out_bias = config.attention_output_bias
+        self._out = load_linear(checkpoint, [f"{prefix}.o_proj"], query_size, [hidden], out_bias, quantization)
         self._qk_norm = _load_qk_norm(checkpoint, prefix, config) if config.qk_norm else None
 
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
@@ -61,8 +61,9 @@ class MLP:
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = load_linear(checkpoint, names, hidden, (inner, inner), config.mlp_bias)
-        self._down = load_linear(checkpoint, [f"{prefix}.down_proj"], inner, [hidden], config.mlp_bias)
+        bias, quantization = config.mlp_bias, config.quantization
+        self._gate_up = load_linear(checkpoint, names, hidden, (inner, inner), bias, quantization)
+        self._down = load_linear(checkpoint, [f"{prefix}.down_proj"], inner, [hidden], bias, quantization)
         self._activation = config.hidden_act
         self._ops = ops
 

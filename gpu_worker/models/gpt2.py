@@ -19,8 +19,9 @@ class Attention:
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
         self._head_size = config.head_size
         self._scale = config.attention_scales[layer]
-        self._qkv = load_conv1d(checkpoint, f"{prefix}.c_attn", config.hidden_size, 3 * config.hidden_size)
-        self._out = load_conv1d(checkpoint, f"{prefix}.c_proj", config.hidden_size, config.hidden_size)
+        hidden, quantization = config.hidden_size, config.quantization
+        self._qkv = load_conv1d(checkpoint, f"{prefix}.c_attn", hidden, 3 * hidden, quantization)
+        self._out = load_conv1d(checkpoint, f"{prefix}.c_proj", hidden, hidden, quantization)
 
     def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         query, key, value = self._qkv(x).view(x.shape[0], -1, self._head_size).chunk(3, dim=1)
@@ -36,8 +37,8 @@ class Block:
         self._attention_norm = load_layer_norm(checkpoint, f"{prefix}.ln_1", hidden, eps)
         self._attention = Attention(checkpoint, f"{prefix}.attn", config, layer)
         self._mlp_norm = load_layer_norm(checkpoint, f"{prefix}.ln_2", hidden, eps)
-        self._up = load_conv1d(checkpoint, f"{prefix}.mlp.c_fc", hidden, inner)
-        self._down = load_conv1d(checkpoint, f"{prefix}.mlp.c_proj", inner, hidden)
+        self._up = load_conv1d(checkpoint, f"{prefix}.mlp.c_fc", hidden, inner, config.quantization)
+        self._down = load_conv1d(checkpoint, f"{prefix}.mlp.c_proj", inner, hidden, config.quantization)
         self._activation = ACTIVATIONS[config.hidden_act]
         # Causal masks that older checkpoints stored.
         checkpoint.skip((f"{prefix}.attn.bias", f"{prefix}.attn.masked_bias"))

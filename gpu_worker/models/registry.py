@@ -13,15 +13,21 @@ from .gpt2 import GPT2Model
 from .interface import Model
 
 
-def load_model(path: Path, dtype: str = "auto", device: torch.device | None = None, ops: Ops | None = None) -> Model:
+def load_model(
+    path: Path,
+    dtype: str = "auto",
+    device: torch.device | None = None,
+    ops: Ops | None = None,
+    quantization: str | None = None,
+) -> Model:
     """Loads the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default,
-    ``ops`` PyTorch's. Raises
+    ``ops`` PyTorch's, ``quantization`` None or ``int8-dynamic``. Raises
     ``ValueError`` naming what the checkpoint lacks, or a feature of it that is not supported.
     """
     device = device or torch.device("cpu")
-    config = load_model_config(path, dtype)
+    config = load_model_config(path, dtype, quantization)
     with Checkpoint(path, config.dtype, device) as checkpoint:
         model: Model
         if config.family == "gpt2":

@@ -8,14 +8,13 @@ from .logprobs import LogprobRows
 from .min_tokens import MinTokens
 from .penalties import Penalties, SeenTokens
 from .philox import Purpose, uniform
-from .sampler import RowSampling, Sampler
+from .sampler import Sampler
 
 __all__ = [
     "LogitsProcessor",
     "LogitsProcessors",
     "LogprobRows",
     "Purpose",
-    "RowSampling",
     "Sampler",
     "SeenTokens",
     "make_logits_processors",

@@ -1,7 +1,6 @@
 """The one sampling rule: a token is a function of (logits, parameters, seed, output index) and of nothing else."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,35 +14,30 @@ _GROUP = 64  # a running sum over the vocabulary is one long chain of additions;
 _LONG = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """How one row of logits is sampled."""
-
-    params: SamplingParams
-    output_index: int
-    """Of the token to draw; 0 is the first output token."""
-
-
 class Sampler:
     """Draws one token for each row. Each row's method follows from its own parameters, never from the batch."""
 
-    def sample(self, logits: npt.NDArray[np.float32], rows: Sequence[RowSampling]) -> list[int]:
+    def sample(
+        self,
+        logits: npt.NDArray[np.float32],
+        params: Sequence[SamplingParams],
+        output_indices: npt.NDArray[np.int64],
+    ) -> list[int]:
         """Token ids for logits [rows, vocab], which are what the processors left of the model's.
 
-        A greedy row takes the largest logit, and among equals the lowest id.
+        A greedy row takes the largest logit, and among equals the lowest id. ``output_indices``, [rows]: of the tokens
+        to draw; 0 is the first of an output.
         """
-        token_ids: list[int] = logits.argmax(axis=1).tolist()
-        drawn = [
-            row
-            for row, sampling in enumerate(rows)
+        best = logits.argmax(axis=1)
+        token_ids: list[int] = best.tolist()
+        random = [row for row, wanted in enumerate(params) if wanted.temperature != 0.0]
+        if random:
             # A row that is not finite has no distribution; it must not take the batch down with it.
-            if not sampling.params.is_greedy and np.isfinite(logits[row, token_ids[row]])
-        ]
-        if drawn:
-            seeds = np.array([rows[row].params.seed for row in drawn], dtype=np.uint64)
-            indices = np.array([rows[row].output_index for row in drawn], dtype=np.uint64)
-            for row, u in zip(drawn, uniform(seeds, indices, Purpose.SAMPLE).tolist(), strict=True):
-                token_ids[row] = _draw(logits[row], rows[row].params, u)
+            rows = np.array(random)[np.isfinite(logits[random, best[random]])]
+            seeds = np.array([params[row].seed for row in rows.tolist()], dtype=np.uint64)
+            numbers = uniform(seeds, output_indices[rows].astype(np.uint64), Purpose.SAMPLE)
+            for row, u in zip(rows.tolist(), numbers.tolist(), strict=True):
+                token_ids[row] = _draw(logits[row], params[row], u)
         return token_ids
 
 

@@ -42,6 +42,7 @@ class Attempt:
         awaits_tokens: Decode leg: tokens of the prefill leg are still to come.
         kv_wait_ns: Decode leg: time spent waiting for KV of another engine.
         on_end: Told once it is not live any more.
+        saw_nans: A token of it was drawn from logits that were not all numbers.
         arrival: Of the Add, monotonic seconds; so are ``first_token_at`` and ``last_token_at``.
     """
 
@@ -61,6 +62,7 @@ class Attempt:
     prefill_stats: PrefillStats | None = None
     first_token_at: float = 0.0
     last_token_at: float = 0.0
+    saw_nans: bool = False
     finish_reason: FinishReason | None = None
 
 

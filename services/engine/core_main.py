@@ -6,25 +6,17 @@ A client of the core starts it. Its configuration comes in the handshake; the fl
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core_process import run_engine_core
 from tokenloom.engine_core.executor.registry import make_executor
+from tokenloom.engine_core.executor.worker_launch import WORKER_COMMAND
 from tokenloom.engine_core.kv_transport import KVTransport
-from tokenloom.engine_core.worker import Worker
 
 from ..runtime import logs
 from ..runtime.tls import CertificateFiles, MeshTLS
-
-
-def make_worker(config: EngineConfig) -> Worker:
-    """The worker that ``config`` names. Raises ``ValueError`` for an unknown one."""
-    name = config.worker.worker
-    if name not in _WORKERS:
-        raise ValueError(f"worker: {name!r} is unknown; there are {', '.join(_WORKERS)}")
-    return _WORKERS[name](config)
+from .workers import make_worker
 
 
 def make_transports(config: EngineConfig) -> list[KVTransport]:
@@ -53,36 +45,17 @@ def main() -> int:
     parser.add_argument("--log-format", default="human", choices=("human", "json"))
     arguments = parser.parse_args()
     logs.setup("engine_core", f"{arguments.instance_id}/core", level=arguments.log_level, style=arguments.log_format)
-    status = run_engine_core(arguments.handshake, lambda config: make_executor(config, make_worker), make_transports)
+    command = (
+        *WORKER_COMMAND,
+        *("--instance-id", arguments.instance_id),
+        *("--log-level", arguments.log_level, "--log-format", arguments.log_format),
+    )
+    status = run_engine_core(
+        arguments.handshake, lambda config: make_executor(config, make_worker, command), make_transports
+    )
     sys.stderr.flush()
     # Threads that wait in C (for signals, for the parent) must not hold up the end.
     os._exit(status)
-
-
-def _cpu_worker(config: EngineConfig) -> Worker:
-    # Imported here: the hash worker needs no torch, nor the seconds that importing it takes.
-    from tokenloom.gpu_worker.cpu_worker import CPUWorker
-
-    return CPUWorker(config)
-
-
-def _hash_worker(config: EngineConfig) -> Worker:
-    from tokenloom.engine_core.hash_worker import HashWorker
-
-    return HashWorker(config)
-
-
-def _timed_worker(config: EngineConfig) -> Worker:
-    from tokenloom.engine_core.timed_worker import TimedWorker
-
-    return TimedWorker(config)
-
-
-_WORKERS: dict[str, Callable[[EngineConfig], Worker]] = {
-    "cpu": _cpu_worker,
-    "hash": _hash_worker,
-    "timed": _timed_worker,
-}
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class EngineMetrics:
             registry, "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", (*_LABELS, "source")
         )
         self._preemptions = self._counter("num_preemptions", "Requests that lost their blocks and were resumed.")
+        self._corrupted = self._counter("corrupted_requests", "Requests with NaN logits, if those are counted.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = metrics.counter(
@@ -92,6 +93,9 @@ class EngineMetrics:
                 if not attempt.num_accepted_tokens:  # else another attempt had it
                     self._ttft.observe(now - attempt.arrival)
             attempt.last_token_at = now
+        if output.num_nans_in_logits and not attempt.saw_nans:
+            attempt.saw_nans = True
+            self._corrupted.inc()
         if (stats := output.prefill_stats) is not None:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
             self._observe_sources(stats)

@@ -9,6 +9,8 @@ from tokenloom.engine_core.config import (
     CacheConfig,
     EngineConfig,
     KVConfig,
+    ObservabilityConfig,
+    ParallelConfig,
     SchedulerConfig,
     TLSFiles,
     WorkerConfig,
@@ -36,6 +38,9 @@ class EngineSettings(ServiceSettings):
         description="cpu; for tests hash: tokens are hashes of the prefix; for benchmarks timed: a step only waits.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
+    quantization: Literal["int8-dynamic"] | None = Field(
+        None, description="int8-dynamic: round the layers' weights to int8 at load, their inputs row by row."
+    )
     attention_backend: Literal["auto", "cpu", "torch", "reference"] = Field(
         "auto", description="How attention is computed; auto: C++ kernels where they can be built, else torch."
     )
@@ -44,6 +49,11 @@ class EngineSettings(ServiceSettings):
     hash_token_seconds: float = Field(0.0, ge=0, description="How much longer for each token that it computes.")
 
     profiler_dir: str = Field("", description="Where profiles are written; empty: profiling is refused.")
+
+    compute_nans_in_logits: bool = Field(False, description="Count NaN logits: vllm:corrupted_requests.")
+    enable_logging_iteration_details: bool = Field(False, description="Log a line for each step.")
+    dump_dir: str = Field("", description="Directory for what was asked of a step that failed; empty: only the log.")
+    dump_tokens: bool = Field(False, description="Let that name tokens of prompts and outputs.")
 
     max_model_len: int | None = Field(
         None, ge=1, description="Prompt and output together, tokens; by default the model's."
@@ -65,6 +75,12 @@ class EngineSettings(ServiceSettings):
     )
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of KV blocks that a newcomer leaves free while others run."
+    )
+    distributed_executor_backend: Literal["uni", "mp"] = Field(
+        "uni", description="Where the worker is: uni: in the core's process; mp: in a process of its own."
+    )
+    async_scheduling: bool = Field(
+        False, description="Schedule the next step while one runs; no gain where the processor is what computes."
     )
     max_waiting: int = Field(2048, ge=1, description="Requests that may wait beyond those in the batch.")
 
@@ -133,11 +149,13 @@ class EngineSettings(ServiceSettings):
                 model=checkpoint,
                 worker=self.worker,
                 dtype=self.dtype,
+                quantization=self.quantization,
                 attention_backend=self.attention_backend,
                 num_threads=self.num_threads,
                 step_seconds=self.hash_step_seconds,
                 token_seconds=self.hash_token_seconds,
                 profiler_dir=self.profiler_dir,
+                compute_nans_in_logits=self.compute_nans_in_logits,
             ),
             cache=CacheConfig(
                 block_size=self.block_size,
@@ -156,6 +174,7 @@ class EngineSettings(ServiceSettings):
                 reserve_full_prompt=self.reserve_full_prompt,
                 watermark=self.watermark,
                 log_events=self.log_request_events,
+                async_scheduling=self.async_scheduling,
             ),
             kv=KVConfig(
                 role=self.role,
@@ -174,5 +193,11 @@ class EngineSettings(ServiceSettings):
             structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
             if checkpoint
             else None,
+            parallel=ParallelConfig(distributed_executor_backend=self.distributed_executor_backend),
+            observability=ObservabilityConfig(
+                log_iterations=self.enable_logging_iteration_details,
+                dump_dir=self.dump_dir,
+                dump_tokens=self.dump_tokens,
+            ),
             max_model_len=self.max_model_len,
         )

@@ -44,6 +44,7 @@ class Host:
         epoch: Random 64-bit incarnation of this process.
         server: Takes servicers, also while it already runs.
         address: Where the server listens: ``host:port`` or ``unix:/path``.
+        health_address: Where probes are answered in plain text.
         metrics_address: ``host:port`` of /metrics; empty when off.
         metrics: The registry behind it.
         health: grpc.health.v1.
@@ -58,6 +59,7 @@ class Host:
         self.health = Health()
         metrics.observe_part(self.metrics, settings.service, settings.instance_id, lambda: self.health.serving)
         self.address = ""
+        self.health_address = ""
         self.metrics_address = ""
         self.tls: MeshTLS | None = None
         self.channels = Channels()
@@ -134,7 +136,7 @@ class Host:
         await self.health.start(self.server)
         self.address = self._bind()
         await self._grpc.start()
-        health_address = await self._serve_probes() if self.settings.health_listen else self.address
+        self.health_address = await self._serve_probes() if self.settings.health_listen else self.address
         if self.settings.metrics_listen:
             self._metrics_server = self._bind_metrics()
             self.metrics_address = self._metrics_server.address
@@ -145,7 +147,7 @@ class Host:
             epoch=self.epoch,
             address=self.address,
             metrics=self.metrics_address,
-            health=health_address,
+            health=self.health_address,
         )
 
     async def ready(self) -> None:

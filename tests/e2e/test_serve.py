@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import openai
 import psutil
 import pytest
 
+from tokenloom import LLM, SamplingParams
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 QUESTION = [{"role": "user", "content": "What is prefill?"}]
@@ -44,6 +46,25 @@ def test_a_stream_says_the_same_in_pieces(client: openai.OpenAI) -> None:
     assert len([piece for piece in pieces if piece]) > 1, "a busy machine merges pieces, but not all of a long answer"
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 10
+
+
+def test_samples_and_their_logprobs_are_those_of_the_offline_llm(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"n": 3, "seed": 7, "logprobs": 2, "max_tokens": 12}
+    request = {"model": "tokenloom-demo", "prompt": "Once upon a time", **asked}
+    whole = client.completions.create(**request)  # type: ignore[call-overload]
+    pieces: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    for chunk in client.completions.create(**request, stream=True):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            pieces[choice.index].append(choice)
+    with closing(LLM("tokenloom-demo")) as llm:
+        (expected,) = llm.generate("Once upon a time", SamplingParams(**asked))
+    assert len({choice.text for choice in whole.choices}) > 1
+    for choice, output in zip(whole.choices, expected.outputs, strict=True):
+        assert choice.text == output.text == "".join(piece.text for piece in pieces[choice.index])
+        streamed = [value for piece in pieces[choice.index] for value in piece.logprobs.token_logprobs]
+        assert choice.logprobs.token_logprobs == pytest.approx(streamed, abs=1e-4)
+        told = [at[token_id].logprob for at, token_id in zip(output.logprobs, output.token_ids, strict=True)]
+        assert choice.logprobs.token_logprobs == pytest.approx(told, abs=1e-4)
 
 
 def test_the_stubs_say_the_same_over_grpc(mesh: Any) -> None:

@@ -415,3 +415,12 @@ def test_an_abort_overtakes_an_early_end() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_scheduler(**settings)  # type: ignore[arg-type]
+
+
+def test_nan_logits_are_told_with_the_token_drawn_from_them() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1]))
+    scheduler.add_request(make_request("b", [2]))
+    scheduled = scheduler.schedule()
+    result = ModelRunnerOutput(["a", "b"], [[50], [51]], num_nans_in_logits={"b": 7})
+    assert [output.num_nans_in_logits for output in scheduler.update_from_output(scheduled, result)] == [0, 7]

@@ -37,6 +37,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def test_quantization_is_part_of_the_numerics():
+    """Engines that round differently must not share a pool."""
+    info = make_worker(dtype="float32", quantization="int8-dynamic", attention_backend="torch").load_model()
+    assert info.numerics.startswith("cpu/float32/int8-dynamic/torch/")
+
+
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("backend", ["cpu", "torch"] if shutil.which("g++") else ["torch"])
 def test_loads_profiles_and_computes(dtype, itemsize, backend):

@@ -148,3 +148,18 @@ def test_prompt_logprobs_take_few_rows_of_logits_at_once(runner):
 def test_a_dummy_run_fits_its_blocks(runner, lengths):
     runner.dummy_run(lengths, block_size=16)
     assert runner.counting.logits_rows == [len(lengths)]
+
+
+@pytest.mark.parametrize("count_nans", [False, True])
+def test_nan_logits_are_counted_when_asked(model, count_nans):
+    class SpoiltModel(CountingModel):
+        def compute_logits(self, hidden):
+            logits = super().compute_logits(hidden).clone()
+            logits[0, 5:8] = float("nan")
+            return logits
+
+    backend = make_attention_backend("torch", model.config, 16, torch.device("cpu"))
+    runner = ModelRunner(SpoiltModel(model), backend, InputBatch(4, 256, 16), num_blocks=8, count_nans=count_nans)
+    step = SchedulerOutput([new("a"), new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
+    runner.execute(step)
+    assert runner.sample().num_nans_in_logits == ({"a": 3} if count_nans else {})

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from tests.gpu_worker.conftest import SaveCheckpoint
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.prompt_embeds import EmbedsSpan
 from tokenloom.engine_core.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ def make_core(model: Path, budget: int) -> EngineCore:
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget),
         max_model_len=64,
     )
-    return EngineCore(config, CPUWorker(config))
+    return EngineCore(config, UniProcExecutor(CPUWorker(config)))
 
 
 def generate(core: EngineCore, spans: list[EmbedsSpan]) -> list[int]:

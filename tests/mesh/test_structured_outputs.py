@@ -72,6 +72,12 @@ async def test_vllms_structured_outputs(http: httpx.AsyncClient, constraint: dic
     assert again["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_every_sample_follows_the_grammar(http: httpx.AsyncClient) -> None:
+    answer = (await complete(http, structured_outputs={"regex": CODE}, n=5, temperature=1.0)).json()
+    assert len(answer["choices"]) == 5
+    assert all(re.fullmatch(CODE, choice["text"]) for choice in answer["choices"])
+
+
 async def test_public_grpc(mesh: Mesh) -> None:
     params = types_pb2.SamplingParams(max_tokens=50, structured_outputs=types_pb2.StructuredOutputs(regex=CODE))
     request = inference_pb2.GenerateRequest(text="Once", sampling_params=params)

@@ -12,6 +12,7 @@ import jsonschema
 from tests.schemas import random_schema
 from tokenloom.engine_core.client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
@@ -31,7 +32,7 @@ def check_schemas(seeds: range, *, num_blocks: int = 512) -> int:
         scheduler=SchedulerConfig(max_num_seqs=BATCH),
         structured_output=structured_output_config(DEMO_MODEL),
     )
-    client = InprocClient(config, CPUWorker(config))
+    client = InprocClient(config, UniProcExecutor(CPUWorker(config)))
     try:
         tokenizer = load_tokenizer(DEMO_MODEL)
         schemas = {str(seed): random_schema(random.Random(seed)) for seed in seeds}

@@ -13,6 +13,7 @@ ARGUMENTS = {
     "block_size": 16,
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
+    "async_scheduling": False,
     "kv_cache_memory_bytes": None,
     "num_gpu_blocks_override": None,
 }

@@ -1,6 +1,7 @@
 """The offline API on the demo model."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tokenloom import LLM, SamplingParams
+from tokenloom import LLM, SamplingParams, StructuredOutputsParams
 from tokenloom.v1.types_pb2 import SamplingParams as wire
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -37,6 +38,20 @@ def no_leak(request):
 
 def texts(outputs):
     return [output.outputs[0].text for output in outputs]
+
+
+def test_structured_outputs_of_several_samples(llm):
+    constraint = StructuredOutputsParams(regex=r"[A-C]{2}-\d")
+    params = SamplingParams(n=3, seed=1, max_tokens=20, structured_outputs=constraint)
+    (output,) = llm.generate(STORY, params, use_tqdm=False)
+    assert all(re.fullmatch(r"[A-C]{2}-\d", sample.text) for sample in output.outputs)
+    assert {sample.finish_reason for sample in output.outputs} == {"stop"}
+
+
+def test_what_is_no_grammar_is_a_value_error(llm):
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="(a"))
+    with pytest.raises(ValueError, match=r"structured_outputs: .*unclosed group"):
+        llm.generate([STORY, STORY], params, use_tqdm=False)
 
 
 def test_every_prompt_form_in_input_order(llm):
@@ -186,7 +201,7 @@ def test_an_interrupt_leaves_a_usable_engine(llm):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_step_that_fails_leaves_a_usable_engine(llm, monkeypatch, error):
     (expected,) = llm.generate([9] * 40, GREEDY, use_tqdm=False)
-    model = llm._client._core.executor._model
+    model = llm._client._core.executor._worker._model
     steps = 0
 
     def fail_in_the_third_step(hidden):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tokenloom import LLM, RepetitionDetectionParams, RequestOutputKind, SamplingParams
+from tokenloom import LLM, RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 STORY = "Once upon a time"
 
@@ -127,6 +127,13 @@ def test_repetition_is_cut(llm):
     detection = RepetitionDetectionParams(max_pattern_size=3, min_count=4)
     completion = greedy(llm, logit_bias={77: 100.0}, repetition_detection=detection)
     assert (completion.token_ids, completion.finish_reason, completion.stop_reason) == ([77] * 4, "repetition", None)
+
+
+def test_outputs_obey_a_structure(llm):
+    colours = StructuredOutputsParams(choice=["red", "green", "blue"])
+    assert greedy(llm, structured_outputs=colours).text in ("red", "green", "blue")
+    number = greedy(llm, structured_outputs=StructuredOutputsParams(regex="[1-9][0-9]{2}"))
+    assert 100 <= int(number.text) <= 999
 
 
 def stream(llm, **values):

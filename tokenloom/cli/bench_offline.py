@@ -15,7 +15,7 @@ from tokenloom.services.runtime.checkpoint import DEMO_MODEL_NAME
 from .bench_load import AsJson, Dataset, InputLen, NumPrefixes, OutputLen, PrefixLen, RangeRatio, Seed
 from .bench_output import failures, show
 from .flags import model_directory
-from .serve import Dtype
+from .serve import Dtype, Quantization
 
 OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
 Model = Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")]
@@ -32,6 +32,7 @@ def throughput(
     num_prefixes: NumPrefixes = 1,
     seed: Seed = 0,
     dtype: Annotated[Dtype, typer.Option(help="Number format.")] = Dtype.AUTO,
+    quantization: Annotated[Quantization | None, typer.Option(help="Round the layers' weights at load.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in a step.")] = None,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, tokens.")] = None,
@@ -54,6 +55,7 @@ def throughput(
             ),
             llm={
                 "dtype": dtype.value,
+                "quantization": quantization,
                 "max_num_seqs": max_num_seqs,
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "max_model_len": max_model_len,

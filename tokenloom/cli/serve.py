@@ -49,6 +49,12 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Quantization(StrEnum):
+    """How layers' matrices are rounded."""
+
+    INT8_DYNAMIC = "int8-dynamic"
+
+
 class WorkerKind(StrEnum):
     """``hash`` computes no model: each token is a hash of those before it, to try the mesh without torch.
 
@@ -90,6 +96,9 @@ def serve(
         str | None, typer.Option(help="Name that clients use; by default the directory's last part.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="Round the layers' weights to int8 at load.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in an engine's batch.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget of an engine's step.")] = None,
@@ -137,6 +146,7 @@ def serve(
             "coordinator": flags(pd_threshold=pd_threshold),
             "engine": flags(
                 dtype=dtype,
+                quantization=quantization,
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,

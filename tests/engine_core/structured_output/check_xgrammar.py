@@ -12,6 +12,7 @@ import msgspec
 from tests.engine_core.structured_output import helpers
 from tokenloom.engine_core.client import InprocClient
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.engine_core.sampling_params import GrammarKind, StructuredOutput
 
@@ -32,7 +33,9 @@ def main() -> None:
         worker=WorkerConfig(model="", worker="hash"),
         structured_output=msgspec.structs.replace(helpers.config(), backend="xgrammar"),
     )
-    client = InprocClient(config, HashWorker(config, vocab_size=helpers.VOCAB_SIZE, max_model_len=2048))
+    client = InprocClient(
+        config, UniProcExecutor(HashWorker(config, vocab_size=helpers.VOCAB_SIZE, max_model_len=2048))
+    )
     try:
         requests = [helpers.make_request(name, constraint) for name, constraint in (GOOD | BAD).items()]
         outputs = helpers.run(client, requests)

@@ -194,3 +194,22 @@ def test_the_spelling_of_transformers_4(
     inputs = prompts(199)
     found = run_model(model, inputs, WHOLE)
     torch.testing.assert_close(found, transformers_logits(path, inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_int8_is_near_the_model_that_it_rounds(
+    family: str, save_checkpoint: SaveCheckpoint, run_model: RunModel
+) -> None:
+    path = save_checkpoint(family)
+    prompt = torch.arange(40) * 7 % 199
+    plain, rounded = (
+        run_model(load_model(path, quantization=quantization), [prompt], [[40]])[0]
+        for quantization in (None, "int8-dynamic")
+    )
+    error = (plain - rounded).norm() / plain.norm()
+    assert 0 < error < 0.1
+
+
+def test_another_quantization_is_refused_by_name(save_checkpoint: SaveCheckpoint) -> None:
+    with pytest.raises(ValueError, match="quantization must be int8-dynamic or none, not 'gptq'"):
+        load_model(save_checkpoint("llama"), quantization="gptq")

@@ -1,11 +1,12 @@
 """Runs one row through the processors, as the model runner does with a batch."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import make_logits_processors
+from tokenloom.gpu_worker.sampler import Sampler, make_logits_processors
 
 ROW = 3
 
@@ -31,3 +32,15 @@ class OneRow:
     def masked(self, vocab: int) -> set[int]:
         """Tokens of which nothing is left."""
         return {token for token, logit in enumerate(self.apply([0.0] * vocab)) if logit == -np.inf}
+
+
+class Row(NamedTuple):
+    """How a row of logits is sampled."""
+
+    params: SamplingParams
+    output_index: int
+
+
+def sample(logits: np.ndarray, rows: Sequence[Row]) -> list[int]:
+    """The token of each row of logits, [rows, vocab]."""
+    return Sampler().sample(logits, [row.params for row in rows], np.array([row.output_index for row in rows]))

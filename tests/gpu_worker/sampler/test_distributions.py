@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.gpu_worker.sampler import reference
+from tests.gpu_worker.sampler.processing import Row, sample
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import RowSampling, Sampler, make_logits_processors
+from tokenloom.gpu_worker.sampler import make_logits_processors
 
 VOCAB, DRAWS = 120, 10_000
 PROMPT, OUTPUT = [3, 5, 5, 9, 20, 21, 22], [5, 7, 7, 7, 30, 31, 3]
@@ -69,8 +70,8 @@ def draw(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
     processors.add(0, params, PROMPT + OUTPUT, len(PROMPT))
     row = logits[None].copy()
     processors.apply(row, np.array([0]))
-    rows = [RowSampling(params, index) for index in range(DRAWS)]
-    return np.bincount(Sampler().sample(np.tile(row, (DRAWS, 1)), rows), minlength=VOCAB)
+    rows = [Row(params, index) for index in range(DRAWS)]
+    return np.bincount(sample(np.tile(row, (DRAWS, 1)), rows), minlength=VOCAB)
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:

@@ -1,0 +1,76 @@
+# The images of a mesh. Targets: service (gateway, tokenizer, output processor, coordinator; no torch), engine-cpu, engine-cuda.
+#   docker build --target service -t tokenloom/service .
+# Where a build cannot reach an index, `make wheels` puts all that is needed into build/wheels first.
+ARG BASE=python:3.11-slim
+
+# What all images share: the user, and where things are.
+FROM ${BASE} AS runtime
+RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'tokenloom:x:10001:' >> /etc/group \
+    && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls \
+    && chown -R 10001:10001 /home/tokenloom /etc/tokenloom
+ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
+WORKDIR /home/tokenloom
+ENTRYPOINT ["python", "-m"]
+
+FROM ${BASE} AS service-venv
+WORKDIR /src
+# The second name is optional: a pattern that nothing matches.
+COPY pyproject.toml build/wheels/servic[e]/ /wheels/
+COPY . .
+RUN python3 -m venv /opt/tokenloom \
+    && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels tokenloom; else set -- .; fi \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile "$@" \
+    && /opt/tokenloom/bin/python -m pip uninstall --yes pip setuptools > /dev/null \
+    && find /opt/tokenloom -depth -type d \( -name tests -o -name test \) -path '*/site-packages/numpy/*' -exec rm -rf {} +
+
+FROM runtime AS service
+LABEL org.opencontainers.image.title="Tokenloom service" \
+      org.opencontainers.image.description="Gateway, tokenizer, output processor and coordinator of a Tokenloom mesh" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=service-venv /opt/tokenloom /opt/tokenloom
+USER 10001:10001
+# docker run tokenloom/service tokenloom.services.gateway --help
+CMD ["tokenloom.cli.main", "--help"]
+
+FROM ${BASE} AS engine-cpu-venv
+ARG TORCH_VERSION=2.13.0
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /src
+COPY pyproject.toml build/wheels/engin[e]/ /wheels/
+COPY . .
+RUN python3 -m venv /opt/tokenloom \
+    && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels 'tokenloom[engine]'; \
+       else /opt/tokenloom/bin/python -m pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch==$TORCH_VERSION" \
+            && set -- '.[engine]'; fi \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile "$@" \
+    && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
+
+FROM runtime AS engine-cpu
+LABEL org.opencontainers.image.title="Tokenloom engine for CPUs" \
+      org.opencontainers.image.description="An engine of a Tokenloom mesh; computes on the CPU" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# The kernels are compiled for the CPU at hand, at first use.
+# hadolint ignore=DL3008
+RUN command -v g++ > /dev/null || { apt-get update && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*; }
+COPY --from=engine-cpu-venv /opt/tokenloom /opt/tokenloom
+USER 10001:10001
+CMD ["tokenloom.services.engine", "--help"]
+
+FROM ${BASE} AS engine-cuda-venv
+ARG TORCH_VERSION=2.13.0
+WORKDIR /src
+COPY . .
+RUN python3 -m venv /opt/tokenloom \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile "torch==$TORCH_VERSION" '.[engine]' \
+    && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
+
+FROM runtime AS engine-cuda
+LABEL org.opencontainers.image.title="Tokenloom engine for GPUs" \
+      org.opencontainers.image.description="An engine of a Tokenloom mesh; computes on an NVIDIA GPU" \
+      org.opencontainers.image.licenses="Apache-2.0"
+COPY --from=engine-cuda-venv /opt/tokenloom /opt/tokenloom
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 10001:10001
+CMD ["tokenloom.services.engine", "--device", "cuda", "--help"]

@@ -1,0 +1,165 @@
+"""Workers in processes of their own: the core schedules while they compute, and outlives none of them."""
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from ..config import EngineConfig
+from ..errors import ExecutorFailedError
+from ..kv_transport import KVPool
+from ..pool_memory import PoolMemory
+from ..scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..serialization import Decoder, encode, from_raw, to_raw
+from ..worker import ModelInfo
+from .interface import PendingOutput
+from .worker_launch import WORKER_COMMAND, WorkerProcess
+from .worker_messages import (
+    OUTPUT_RANK,
+    SampleCall,
+    WorkerCall,
+    WorkerErrorKind,
+    WorkerReply,
+    WorkerRequestType,
+)
+
+
+class RemoteOutput:
+    """A step's output, read from the socket when somebody wants it."""
+
+    def __init__(self, executor: "MultiprocExecutor", call_id: int) -> None:
+        self._executor, self._call_id = executor, call_id
+
+    def result(self) -> ModelRunnerOutput:
+        (reply,) = self._executor.wait(self._call_id, [OUTPUT_RANK])
+        assert reply.output is not None
+        return reply.output
+
+
+class MultiprocExecutor:
+    """Fulfils :class:`.interface.Executor`. Every rank gets every message, in the same order."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] = WORKER_COMMAND, *, world_size: int = 1) -> None:
+        """Starts the workers. Raises ``ValueError`` for a configuration that does not work, ``ExecutorFailedError``
+        when one does not come up."""
+        if config.kv.transports or config.kv.offload_path:
+            raise ValueError(
+                "distributed_executor_backend mp does not work where KV moves (kv_transports, kv_offload_path): "
+                "the pool is in the workers' memory"
+            )
+        self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._replies: list[dict[int, WorkerReply]] = [{} for _ in range(world_size)]  # read, and not yet asked for
+        self._decoder = Decoder(WorkerReply)
+        self._call_ids = itertools.count(1)
+        self._failure = ""
+        self._on_failure: Callable[[], None] = lambda: None
+        self._is_closing = False
+        self._poller = zmq.Poller()
+        self._wake_read, self._wake_write = os.pipe()
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self.workers = [WorkerProcess(self._context, command, rank) for rank in range(world_size)]
+        try:
+            for worker in self.workers:
+                worker.shake_hands(config, world_size)
+                self._poller.register(worker.socket, zmq.POLLIN)
+        except BaseException:
+            self.shutdown()
+            raise
+        for worker in self.workers:
+            threading.Thread(target=self._watch, args=(worker,), name="worker-monitor", daemon=True).start()
+
+    def load_model(self) -> ModelInfo:
+        return msgspec.convert(self.collective_rpc("load_model")[OUTPUT_RANK], ModelInfo)
+
+    def determine_available_memory(self) -> int:
+        return min(msgspec.convert(self.collective_rpc("determine_available_memory"), list[int]))
+
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        assert memory is None, "refused at start"
+        self.collective_rpc("initialize_kv_cache", num_blocks)
+
+    def kv_pool(self) -> KVPool:
+        raise AssertionError("refused at start: the pool is in the workers' memory")
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._send(WorkerRequestType.EXECUTE, scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
+        call_id = next(self._call_ids)
+        self._send(WorkerRequestType.SAMPLE, SampleCall(call_id, grammar))
+        return RemoteOutput(self, call_id)
+
+    def collective_rpc(self, method: str, *args: object) -> list[object]:
+        call_id = next(self._call_ids)
+        self._send(WorkerRequestType.CALL, WorkerCall(call_id, method, [to_raw(arg) for arg in args]))
+        replies = self.wait(call_id, range(len(self.workers)))
+        return [from_raw(reply.result) for reply in replies]
+
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        self._on_failure = callback
+        if self._failure:
+            callback()
+
+    def shutdown(self) -> None:
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._failure = self._failure or "the executor was shut down"
+        for worker in self.workers:
+            worker.stop()
+        self._context.destroy(linger=0)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def wait(self, call_id: int, ranks: Sequence[int]) -> list[WorkerReply]:
+        """The answers of these ranks. Raises what a rank answered instead, or that one is gone."""
+        while not all(call_id in self._replies[rank] for rank in ranks):
+            self._check_alive()
+            self._poller.poll()
+            self._read()
+            self._check_unasked(call_id, ranks)
+        replies = [self._replies[rank].pop(call_id) for rank in ranks]
+        for rank, reply in zip(ranks, replies, strict=True):
+            _raise_failure(rank, reply)
+        return replies
+
+    def _read(self) -> None:
+        for worker in self.workers:
+            while worker.socket.poll(0):
+                reply = self._decoder.decode(worker.socket.recv_multipart())
+                self._replies[worker.rank][reply.call_id] = reply
+
+    def _check_unasked(self, call_id: int, ranks: Sequence[int]) -> None:
+        """Ranks that nobody asks answer only to say that they failed."""
+        for rank, replies in enumerate(self._replies):
+            if rank not in ranks:
+                for failed_id in [failed_id for failed_id in replies if failed_id <= call_id]:
+                    _raise_failure(rank, replies.pop(failed_id))
+
+    def _send(self, kind: WorkerRequestType, message: object) -> None:
+        self._check_alive()
+        frames = encode(message)
+        for worker in self.workers:
+            worker.socket.send_multipart([kind.value, *frames])
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise ExecutorFailedError(self._failure)
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        status = worker.wait()
+        if not self._is_closing:
+            self._failure = f"worker {worker.rank} ended with status {status}"
+            os.write(self._wake_write, b"\0")
+            self._on_failure()
+
+
+def _raise_failure(rank: int, reply: WorkerReply) -> None:
+    if reply.error_kind is WorkerErrorKind.VALUE:
+        raise ValueError(reply.error)
+    if reply.error_kind is not None:
+        raise ExecutorFailedError(f"worker {rank}: {reply.error}")

@@ -1,0 +1,114 @@
+"""A worker in a process of its own: one thread that does what its executor says, in that order."""
+
+import logging
+import os
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from ..config import EngineConfig
+from ..process_guard import ProcessGuard
+from ..scheduler_output import SchedulerOutput
+from ..serialization import Decoder, Frame, encode
+from ..worker import Worker
+from .worker_calls import call_worker
+from .worker_launch import remove_socket
+from .worker_messages import (
+    OUTPUT_RANK,
+    SampleCall,
+    WorkerCall,
+    WorkerErrorKind,
+    WorkerFailed,
+    WorkerHello,
+    WorkerInit,
+    WorkerReady,
+    WorkerReply,
+    WorkerRequestType,
+)
+
+log = logging.getLogger(__name__)
+
+
+class WorkerProc:
+    """Runs one worker for one executor."""
+
+    def __init__(self, worker: Worker, socket: "zmq.Socket[bytes]", rank: int) -> None:
+        self._worker = worker
+        self._socket = socket
+        self._rank = rank
+        self._failure: Exception | None = None  # of the step executed last
+        self._steps = Decoder(SchedulerOutput)
+        self._samples = Decoder(SampleCall)
+        self._calls = Decoder(WorkerCall)
+
+    def run(self) -> None:
+        """For ever: its process ends when the executor ends it, or is gone."""
+        while True:
+            kind, *body = self._socket.recv_multipart()
+            match WorkerRequestType(kind):
+                case WorkerRequestType.EXECUTE:
+                    self._execute(self._steps.decode(body))
+                case WorkerRequestType.SAMPLE:
+                    self._sample(self._samples.decode(body))
+                case WorkerRequestType.CALL:
+                    self._call(self._calls.decode(body))
+
+    def _execute(self, scheduled: SchedulerOutput) -> None:
+        self._failure = None
+        try:
+            self._worker.execute_model(scheduled)
+        except Exception as error:
+            self._failure = error
+
+    def _sample(self, call: SampleCall) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            output = self._worker.sample_tokens(call.grammar)
+        except Exception as error:
+            log.exception("the step of worker %d failed", self._rank, exc_info=error)
+            self._reply(_failed(call.call_id, error))
+        else:
+            if self._rank == OUTPUT_RANK:
+                self._reply(WorkerReply(call.call_id, output))
+
+    def _call(self, call: WorkerCall) -> None:
+        try:
+            reply = WorkerReply(call.call_id, result=call_worker(self._worker, call.method, call.args))
+        except Exception as error:
+            reply = _failed(call.call_id, error)
+        self._reply(reply)
+
+    def _reply(self, reply: WorkerReply) -> None:
+        self._socket.send_multipart(encode(reply))
+
+
+def _failed(call_id: int, error: Exception) -> WorkerReply:
+    is_callers = isinstance(error, (ValueError, TypeError, msgspec.MsgspecError))
+    kind = WorkerErrorKind.VALUE if is_callers else WorkerErrorKind.FAILED
+    return WorkerReply(call_id, error_kind=kind, error=str(error) if is_callers else f"{type(error).__name__}: {error}")
+
+
+def run_worker(address: str, make_worker: Callable[[EngineConfig], Worker]) -> int:
+    """The whole life of a worker's process: HELLO → INIT → READY, then what its executor says. Returns the exit
+    status."""
+    ProcessGuard(on_orphaned=lambda: remove_socket(address)).start()
+    with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+        socket.connect(address)
+        _send(socket, WorkerHello(os.getpid()))
+        init = Decoder[WorkerInit](WorkerInit).decode(socket.recv_multipart())
+        try:
+            worker = make_worker(init.config)
+        except Exception as error:
+            log.debug("worker %d cannot start", init.rank, exc_info=True)
+            _send(socket, WorkerFailed(str(error), is_config=isinstance(error, ValueError)))
+            return 1
+        _send(socket, WorkerReady())
+        WorkerProc(worker, socket, init.rank).run()
+    raise AssertionError("a worker runs until its process is ended")
+
+
+def _send(socket: "zmq.Socket[bytes]", message: object) -> None:
+    frames: list[Frame] = encode(message)
+    socket.send_multipart(frames)

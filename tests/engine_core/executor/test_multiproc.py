@@ -1,0 +1,152 @@
+"""Workers in processes of their own: what they compute, and what their end means."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
+from tests.engine_core.invariants import check_idle
+from tests.engine_core.processes import has_ended, wait_until
+from tokenloom.engine_core.client import SyncMPClient
+from tokenloom.engine_core.config import EngineConfig, KVConfig, ParallelConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, ExecutorFailedError
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
+
+FAILING_WORKER = """
+import argparse, os, sys
+from tokenloom.engine_core.executor.worker_process import run_worker
+from tokenloom.engine_core.hash_worker import HashWorker
+
+class FailingWorker(HashWorker):
+    def execute_model(self, scheduler_output):
+        raise RuntimeError("broken")
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--address")
+sys.stderr = open(os.devnull, "w")
+os._exit(run_worker(parser.parse_known_args()[0].address, FailingWorker))
+"""
+
+ORPHAN_MAKER = """
+import sys
+from tests.engine_core.helpers import make_config
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+executor = MultiprocExecutor(make_config())
+print(executor.workers[0].pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def executor(request: pytest.FixtureRequest) -> Iterator[MultiprocExecutor]:
+    executor = MultiprocExecutor(make_config(async_scheduling=True, num_blocks=40), world_size=request.param)
+    yield executor
+    executor.shutdown()
+    executor.shutdown()
+
+
+def test_a_core_over_processes_gives_every_request_its_tokens(executor: MultiprocExecutor) -> None:
+    core = EngineCore(make_config(async_scheduling=True, num_blocks=40), executor)
+    for n in range(12):
+        core.add_request(make_request(f"r{n}", [n] * (n + 1), 12))
+    outputs = finish(core, 3000)
+    for n in range(12):
+        assert tokens_of(outputs[f"r{n}"]) == expected_tokens([n] * (n + 1), 12)
+    check_idle(core.scheduler)
+
+
+def test_calls_by_name_are_answered_by_every_rank(executor: MultiprocExecutor) -> None:
+    models = executor.collective_rpc("load_model")
+    assert len(models) == len(executor.workers)
+    assert all(isinstance(model, dict) and model["vocab_size"] == DEFAULT_VOCAB_SIZE for model in models)
+    with pytest.raises(ValueError, match="HashWorker has no method 'shutdown' to call"):
+        executor.collective_rpc("shutdown")
+    with pytest.raises(ValueError, match="Expected `int`"):
+        executor.collective_rpc("initialize_kv_cache", "many")
+    assert executor.collective_rpc("determine_available_memory") == [64 << 20] * len(models)
+
+
+def test_a_failed_step_is_the_callers_to_hear_of(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(FAILING_WORKER)
+    executor = MultiprocExecutor(make_config(), [sys.executable, str(script)])
+    core = EngineCore(make_config(), executor)
+    core.add_request(make_request("a", [1, 2]))
+    with pytest.raises(ExecutorFailedError, match="worker 0: RuntimeError: broken"):
+        core.step()
+    core.shutdown()
+
+
+def test_a_killed_worker_fails_the_step_that_waits_for_it_and_tells_who_sleeps() -> None:
+    told = threading.Event()
+    executor = MultiprocExecutor(make_config())
+    core = EngineCore(make_config(), executor)
+    executor.on_failure(told.set)
+    core.add_request(make_request("a", [1, 2], 200))
+    core.step()
+    os.kill(executor.workers[0].pid, signal.SIGKILL)
+    assert told.wait(5)
+    with pytest.raises(ExecutorFailedError, match="worker 0 ended with status -9"):
+        core.step()
+    core.shutdown()
+
+
+def test_what_a_worker_refuses_at_start_is_the_configurations() -> None:
+    config = make_config()
+    wrong = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, worker="absent"))
+    with pytest.raises(ValueError, match="'absent' is unknown"):
+        MultiprocExecutor(wrong)
+    with pytest.raises(ExecutorFailedError, match="worker 0 ended with status 3 while it started"):
+        MultiprocExecutor(config, [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_kv_that_moves_is_refused() -> None:
+    config = msgspec.structs.replace(make_config(), kv=KVConfig(transports=("shm",)))
+    with pytest.raises(ValueError, match="distributed_executor_backend mp does not work where KV moves"):
+        MultiprocExecutor(config)
+
+
+def test_a_worker_dies_with_its_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN_MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    pid = int(parent.stdout.readline())
+    assert not has_ended(pid)
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: has_ended(pid), 3.0)
+    parent.stdin.close()
+    parent.stdout.close()
+
+
+def mp_config() -> EngineConfig:
+    return msgspec.structs.replace(make_config(), parallel=ParallelConfig(distributed_executor_backend="mp"))
+
+
+def test_a_core_whose_worker_is_killed_while_it_sleeps_gives_up() -> None:
+    client = SyncMPClient(mp_config())
+    assert client.pid is not None
+    children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    with pytest.raises(EngineDeadError):
+        client.get_output()
+    assert wait_until(lambda: has_ended(client.pid or 0), 5.0)
+    client.close()
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    config = msgspec.structs.replace(make_config(), parallel=ParallelConfig(distributed_executor_backend="ray"))
+    with pytest.raises(EngineConfigError, match="distributed_executor_backend is 'ray'; there are uni and mp"):
+        SyncMPClient(config)

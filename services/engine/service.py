@@ -81,6 +81,7 @@ class EngineService:
         engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
         if settings.transports:
+            engine_metrics.kv.start_transports(name for name in settings.transports if name != "auto")
             observe = engine_metrics.kv.observe_recompute
             self._kv = KVFront(settings, self._client, core, self._load, ready, host, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)

@@ -67,7 +67,7 @@ async def test_metrics_of_requests_and_engines(mesh: FakeMesh, http: httpx.Async
         f'tokenloom_engine_requests_waiting{{engine="engine-0",model_name="{MODEL}"}} 2.0',
         f'tokenloom_engine_kv_cache_usage_ratio{{engine="engine-0",model_name="{MODEL}"}} 0.25',
         'tokenloom_part_missing{part="engine"} 0.0',
-        'tokenloom_serving 1.0',
+        "tokenloom_serving 1.0",
         f'vllm:prompt_tokens_total{{model_name="{MODEL}"}} 4.0',
         f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 3.0',
         f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}} 1.0',

@@ -41,6 +41,9 @@ bench: install ## the short benchmarks: the mesh alone, a step's parts, the offl
 	$(BIN)/tokenloom bench step --batch 1 --batch 8 --steps 32
 	$(BIN)/tokenloom bench throughput --num-prompts 64
 
+gpu-check: install ## on a machine with a GPU: parity and a table of throughput, nothing to download; elsewhere one line
+	$(BIN)/python -m tests.gpu_check
+
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,4 +88,4 @@ metrics-check: install ## promtool over every /metrics of a running mesh, and ov
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench lint types tree protos check-protos lint-protos wheels containers metrics-docs metrics-check help
+.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos wheels containers metrics-docs metrics-check help

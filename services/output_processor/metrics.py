@@ -5,8 +5,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 
-from ..runtime.fast_metrics import Histogram
+from ..runtime import fast_metrics
 from ..runtime.metrics import LATENCY_SECONDS
+from ..runtime.token_cost import show_token_cost
 from .admission import Admission
 from .engine_link import EngineLinks
 
@@ -21,9 +22,10 @@ class Metrics:
         engines = Gauge(name + "engine_streams", "Open streams to engines.", registry=registry)
         engines.set_function(lambda: links.num_open)
         self._ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
-        self._tokens = Counter(name + "tokens", "Output tokens of requests that ended.", registry=registry)
+        self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
+        show_token_cost(registry, lambda: self._tokens.value)
         self._retries = Counter(name + "retries", "Legs taken over from an engine that died.", registry=registry)
-        self._placement = Histogram(
+        self._placement = fast_metrics.Histogram(
             registry, name + "placement_seconds", "Time that a request waited for engines.", {}, LATENCY_SECONDS
         )
         self._detokenize = Counter(name + "detokenize_seconds", "Time spent making text.", registry=registry)

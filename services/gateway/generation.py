@@ -149,7 +149,7 @@ class Generator:
 
     @property
     def num_live(self) -> int:
-        """Outputs in work: every sample of every prompt counts."""
+        """Outputs that clients wait for."""
         return self._num_live
 
     @asynccontextmanager

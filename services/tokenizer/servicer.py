@@ -19,6 +19,7 @@ from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServic
 from ..runtime import errors
 from .encoder import Encoder
 from .metrics import Metrics
+from .output_format import opens_reasoning
 from .render_worker import Job
 from .renderer import Renderer
 
@@ -44,6 +45,7 @@ class TokenizerServicer(TokenizerServicerBase):
                 add_special_tokens=request.add_special_tokens,
                 want_hashes=request.want_hashes,
                 salt=request.cache_salt,
+                want_token_strings=request.want_token_strings,
             )
         self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
         return EncodeResponse(prompts=prompts)
@@ -58,7 +60,9 @@ class TokenizerServicer(TokenizerServicerBase):
                 add_special_tokens=False,  # the template has written them
                 want_hashes=request.want_hashes,
                 salt=request.cache_salt,
+                want_token_strings=request.want_token_strings,
             )
+        prompt.opens_reasoning = request.add_generation_prompt and opens_reasoning(text)
         self._metrics.tokens.inc(len(prompt.token_ids))
         return EncodeChatResponse(prompt=prompt)
 

@@ -11,6 +11,8 @@ from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.messages import AcceptTokens, CoreReady, EngineCoreOutputs
 
 from ..runtime.errors import TokenloomError, Unavailable
+from ..runtime.tracing import Tracer
+from .attempt_trace import trace_attempt
 from .attempts import Attempt
 from .engine_metrics import EngineMetrics
 from .kv_event_feed import KVEventFeed
@@ -36,10 +38,12 @@ class CoreLink:
         *,
         kv_events: KVEventFeed | None = None,
         logs_events: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         """``kv_events``: where the prefix cache's go; ``logs_events``: whether requests' are logged."""
         self._kv_events = kv_events
         self._logs_events = logs_events
+        self._tracer = tracer
         self._client = client
         self._load = load
         self._metrics = metrics
@@ -160,6 +164,8 @@ class CoreLink:
     def _ended(self, attempt: Attempt, now: float) -> None:
         self._load.ended()
         self._metrics.observe_end(attempt, now)
+        if self._tracer is not None and attempt.trace_headers:
+            trace_attempt(self._tracer, attempt, now)
         if attempt.on_end is not None:
             attempt.on_end()
 

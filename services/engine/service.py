@@ -72,6 +72,7 @@ class EngineService:
             engine_metrics,
             kv_events=self._kv_events,
             logs_events=settings.log_request_events,
+            tracer=host.tracer,
         )
         try:
             ready = await core.start()

@@ -1,6 +1,7 @@
 """An endpoint that generates: body in, JSON or a stream of events out."""
 
 from ..runtime import errors
+from ..runtime.tracing import NO_HEADERS, Headers, pick_headers
 from . import sse
 from .answer import Answer, Api
 from .body import decode_object, read_body
@@ -21,6 +22,13 @@ def check_model(name: object, served: str) -> None:
     )
 
 
+def trace_headers(exchange: Exchange) -> Headers:
+    """Of the client's trace, if it has begun one."""
+    if b"traceparent" not in exchange.headers:
+        return NO_HEADERS
+    return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
+
+
 class Endpoint:
     """Runs one of OpenAI's APIs."""
 
@@ -34,7 +42,8 @@ class Endpoint:
         body = decode_object(await read_body(exchange.headers, exchange.receive, self._max_body_bytes))
         check_model(body.get("model"), self._model)
         job, options = self._api.read(body)
-        async with until_disconnected(exchange.receive), self._generator.open(job) as generation:
+        headers = trace_headers(exchange)
+        async with until_disconnected(exchange.receive), self._generator.open(job, headers) as generation:
             answer = self._api.answer(generation, options)
             respond = _stream if options.stream else _whole
             await respond(exchange, generation, answer)

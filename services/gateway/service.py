@@ -68,6 +68,8 @@ class GatewayService:
             max_live=settings.max_live_requests,
             default_timeout=settings.request_timeout,
             most_urgent_priority=settings.most_urgent_priority,
+            tracer=host.tracer,
+            model=model,
         )
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)

@@ -140,9 +140,10 @@ class SplitMesh(Mesh):
         decode: Mapping[str, Any] | None = None,
         pd_threshold: int = 0,
         certificates: Path | None = None,
+        common: dict[str, Any] | None = None,
     ) -> None:
         self._pd_threshold = pd_threshold
-        super().__init__(directory, engines=0, certificates=certificates)
+        super().__init__(directory, engines=0, certificates=certificates, common=common)
         of_role = {"prefill": prefill or {}, "decode": decode or {}}
         for role in roles:
             self.new_engine(role, **{**(engine or {}), **of_role.get(role, {})})

@@ -1,11 +1,11 @@
 """The spans of one attempt, made at its end from the times that the core told."""
 
-from ..runtime.tracing import Tracer
+from ..runtime.tracing import Headers, Tracer
 from .attempts import Attempt
 
 
-def trace_attempt(tracer: Tracer, attempt: Attempt, ended: float) -> None:
-    """``ended``: monotonic seconds."""
+def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: float) -> None:
+    """``headers``: of the output processor's span. ``ended``: monotonic seconds."""
     arrival, end = round(attempt.arrival * 1e9), round(ended * 1e9)
     assert attempt.finish_reason is not None
     attributes = {
@@ -15,7 +15,7 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, ended: float) -> None:
         "tokenloom.finish_reason": attempt.finish_reason.name.lower(),
         "tokenloom.leg": _leg(attempt),
     }
-    span = tracer.start("engine", attempt.trace_headers, started_ns=arrival, attributes=attributes)
+    span = tracer.start("engine", headers, started_ns=arrival, attributes=attributes)
     if span is None:
         return
     stats, first = attempt.prefill_stats, round(attempt.first_token_at * 1e9)

@@ -165,7 +165,7 @@ class CoreLink:
         self._load.ended()
         self._metrics.observe_end(attempt, now)
         if self._tracer is not None and attempt.trace_headers:
-            trace_attempt(self._tracer, attempt, now)
+            trace_attempt(self._tracer, attempt, attempt.trace_headers, now)
         if attempt.on_end is not None:
             attempt.on_end()
 

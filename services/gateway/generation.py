@@ -13,7 +13,7 @@ from ..runtime.prompt_embeds import check_embeds
 from ..runtime.tracing import CURRENT, NO_HEADERS, Headers, Tracer
 from .collector import Collector, Delta, Outlet
 from .job import Chat, Job
-from .mesh_view import MeshView
+from .mesh_view import MeshLoad, MeshView
 from .metrics import GatewayMetrics
 from .output_link import Ticket
 from .output_pool import OutputPool
@@ -157,6 +157,11 @@ class Generator:
     def num_live(self) -> int:
         """Outputs that clients wait for."""
         return self._num_live
+
+    @property
+    def mesh_load(self) -> MeshLoad:
+        """Of the engines, as last heard."""
+        return self._mesh.load()
 
     @asynccontextmanager
     async def open(self, job: Job, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[Generation]:

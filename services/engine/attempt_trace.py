@@ -8,7 +8,7 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
     """``headers``: of the output processor's span. ``ended``: monotonic seconds."""
     arrival, end = round(attempt.arrival * 1e9), round(ended * 1e9)
     assert attempt.finish_reason is not None
-    attributes = {
+    attributes: dict[str, str | int] = {
         "gen_ai.request.id": attempt.request_id,
         "gen_ai.usage.input_tokens": attempt.num_prompt_tokens,
         "gen_ai.usage.output_tokens": attempt.num_output_tokens - attempt.num_accepted_tokens,

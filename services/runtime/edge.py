@@ -69,15 +69,16 @@ class Edge(grpc.aio.ServerInterceptor):
 
 def _traced(handler: "grpc.RpcMethodHandler[Any, Any]", method: str, tracer: Tracer) -> _Handler:
     """Makes a span of the call when the caller is making one."""
+    behaviour: Any = handler.unary_unary
 
     async def call(request: object, context: _Context) -> object:
         headers = pick_headers(context.invocation_metadata() or ())
         span = tracer.start(method.lstrip("/"), headers, kind="server") if headers else None
         if span is None:
-            return await handler.unary_unary(request, context)
+            return await behaviour(request, context)
         error = "cancelled"
         try:
-            response = await handler.unary_unary(request, context)
+            response = await behaviour(request, context)
             error = ""
             return response
         except Exception as raised:

@@ -8,6 +8,7 @@ import grpc.aio
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, output_processor_pb2
 
 from ..runtime import errors, logprob_columns
+from ..runtime.tracing import pick_headers
 from .collector import Delta
 from .embeds_prompt import EmbedsPrompt, of_message
 from .endpoint import check_model
@@ -33,7 +34,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         job = _job(request, context.time_remaining())
         if request.user_request_id:
             await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
-        async with self._generator.open(job) as generation:
+        trace_headers = pick_headers(context.invocation_metadata() or ())
+        async with self._generator.open(job, trace_headers) as generation:
             while not generation.done:
                 for delta in await generation.take():
                     response = _response(generation, delta)

@@ -23,7 +23,7 @@ from .http_server import HttpServer
 from .inference_servicer import InferenceServicer
 from .mesh_view import MeshView
 from .message_plans import MessagePlans
-from .metrics import EngineGauges, GatewayMetrics
+from .metrics import EngineGauges, GatewayMetrics, HealthGauges
 from .openai_models import BodyReader
 from .openapi.routes import DOCUMENT_ROUTES
 from .output_pool import OutputPool
@@ -65,6 +65,7 @@ class GatewayService:
         model = settings.served_model_name or info.fingerprint.model
         metrics = GatewayMetrics(host.metrics, model)
         host.metrics.register(EngineGauges(mesh, model))
+        host.metrics.register(HealthGauges(health))
         self._generator = generator = Generator(
             tokenizers,
             mesh,
@@ -73,6 +74,8 @@ class GatewayService:
             max_live=settings.max_live_requests,
             default_timeout=settings.request_timeout,
             most_urgent_priority=settings.most_urgent_priority,
+            tracer=host.tracer,
+            model=model,
         )
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)

@@ -41,6 +41,9 @@ bench: install ## the short benchmarks: the mesh alone, a step's parts, the offl
 	$(BIN)/tokenloom bench step --batch 1 --batch 8 --steps 32
 	$(BIN)/tokenloom bench throughput --num-prompts 64
 
+gpu-check: install ## on a machine with a GPU: parity and a table of throughput, nothing to download; elsewhere one line
+	$(BIN)/python -m tests.gpu_check
+
 lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,4 +79,4 @@ containers: install ## build the images, run docker-compose.yml with podman, kil
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench lint types tree protos check-protos lint-protos wheels containers help
+.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos wheels containers help

@@ -60,12 +60,7 @@ def _own_seconds() -> float:
 def tree_seconds(pid: int, wanted: Callable[[psutil.Process], bool] = lambda _: True) -> float:
     """CPU seconds of a process and all below it, of those that are ``wanted``; what has ended counts nothing."""
     total = 0.0
-    try:
-        root = psutil.Process(pid)
-        processes = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return total
-    for process in processes:
+    for process in _tree(pid):
         try:
             if wanted(process):
                 times = process.cpu_times()
@@ -73,6 +68,14 @@ def tree_seconds(pid: int, wanted: Callable[[psutil.Process], bool] = lambda _: 
         except psutil.NoSuchProcess:
             continue
     return total
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 class ServiceCpu:
@@ -93,6 +96,23 @@ class ServiceCpu:
             for name, wanted in _split(service).items():
                 result[name] = sum(tree_seconds(pid, wanted) for pid in pids)
         return result
+
+
+def resident_mib(pids: Mapping[str, list[int]]) -> dict[str, float]:
+    """Resident memory of each service's largest process, in MiB."""
+    sizes = {}
+    for service, roots in pids.items():
+        for name, wanted in _split(service).items():
+            trees = [process for pid in roots for process in _tree(pid)]
+            sizes[name] = round(max((_resident_bytes(each, wanted) for each in trees), default=0) / 2**20, 1)
+    return sizes
+
+
+def _resident_bytes(process: psutil.Process, wanted: Callable[[psutil.Process], bool]) -> int:
+    try:
+        return int(process.memory_info().rss) if wanted(process) else 0
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _split(service: str) -> dict[str, Callable[[psutil.Process], bool]]:

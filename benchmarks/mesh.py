@@ -90,13 +90,16 @@ async def run_case(model: Path, case: MeshCase, on_start: Callable[[int], Done])
             await run_load(client, prompts[: case.batch], Pace(max_concurrency=case.batch))  # warms every part up
             cpu, load = machine.ServiceCpu(pids_by_service(mesh)), machine.Load()
             result = await run_load(client, prompts, pace, on_start(len(prompts)))
-            report.update(summarize(case, result, cpu.used()), **load.cores())
+            used, memory = cpu.used(), machine.resident_mib(pids_by_service(mesh))
+            report.update(summarize(case, result, used, memory), **load.cores())
 
     await with_mesh(mesh_options(model, case), work)
     return report
 
 
-def summarize(case: MeshCase, result: LoadResult, cpu_seconds: dict[str, float]) -> dict[str, Any]:
+def summarize(
+    case: MeshCase, result: LoadResult, cpu_seconds: dict[str, float], resident_mib: dict[str, float]
+) -> dict[str, Any]:
     """What the mesh added, in ms, and what a token cost, in µs of CPU by service."""
     good = [outcome for outcome in result.outcomes if not outcome.error]
     tokens = sum(outcome.output_tokens for outcome in good)
@@ -109,6 +112,7 @@ def summarize(case: MeshCase, result: LoadResult, cpu_seconds: dict[str, float])
         "output_throughput": round(tokens / result.seconds, 1),
         "steady_throughput": round(steady_rate(good), 1),
         "tokens_per_event": round(tokens / max(1, sum(1 + len(outcome.itl) for outcome in good)), 3),
+        "resident_mib": resident_mib,
         "cpu_us_per_token": {name: round(used / max(tokens, 1) * 1e6, 2) for name, used in cpu_seconds.items()},
     }
     report["cpu_us_per_token"]["all"] = round(sum(cpu_seconds.values()) / max(tokens, 1) * 1e6, 2)
@@ -150,7 +154,7 @@ def _engine_ms(outcome: Outcome, *names: str) -> float:
 
 
 def tables(reports: Sequence[dict[str, Any]]) -> list[Table]:
-    """Latency and throughput; then CPU by service."""
+    """Latency and throughput; then CPU and memory by service."""
     latency = Table(title="What the mesh adds, ms (median / p99)", title_justify="left", title_style="bold")
     for column in ("step", "batch", "tokens/s", "ideal", "tokens/event", "first token", "between", "at the end"):
         latency.add_column(column, justify="right")
@@ -168,7 +172,15 @@ def tables(reports: Sequence[dict[str, Any]]) -> list[Table]:
         per_token = report["cpu_us_per_token"]
         step = f"{report['step_ms']:g} ms" if report["step_ms"] else "none"
         cpu.add_row(step, str(report["batch"]), *(f"{per_token[name]:.1f}" for name in (*services, "all")))
-    return [latency, cpu]
+    return [latency, cpu, _memory(reports, services)]
+
+
+def _memory(reports: Sequence[dict[str, Any]], services: Sequence[str]) -> Table:
+    table = Table(title="Resident memory, MiB (largest of all runs)", title_justify="left", title_style="bold")
+    for name in services:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_row(*(f"{max(report['resident_mib'][name] for report in reports):.0f}" for name in services))
+    return table
 
 
 def _pair(report: dict[str, Any], name: str) -> str:

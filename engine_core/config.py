@@ -9,8 +9,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     model: str
     """A local checkpoint directory. The hash worker needs none; of one it reads vocabulary size and context length."""
     worker: str = "cpu"
-    """``cpu`` (gpu_worker on the CPU), ``hash`` (no model: the next token is a hash of the prefix) or ``timed`` (a step
-    only waits)."""
+    """``cpu`` (gpu_worker, with a model), ``hash`` (no model: the next token is a hash of the prefix) or ``timed`` (a
+    step only waits)."""
+    device: str = "auto"
+    """Where the model computes: ``cpu``, ``cuda``, or ``auto``, which is a GPU where there is one."""
     dtype: str = "auto"
     """``auto`` keeps the checkpoint's dtype; else ``float32`` or ``bfloat16``."""
     quantization: str | None = None

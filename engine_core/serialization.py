@@ -90,6 +90,8 @@ class Decoder(Generic[T]):
         self._unused = set(range(1, len(frames)))
         try:
             message = self._decoder.decode(frames[0])
+        except UnicodeDecodeError as error:  # of a text that is none, which msgspec lets through
+            raise msgspec.DecodeError(str(error)) from None
         finally:
             self._frames = ()
         if self._unused:

@@ -8,8 +8,9 @@ from .scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 _STRIDE = 7919
 """Prime: outputs run through the whole vocabulary, so that every token has text of its own to be made."""
-_SPECIAL = 10
-"""Low ids, which end-of-sequence and the like tend to have, are not drawn."""
+_LOW_IDS = 300
+"""Not drawn from a real vocabulary: end-of-sequence and the like, and single bytes, of which several make a character:
+not every one would be an event."""
 
 
 class TimedWorker(HashWorker):
@@ -19,6 +20,7 @@ class TimedWorker(HashWorker):
         super().__init__(config)
         self._num_known: dict[str, int] = {}
         self._step: SchedulerOutput | None = None
+        self._first_id = min(_LOW_IDS, self._vocab_size // 8)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._wait(scheduler_output)
@@ -38,7 +40,7 @@ class TimedWorker(HashWorker):
         return ModelRunnerOutput(req_ids, [sampled[req_id] for req_id in req_ids])
 
     def _draw(self, num_computed: int) -> int:
-        return _SPECIAL + num_computed * _STRIDE % (self._vocab_size - _SPECIAL)
+        return self._first_id + num_computed * _STRIDE % (self._vocab_size - self._first_id)
 
     def _known(self, step: SchedulerOutput) -> dict[str, int]:
         """How many tokens each request has, before the step's own."""

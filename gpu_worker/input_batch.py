@@ -157,6 +157,11 @@ class InputBatch:
             embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
         )
 
+    @property
+    def only_draws(self) -> bool:
+        """Whether no request wants its logits changed or told of."""
+        return not (self.logits_processors or self.logprobs)
+
     def sampling(self, step: StepInputs) -> tuple[list[SamplingParams], Ints]:
         """How the rows of ``step.sampled`` draw, in their order: parameters, and the tokens' output indices, [S]."""
         rows = step.rows[step.sampled]

@@ -1,6 +1,9 @@
 """One step of the model: differences in, tokens out."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +17,12 @@ from .attention.interface import AttentionBackend, IntArray, KVCache
 from .input_batch import InputBatch, StepInputs
 from .models.interface import Model
 from .sampler import Sampler
+from .sampler.device_sampler import DeviceSampler
 from .sampler.grammar_mask import allow_only
+from .transfer import to_device
 
 Logits = npt.NDArray[np.float32]
+_CPU = torch.device("cpu")
 
 
 class ModelRunner:
@@ -29,21 +35,40 @@ class ModelRunner:
         batch: InputBatch,
         num_blocks: int,
         memory: PoolMemory | None = None,
+        device: torch.device = _CPU,
+        device_sampler: DeviceSampler | None = None,
         *,
         count_nans: bool = False,
     ) -> None:
-        """``memory`` holds the KV caches; None: they are torch's own. ``count_nans``: of the logits of every step."""
+        """``memory`` holds the KV caches; None: they are torch's own. ``device``: of model and backend.
+
+        ``device_sampler`` draws where no request wants its logits changed or told of; None: all tokens are drawn on
+        the host. ``count_nans``: of the logits of every step.
+        """
         self._count_nans = count_nans
         self._model = model
         self._backend = backend
         self._batch = batch
         self._sampler = Sampler()
-        self._kv_caches: list[KVCache] = backend.allocate(num_blocks, memory)
+        self._device = device
+        self._device_sampler = device_sampler
+        self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
+        self._kv_caches: list[KVCache] = []
+        self.make_kv_caches()
         self._executed: _Executed | None = None  # between the two halves of a step
 
     def set_model(self, model: Model) -> None:
         """Computes with other weights of the same shapes from now on."""
         self._model = model
+
+    def make_kv_caches(self) -> None:
+        """Has empty KV caches from now on, if it has none."""
+        if not self._kv_caches:
+            self._kv_caches = self._make_kv_caches()
+
+    def drop_kv_caches(self) -> None:
+        """Gives them up, with all they hold; no step may come before :meth:`make_kv_caches`."""
+        self._kv_caches = []
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
@@ -78,18 +103,20 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
-        token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
+        token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.positions)
         # Copied: what came in a message cannot be written to, and torch knows no such memory.
-        embeds = [(start, torch.from_numpy(rows.copy())) for start, rows in inputs.embeds]
+        embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
         return self._model.forward(token_ids, positions, self._kv_caches, plan, embeds)
 
-    def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> Logits:
-        """[S, vocab] of the rows that draw a token."""
+    def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return to_device(array, self._device)
+
+    def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, vocab] of the rows that draw a token, on the device."""
         if not len(inputs.sampled):
-            return np.empty((0, 0), dtype=np.float32)
-        last_rows = torch.from_numpy(inputs.cu_query_lens[1:][inputs.sampled] - 1)
-        logits: Logits = self._model.compute_logits(hidden[last_rows]).numpy()
-        return logits
+            return torch.empty(0, 0)
+        last_rows = self._to_device(inputs.cu_query_lens[1:][inputs.sampled] - 1)
+        return self._model.compute_logits(hidden[last_rows])
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
         """Of the prompt tokens whose logits this step has, of the requests that ask."""
@@ -106,21 +133,23 @@ class ModelRunner:
         return result
 
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        inputs, logits = executed.inputs, executed.logits
+        inputs = executed.inputs
         output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids], {}, executed.prompt_logprobs)
         if not len(inputs.sampled):
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
-        if self._count_nans:
-            counts = np.isnan(logits).sum(axis=1).tolist()
-            output.num_nans_in_logits = {
-                inputs.req_ids[index]: count for index, count in zip(indices, counts, strict=True) if count
-            }
-        kept = self._batch.logprobs.keep(logits, rows)
-        if grammar is not None:
-            allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
-        self._batch.logits_processors.apply(logits, rows)
-        tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
+        kept = None
+        if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
+            tokens = self._device_sampler.sample(executed.logits, *self._batch.sampling(inputs))
+        else:
+            logits: Logits = executed.logits.cpu().numpy()
+            if self._count_nans:
+                output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in indices])
+            kept = self._batch.logprobs.keep(logits, rows)
+            if grammar is not None:
+                allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
+            self._batch.logits_processors.apply(logits, rows)
+            tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]
@@ -143,9 +172,15 @@ class ModelRunner:
         slots = positions + np.repeat(first_blocks * block_size, lengths)
         tables: IntArray = first_blocks[:, None] + np.arange(int(num_blocks.max()))
         plan = self._backend.plan(cu_query_lens, lengths, tables, slots)
-        positions_tensor = torch.from_numpy(positions)
+        positions_tensor = self._to_device(positions)
         hidden = self._model.forward(torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches, plan)
-        self._model.compute_logits(hidden[torch.from_numpy(cu_query_lens[1:] - 1)])
+        self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
+
+
+def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:
+    """Of those rows, [n, vocab], that have any."""
+    counts = np.isnan(logits).sum(axis=1).tolist()
+    return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +188,6 @@ class _Executed:
     """A step whose tokens are not drawn yet."""
 
     inputs: StepInputs
-    logits: Logits
-    """[S, vocab] of the rows that draw."""
+    logits: torch.Tensor
+    """[S, vocab] of the rows that draw, on the device."""
     prompt_logprobs: dict[str, Logprobs]

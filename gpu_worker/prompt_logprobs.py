@@ -50,6 +50,6 @@ class PromptLogprobs:
         result = Logprobs([], [], num_top)
         for first in range(0, len(followers), _SLICE):
             targets = followers[first : first + _SLICE]
-            logits = compute_logits(hidden[first : first + len(targets)]).numpy()
+            logits = compute_logits(hidden[first : first + len(targets)]).cpu().numpy()
             result.extend(logprobs_of(logits, targets, num_top))
         return result

@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes is the machine's affair; what hangs is stopped by the suite's own limit.
+settings.register_profile("tokenloom", deadline=None)
+settings.load_profile("tokenloom")
 
 # Before any import of huggingface_hub: no test may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"

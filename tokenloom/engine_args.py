@@ -13,6 +13,7 @@ _DTYPES = {"float": "float32"}
 def engine_config(
     path: Path,
     *,
+    device: str,
     dtype: Any,
     quantization: str | None,
     max_model_len: int | None,
@@ -44,7 +45,7 @@ def engine_config(
         enable_chunked_prefill=enable_chunked_prefill,
         async_scheduling=async_scheduling,
     )
-    worker = WorkerConfig(model=str(path), dtype=_dtype_name(dtype), quantization=quantization)
+    worker = WorkerConfig(model=str(path), device=device, dtype=_dtype_name(dtype), quantization=quantization)
     return EngineConfig(
         worker=worker,
         cache=cache,

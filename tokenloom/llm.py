@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tokenloom.engine_core.client import InprocClient
 from tokenloom.engine_core.executor.registry import make_executor
-from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.devices import make_worker
 from tokenloom.services.runtime import validation
 from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
 from tokenloom.services.runtime.errors import TokenloomError
@@ -40,6 +40,7 @@ class LLM:
         model: str | Path,
         *,
         tokenizer: str | Path | None = None,
+        device: str = "auto",
         dtype: Any = "auto",
         quantization: str | None = None,
         seed: int | None = 0,
@@ -55,12 +56,14 @@ class LLM:
         gpu_memory_utilization: float | None = None,
         served_model_name: str | None = None,
         max_logprobs: int = validation.DEFAULT_MAX_LOGPROBS,
+        enable_prompt_embeds: bool = False,
     ) -> None:
         """Loads the model.
 
         Args:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
             tokenizer: Another directory or hub id to take the tokenizer from.
+            device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one.
             dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
             quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
             seed: Decides the outputs of requests that set no seed; None: different ones each time.
@@ -75,6 +78,7 @@ class LLM:
             num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
             gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
             served_model_name: What ``model_name`` is to say instead of the directory's name.
+            enable_prompt_embeds: Whether prompts may hold embeddings.
             max_logprobs: The most that ``logprobs`` and ``prompt_logprobs`` may be; -1: as many as one likes.
         """
         if gpu_memory_utilization is not None:
@@ -86,6 +90,7 @@ class LLM:
         self.model_name = served_model_name or served_name(path, str(model))
         config = engine_config(
             path,
+            device=device,
             dtype=dtype,
             quantization=quantization,
             max_model_len=max_model_len,
@@ -98,12 +103,13 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )
-        self._client = InprocClient(config, make_executor(config, CPUWorker))
+        self._client = InprocClient(config, make_executor(config, make_worker))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
+            hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
         )
         self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed)
         self._loop = OfflineLoop(self._client)
@@ -118,7 +124,8 @@ class LLM:
         """Continues each prompt; outputs come in the order of the prompts.
 
         Args:
-            prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, a list of token ids, or a list of these.
+            prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
+                token ids, or a list of these.
             sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
             use_tqdm: Whether to show a progress bar, or what to make it with.
         """

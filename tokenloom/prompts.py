@@ -1,12 +1,14 @@
 """The forms in which the offline API takes prompts and conversations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypedDict
 
+import torch
 from tokenizers import Tokenizer
 
 from tokenloom.services.runtime.validation import narrow_token_ids
+from tokenloom.v1 import types_pb2
 
 
 class TextPrompt(TypedDict, total=False):
@@ -24,11 +26,18 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
-Prompt: TypeAlias = str | TextPrompt | TokensPrompt | Sequence[int]
+class EmbedsPrompt(TypedDict, total=False):
+    """``{"prompt_embeds": …}``: a tensor [n, hidden_size], or a list of such tensors and of lists of token ids."""
+
+    prompt_embeds: Any
+    cache_salt: str
+
+
+Prompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
 """A turn of a chat, in OpenAI's form."""
 
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,7 @@ class TokenizedPrompt:
     text: str | None
     token_ids: list[int]
     cache_salt: bytes = b""
+    embeds: Sequence[types_pb2.PromptEmbeds] = ()
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -72,11 +82,34 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedP
     for key, value in (("prompt", text), ("cache_salt", salt)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{key} must be a string, not {type(value).__name__}")
+    if (embeds := prompt.get("prompt_embeds")) is not None:
+        if text is not None or token_ids is not None:
+            raise ValueError("prompt_embeds excludes prompt and prompt_token_ids: it may be a list with token ids")
+        return replace(_join(embeds if isinstance(embeds, list) else [embeds]), cache_salt=salt.encode())
     if token_ids is None:
         if text is None:
-            raise ValueError("a prompt needs 'prompt' or 'prompt_token_ids'")
+            raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
         return TokenizedPrompt(text, tokenizer.encode(text).ids, salt.encode())
     return TokenizedPrompt(text, narrow_token_ids("prompt_token_ids", token_ids), salt.encode())
+
+
+def _join(parts: Sequence[object]) -> TokenizedPrompt:
+    """Tensors and lists of ids as one prompt, with 0 for the ids of rows."""
+    token_ids: list[int] = []
+    embeds = []
+    for part in parts:
+        if isinstance(part, list):
+            token_ids += narrow_token_ids("prompt_embeds", part)
+            continue
+        rows = torch.as_tensor(part)
+        if rows.dim() != 2 or not rows.is_floating_point():
+            raise ValueError(
+                f"prompt_embeds must be a float tensor [n, hidden_size], not {list(rows.shape)} {rows.dtype}"
+            )
+        data = rows.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+        embeds.append(types_pb2.PromptEmbeds(position=len(token_ids), num_tokens=len(rows), rows=data))
+        token_ids += [0] * len(rows)
+    return TokenizedPrompt(None, token_ids, embeds=embeds)
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -9,11 +9,13 @@ import msgspec
 from tokenizers import Tokenizer
 
 from tokenloom.engine_core.messages import EngineCoreRequest
+from tokenloom.services.engine.core_embeds import to_spans
 from tokenloom.services.engine.core_request import to_core_sampling
 from tokenloom.services.output_processor.detokenizer import Detokenizer
 from tokenloom.services.output_processor.vocabulary import Vocabulary
 from tokenloom.services.runtime import bad_words, validation
 from tokenloom.services.runtime.checkpoint import CheckpointInfo
+from tokenloom.services.runtime.prompt_embeds import check_embeds
 from tokenloom.services.runtime.sample_seed import sample_seed
 from tokenloom.v1 import types_pb2
 
@@ -73,6 +75,8 @@ class RequestBuilder:
         if not wire.HasField("seed"):
             wire.seed = self._random.getrandbits(64)
         validation.check_generate(prompt.token_ids, wire, self._limits, stop=params.stop_strings())
+        if prompt.embeds:
+            check_embeds(types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds), wire, self._limits)
         request_id = next(self._request_ids)
         return OfflineRequest(
             request_id,
@@ -100,6 +104,7 @@ class RequestBuilder:
                     others if index else first, seed=sample_seed(first.seed, index)
                 ),
                 cache_salt=prompt.cache_salt,
+                prompt_embeds=to_spans(prompt.embeds),
             )
             for index in range(n)
         ]

@@ -12,7 +12,7 @@ import xgrammar
 from ..sampling_params import GrammarKind
 from .backend import Bitmask, GrammarError, bitmask_of
 
-_MAX_WHITESPACE = 40
+_MAX_WHITESPACE = 20
 """As llguidance's backend has it."""
 _MAX_ERROR_CHARS = 300
 _WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")

@@ -37,6 +37,10 @@ class LogitsProcessors:
         self._in_order = tuple(in_order)
         self._of_row: dict[int, list[LogitsProcessor]] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any row asks for one."""
+        return bool(self._of_row)
+
     def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """A request joins with these tokens, of which the first are its prompt."""
         wanted = [processor for processor in self._in_order if processor.is_wanted(params)]

@@ -80,6 +80,10 @@ class LogprobRows:
     def __init__(self) -> None:
         self._params: dict[int, SamplingParams] = {}
 
+    def __bool__(self) -> bool:
+        """Whether any row asks."""
+        return bool(self._params)
+
     def add(self, row: int, params: SamplingParams) -> None:
         """A request joins."""
         if params.logprobs is not None:

@@ -8,6 +8,8 @@ from tokenloom.v1 import engine_pb2, types_pb2
 
 from ..runtime import validation
 from ..runtime.errors import DeadlineExceeded, InvalidArgument
+from ..runtime.prompt_embeds import check_embeds
+from .core_embeds import to_spans
 from .structured_output import to_core_structured_output
 
 LEASE_ID_BYTES = 16
@@ -20,6 +22,7 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
     params = add.sampling_params
     validation.check_generate(add.prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
     validation.check_priority(add.priority, limits)
+    check_embeds(add.prompt, params, limits)
     _check_kv(add)
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
@@ -33,6 +36,7 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
         cache_salt=add.prompt.cache_salt,
         lease_id=secrets.token_bytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
+        prompt_embeds=to_spans(add.prompt.embeds),
     )
 
 

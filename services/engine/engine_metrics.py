@@ -38,7 +38,8 @@ class EngineMetrics:
         self._preemptions = self._counter("num_preemptions", "Requests that lost their blocks and were resumed.")
         self._corrupted = self._counter("corrupted_requests", "Requests with NaN logits, if those are counted.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        labels_of = dict(zip(_LABELS, self._labels, strict=True))
+        self.generation_tokens = metrics.fast_counter(registry, "generation_tokens", "Tokens generated.", labels_of)
         self._success = metrics.counter(
             registry, "request_success", "Requests that ended, by reason.", (*_LABELS, "finished_reason")
         )
@@ -80,7 +81,7 @@ class EngineMetrics:
         if outputs.outputs:
             num_generated = sum(len(output.new_token_ids) for output in outputs.outputs)
             prefills = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]
-            self._generation_tokens.inc(num_generated)
+            self.generation_tokens.inc(num_generated)
             self._iteration.observe(num_generated + sum(s.num_prompt_tokens - s.num_cached_tokens for s in prefills))
 
     def observe_output(self, attempt: Attempt, output: EngineCoreOutput, now: float) -> None:

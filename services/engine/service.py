@@ -15,6 +15,7 @@ from ..runtime import checkpoint, metrics
 from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from ..runtime.hello import make_hello
 from ..runtime.host import Host
+from ..runtime.token_cost import cpu_seconds_of, show_token_cost
 from .admin import EngineAdminServicer
 from .admission import Admission
 from .coordinator_link import CoordinatorLink
@@ -79,6 +80,7 @@ class EngineService:
         except EngineStartError as error:
             raise FailedPrecondition(str(error)) from None
         engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
+        _show_token_costs(host, engine_metrics, self._client)
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
         if settings.transports:
             observe = engine_metrics.kv.observe_recompute
@@ -115,6 +117,7 @@ class EngineService:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
             priorities=settings.scheduling_policy == "priority",
+            hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
         )
         identity = None
         if settings.coordinator:
@@ -220,6 +223,18 @@ def _core_command(settings: EngineSettings) -> list[str]:
         "--log-format": settings.log_format,
     }
     return [*CORE_COMMAND, *(part for flag in flags.items() for part in flag)]
+
+
+def _show_token_costs(host: Host, engine_metrics: EngineMetrics, client: AsyncClient) -> None:
+    """Of the front, and of the core where that is a process of its own."""
+
+    def num_tokens() -> int:
+        return engine_metrics.generation_tokens.value
+
+    show_token_cost(host.metrics, num_tokens)
+    if isinstance(client, AsyncMPClient):
+        core = functools.partial(cpu_seconds_of, client.pid)
+        show_token_cost(host.metrics, num_tokens, prefix="tokenloom_engine_core", cpu_seconds=core)
 
 
 def _fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettings) -> types_pb2.Fingerprint:

@@ -35,7 +35,11 @@ class EngineSettings(ServiceSettings):
 
     worker: Literal["cpu", "hash", "timed"] = Field(
         "cpu",
-        description="cpu; for tests hash: tokens are hashes of the prefix; for benchmarks timed: a step only waits.",
+        description="cpu: a model, on --device; for tests hash: tokens are hashes of the prefix; "
+        "for benchmarks timed: a step only waits.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model computes; auto: on a GPU where there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="Compute type; auto: the checkpoint's.")
     quantization: Literal["int8-dynamic"] | None = Field(
@@ -48,6 +52,7 @@ class EngineSettings(ServiceSettings):
     hash_step_seconds: float = Field(0.0, ge=0, description="How long a step of the hash or timed worker takes.")
     hash_token_seconds: float = Field(0.0, ge=0, description="How much longer for each token that it computes.")
 
+    enable_prompt_embeds: bool = Field(False, description="Take embeddings in the place of prompt tokens.")
     profiler_dir: str = Field("", description="Where profiles are written; empty: profiling is refused.")
 
     compute_nans_in_logits: bool = Field(False, description="Count NaN logits: vllm:corrupted_requests.")
@@ -148,6 +153,7 @@ class EngineSettings(ServiceSettings):
             worker=WorkerConfig(
                 model=checkpoint,
                 worker=self.worker,
+                device=self.device,
                 dtype=self.dtype,
                 quantization=self.quantization,
                 attention_backend=self.attention_backend,

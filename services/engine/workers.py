@@ -14,11 +14,11 @@ def make_worker(config: EngineConfig) -> Worker:
     return _WORKERS[name](config)
 
 
-def _cpu_worker(config: EngineConfig) -> Worker:
+def _model_worker(config: EngineConfig) -> Worker:
     # Imported here: the hash worker needs no torch, nor the seconds that importing it takes.
-    from tokenloom.gpu_worker.cpu_worker import CPUWorker
+    from tokenloom.gpu_worker.devices import make_worker as make_model_worker
 
-    return CPUWorker(config)
+    return make_model_worker(config)
 
 
 def _hash_worker(config: EngineConfig) -> Worker:
@@ -34,7 +34,7 @@ def _timed_worker(config: EngineConfig) -> Worker:
 
 
 _WORKERS: dict[str, Callable[[EngineConfig], Worker]] = {
-    "cpu": _cpu_worker,
+    "cpu": _model_worker,
     "hash": _hash_worker,
     "timed": _timed_worker,
 }

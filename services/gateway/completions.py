@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..runtime import errors
+from ..runtime.prompt_embeds import FIELD
 from . import sse
 from .answer import AnswerBase, finish_reason
 from .chat import members
 from .collector import Delta
+from .embeds_prompt import EmbedsPrompt, read_prompts
 from .generation import Generation
 from .job import Job
 from .logprobs import CompletionLogprobs
@@ -19,6 +21,7 @@ class CompletionFields(CommonFields, frozen=True, kw_only=True):
     """A completion body, but for the sampling parameters."""
 
     prompt: Any = None
+    prompt_embeds: Any = None
     best_of: Any = None
     logprobs: Any = None
     echo: bool | None = None
@@ -42,8 +45,8 @@ class CompletionsApi:
             sampling.prompt_logprobs = sampling.logprobs
         job = make_job(
             fields,
-            _prompts(fields.prompt),
-            "prompt",
+            _prompts(fields.prompt) if fields.prompt_embeds is None else _embeds_prompts(fields),
+            "prompt" if fields.prompt_embeds is None else FIELD,
             sampling,
             echo=echo,
             add_special_tokens=fields.add_special_tokens is not False,
@@ -156,6 +159,14 @@ class CompletionAnswer:
 def _drop_output(delta: Delta) -> None:
     """The one token that an engine computes at least."""
     delta.text, delta.token_ids, delta.logprobs = "", [], ()
+
+
+def _embeds_prompts(fields: CompletionFields) -> Sequence[EmbedsPrompt]:
+    if fields.prompt:
+        raise errors.InvalidArgument(f"prompt and {FIELD} exclude each other; {FIELD} takes token ids too", "prompt")
+    if fields.echo:
+        raise errors.InvalidArgument(f"echo does not go with {FIELD}: rows have no text", "echo")
+    return read_prompts(fields.prompt_embeds)
 
 
 def _prompts(prompt: object) -> Sequence[str | Sequence[object]]:

@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager, contextmanager
 from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..runtime import errors, validation
+from ..runtime.prompt_embeds import check_embeds
 from .collector import Collector, Delta, Outlet
 from .job import Chat, Job
 from .mesh_view import MeshView
 from .metrics import GatewayMetrics
 from .output_link import Ticket
 from .output_pool import OutputPool
-from .prompt_encoder import PromptEncoder
+from .prompt_encoder import EncodedPrompt, PromptEncoder
 from .tokenizer_client import TokenizerClient
 
 MAX_PROMPTS = 1024
@@ -225,15 +226,16 @@ def _num_outputs(job: Job) -> int:
 
 def _submit(
     job: Job,
-    prompt: tokenizer_pb2.TokenizedPrompt,
+    prompt: EncodedPrompt,
     sampling: types_pb2.SamplingParams,
     limits: types_pb2.ModelLimits,
     default_max_tokens: int,
 ) -> output_processor_pb2.Submit:
     """One prompt's request, checked, but for its ids and its time."""
     submit = output_processor_pb2.Submit(
-        prompt=types_pb2.Prompt(token_ids=prompt.token_ids),
-        block_hash_prefixes=prompt.block_hash_prefixes,
+        prompt=prompt if isinstance(prompt, types_pb2.Prompt) else types_pb2.Prompt(token_ids=prompt.token_ids),
+        # Where there are embeddings, hashes of ids would say nothing.
+        block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
         sampling_params=sampling,
         text=job.text,
         num_samples=job.num_samples if job.num_samples > 1 else 0,
@@ -242,6 +244,7 @@ def _submit(
     is_chat = isinstance(job.prompts, Chat)
     validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens)
     validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
+    check_embeds(submit.prompt, params, limits)
     return submit
 
 

@@ -12,6 +12,7 @@ from ..runtime import errors, logprob_columns
 from . import sse
 from .chat import read_messages
 from .collector import Delta
+from .embeds_prompt import EmbedsPrompt, of_message
 from .endpoint import check_model
 from .generation import Generation, Generator
 from .health import MeshHealth
@@ -56,7 +57,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise errors.InvalidArgument("prompt must be set: text, token_ids or chat", "prompt")
+        raise errors.InvalidArgument("prompt must be set: text, token_ids, chat or parts", "prompt")
     text = output_processor_pb2.TextOptions(
         stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output,
@@ -65,9 +66,11 @@ def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
         detokenize=_optional(request, "detokenize"),
         stream_interval=request.stream_interval,
     )
-    prompts: Chat | list[str] | list[list[int]]
+    prompts: Chat | list[str] | list[list[int]] | list[EmbedsPrompt]
     if kind == "chat":
         prompts = _chat(request.chat)
+    elif kind == "parts":
+        prompts = [of_message(request.parts)]
     else:
         prompts = [request.text] if kind == "text" else [list(request.token_ids.ids)]
     return Job(

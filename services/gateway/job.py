@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
+from .embeds_prompt import EmbedsPrompt
+
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -19,8 +21,8 @@ class Chat:
 class Job:
     """What a client asked for, checked for form but not yet against the model's limits."""
 
-    prompts: Chat | Sequence[str | Sequence[object]]
-    """A conversation, texts, or lists of what should be token ids."""
+    prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt]
+    """A conversation, texts, lists of what should be token ids, or prompts with embeddings."""
     prompt_field: str
     """What the client calls it, for errors."""
     sampling: types_pb2.SamplingParams

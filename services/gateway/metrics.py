@@ -10,6 +10,7 @@ from tokenloom.v1 import types_pb2
 
 from ..runtime import metrics
 from ..runtime.fast_metrics import Histogram
+from ..runtime.token_cost import show_token_cost
 from .collector import Delta
 from .mesh_view import MeshView
 
@@ -39,6 +40,7 @@ class GatewayMetrics:
         self.generation_tokens = metrics.fast_counter(
             registry, "generation_tokens", "Output tokens sent on to clients.", {"model_name": model_name}
         )
+        show_token_cost(registry, lambda: self.generation_tokens.value)
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between outputs of one prompt.")
         self.e2e_latency = histogram(

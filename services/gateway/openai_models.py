@@ -11,6 +11,7 @@ import msgspec
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..runtime import errors, validation
+from .embeds_prompt import EmbedsPrompt
 from .job import Chat, Job
 from .response_format import read_response_format
 
@@ -213,7 +214,7 @@ def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
 
 def make_job(
     fields: CommonFields,
-    prompts: Chat | Sequence[str | Sequence[object]],
+    prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt],
     prompt_field: str,
     sampling: types_pb2.SamplingParams,
     **own: Any,

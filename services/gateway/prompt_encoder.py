@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..runtime import bad_words, errors, validation
+from ..runtime.prompt_embeds import join_parts
+from .embeds_prompt import EmbedsPrompt
 from .job import Chat, Job
 from .tokenizer_client import TokenizerClient
+
+EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
+"""The latter where there are embeddings."""
 
 _TRUNCATED_CONTEXTS = 8
 """A text that is to be truncated may be so many contexts long: all of it is encoded first."""
@@ -22,7 +27,7 @@ class PromptEncoder:
 
     async def encode(
         self, job: Job, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, max_token_bytes: int
-    ) -> Sequence[tokenizer_pb2.TokenizedPrompt]:
+    ) -> Sequence[EncodedPrompt]:
         """Every prompt's ids. Raises ``InvalidArgument`` for what cannot become a prompt, mostly before it is encoded.
 
         ``max_token_bytes``: of the longest token; 0: unknown.
@@ -35,7 +40,7 @@ class PromptEncoder:
         elif texts := [prompt for prompt in job.prompts if isinstance(prompt, str)]:
             prompts = await self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens)
         else:
-            return [_token_ids(_last(prompt, keep), job.prompt_field, limits) for prompt in job.prompts]
+            return [_read(prompt, keep, job.prompt_field, limits) for prompt in job.prompts]
         return prompts if keep is None else [_truncated(prompt, keep) for prompt in prompts]
 
     async def forbid(
@@ -84,8 +89,14 @@ def _check_sizes(job: Job, max_bytes: int) -> None:
             raise errors.InvalidArgument(f"{field} is longer than the model's context", field)
 
 
-def _last(prompt: Sequence[object], keep: int | None) -> Sequence[object]:
-    return prompt if keep is None else prompt[-keep:]
+def _read(
+    prompt: Sequence[object] | EmbedsPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
+) -> EncodedPrompt:
+    if not isinstance(prompt, EmbedsPrompt):
+        return _token_ids(prompt if keep is None else prompt[-keep:], field, limits)
+    if keep is not None:
+        raise errors.InvalidArgument(f"truncate_prompt_tokens does not go with {field}", "truncate_prompt_tokens")
+    return join_parts(prompt.parts, limits)
 
 
 def _truncated(prompt: tokenizer_pb2.TokenizedPrompt, keep: int) -> tokenizer_pb2.TokenizedPrompt:

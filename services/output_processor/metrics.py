@@ -5,6 +5,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 
+from ..runtime import fast_metrics
+from ..runtime.token_cost import show_token_cost
 from .admission import Admission
 from .engine_link import EngineLinks
 
@@ -19,7 +21,8 @@ class Metrics:
         engines = Gauge(name + "engine_streams", "Open streams to engines.", registry=registry)
         engines.set_function(lambda: links.num_open)
         self._ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
-        self._tokens = Counter(name + "tokens", "Output tokens of requests that ended.", registry=registry)
+        self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
+        show_token_cost(registry, lambda: self._tokens.value)
         self._detokenize = Counter(name + "detokenize_seconds", "Time spent making text.", registry=registry)
 
     def ended(self, finished: RequestFinished) -> None:

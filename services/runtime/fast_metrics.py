@@ -20,12 +20,13 @@ class Counter:
         self._name = name
         self._text = text
         self._labels = dict(labels)
-        self._value = 0
+        self.value = 0
+        """So far."""
         registry.register(self)
 
     def inc(self, amount: int = 1) -> None:
         """Adds ``amount``, which is not negative."""
-        self._value += amount
+        self.value += amount
 
     def describe(self) -> Iterable[CounterMetricFamily]:
         """The name, so that a second metric of this name is refused."""
@@ -34,7 +35,7 @@ class Counter:
     def collect(self) -> Iterable[CounterMetricFamily]:
         """The counter now."""
         family = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), self._value)
+        family.add_metric(list(self._labels.values()), self.value)
         return [family]
 
 

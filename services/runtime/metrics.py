@@ -1,5 +1,6 @@
 """Prometheus metrics of one process, under vLLM's names where vLLM has one."""
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -71,17 +72,25 @@ class MetricsServer:
         self._server.daemon_threads = True
         if tls is not None:  # the handshake is the connection's own thread's: a silent client holds up nobody else
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, name="metrics", daemon=True
-        )
+        self._host = address.host
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
         self._thread.start()
         self.address = str(Address(host=address.host, port=self._server.server_address[1]))
 
     def close(self) -> None:
-        """Stops; takes at most some 20 ms."""
-        self._server.shutdown()
-        self._server.server_close()
+        """Stops."""
+        self._closing = True
+        with contextlib.suppress(OSError):
+            port = self._server.server_address[1]
+            socket.create_connection((self._host, port), timeout=1.0).close()  # which the thread waits for
         self._thread.join()
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        """Without ``serve_forever``, which wakes up again and again to see whether it is to stop."""
+        while not self._closing:
+            self._server.handle_request()
 
 
 class _Server6(ThreadingHTTPServer):

@@ -50,17 +50,17 @@ def test_a_steady_rate_leaves_ramp_and_end_out() -> None:
 
 def test_the_summary_counts_cpu_by_token() -> None:
     result = LoadResult([outcome(0.0), outcome(0.0), Outcome(0.0, error="HTTP 503")], 2.0)
-    report = summarize(CASE, result, {"gateway": 20e-6, "engine core": 60e-6})
+    report = summarize(CASE, result, {"gateway": 20e-6, "engine core": 60e-6}, {"gateway": 80.0, "engine core": 90.0})
     assert report["cpu_us_per_token"] == {"gateway": 1.0, "engine core": 3.0, "all": 4.0}
     assert (report["output_tokens"], report["output_throughput"], report["failed"]) == (20, 10.0, 1)
     assert report["ideal_throughput"] == 200.0
     assert report["errors"] == ["HTTP 503"]
-    assert [table.row_count for table in tables([report])] == [1, 1]
+    assert [table.row_count for table in tables([report])] == [1, 1, 1]
 
 
 def test_failures_only_still_make_a_table() -> None:
-    report = summarize(CASE, LoadResult([Outcome(0.0, error="x")], 1.0), {"gateway": 1.0})
-    assert [table.row_count for table in tables([report])] == [1, 1]
+    report = summarize(CASE, LoadResult([Outcome(0.0, error="x")], 1.0), {"gateway": 1.0}, {"gateway": 80.0})
+    assert [table.row_count for table in tables([report])] == [1, 1, 1]
 
 
 async def test_a_mesh_of_processes_streams_every_token(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,14 @@ def test_the_demo_model_answers(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("service", ["gateway", "tokenizer", "output_processor", "coordinator", "engine"])
+def test_a_service_is_small(mesh: Any, service: str) -> None:
+    """Of the engine, its front: the model is in another process."""
+    process = mesh.part(service)
+    assert process.memory_info().rss <= 200e6
+    assert not [mapped.path for mapped in process.memory_maps() if "libtorch" in mapped.path]
+
+
 def test_a_stream_says_the_same_in_pieces(client: openai.OpenAI) -> None:
     request = {"model": "tokenloom-demo", "messages": STORY, "temperature": 0}
     answer = client.chat.completions.create(**request).choices[0].message.content  # type: ignore[call-overload]

@@ -18,6 +18,7 @@ def test_ready_says_what_was_settled() -> None:
         block_size=4,
         kv_layout="hash/int32/2/4",
         numerics="hash",
+        hidden_size=8,
     )
 
 

@@ -1,4 +1,4 @@
-"""An engine core over a CPU worker in this process, driven to the end of its requests."""
+"""An engine core over a model in this process, driven to the end of its requests."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest, SchedulerStats
 from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.devices import make_worker
 
 MAX_MODEL_LEN = 640
 
@@ -27,14 +27,18 @@ class Engine:
         prefix_caching: bool = False,
         stop_token_ids: Sequence[int] = (),
         attention_backend: str = "auto",
+        device: str = "cpu",
     ) -> None:
+        worker = WorkerConfig(
+            model=str(model), device=device, dtype="float32", num_threads=1, attention_backend=attention_backend
+        )
         config = EngineConfig(
-            worker=WorkerConfig(model=str(model), dtype="float32", num_threads=1, attention_backend=attention_backend),
+            worker=worker,
             cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=MAX_MODEL_LEN,
         )
-        self.core = EngineCore(config, UniProcExecutor(CPUWorker(config)))
+        self.core = EngineCore(config, UniProcExecutor(make_worker(config)))
         self.stop_token_ids = tuple(stop_token_ids)
         self.stats = SchedulerStats()
         self.most_scheduled = 0

@@ -6,7 +6,9 @@ import torch
 from tokenloom.engine_args import engine_config
 
 ARGUMENTS = {
+    "device": "auto",
     "dtype": "auto",
+    "quantization": None,
     "max_model_len": None,
     "max_num_seqs": None,
     "max_num_batched_tokens": 2048,
@@ -41,7 +43,12 @@ def test_dtypes(dtype, name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, value in ARGUMENTS.items() if name not in ("dtype",) and value is not True]
+    "name",
+    [
+        name
+        for name, value in ARGUMENTS.items()
+        if name not in ("device", "dtype", "quantization") and not isinstance(value, bool)
+    ],
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
 def test_what_is_no_count_is_named(name, value):

@@ -8,8 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 from tokenloom.v1.types_pb2 import SamplingParams as wire
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
@@ -288,3 +290,22 @@ def test_a_model_may_state_more_than_fits(llm, monkeypatch):
     (output,) = llm.generate([[5] * 250], use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 6
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_embeddings_of_a_text_give_its_tokens():
+    llm = LLM("tokenloom-demo", dtype="float32", max_model_len=64, num_gpu_blocks_override=8, enable_prompt_embeds=True)
+    (expected,) = llm.generate(STORY, GREEDY, use_tqdm=False)
+    ids = expected.prompt_token_ids
+    with safe_open(DEMO_MODEL / "model.safetensors", framework="pt") as file:
+        rows = file.get_tensor("model.embed_tokens.weight")[ids]
+    prompts = [{"prompt_embeds": rows}, {"prompt_embeds": [ids[:1], rows[1:3], ids[3:]]}]
+    assert texts(llm.generate(prompts, GREEDY, use_tqdm=False)) == texts([expected]) * 2
+    for wrong, words in ((rows[:, :5], "bytes for"), (rows[0], "float tensor"), (rows / 0, "NaN or infinities")):
+        with pytest.raises(ValueError, match=words):
+            llm.generate({"prompt_embeds": wrong}, GREEDY, use_tqdm=False)
+    llm.close()
+
+
+def test_embeddings_are_off_unless_asked_for(llm):
+    with pytest.raises(ValueError, match="--enable-prompt-embeds"):
+        llm.generate({"prompt_embeds": torch.ones(2, 4)}, GREEDY, use_tqdm=False)

@@ -38,7 +38,7 @@ def test_every_form_gives_the_same_ids(tokenizer):
 @pytest.mark.parametrize(
     ("prompt", "named"),
     [
-        ({}, "needs 'prompt' or 'prompt_token_ids'"),
+        ({}, "needs 'prompt', 'prompt_token_ids' or"),
         ({"prompt": 3}, "prompt must be a string"),
         ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list"),
         ({"prompt": "a", "cache_salt": 1}, "cache_salt must be a string"),

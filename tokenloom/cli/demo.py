@@ -15,12 +15,11 @@ from tokenloom.supervisor.output import LineCopier, Tail
 from tokenloom.supervisor.run import run_mesh
 
 from .chat_client import Answer, stream_chat
-from .failures import reported
+from .failures import INTERRUPTED, reported
 from .flags import model_directory
+from .server import Server
 from .timeline_table import timeline_table
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 PROMPT = "Tell me a story about a dragon."
 
 
@@ -40,6 +39,13 @@ def demo(
         flags={"coordinator": ("--pd-threshold", "0")},  # a question is short, and is to go all the way
         drain_timeout=5.0,
     )
+    body = {
+        "model": name,
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "return_timeline": True,
+    }
     console = Console(highlight=False, soft_wrap=True)
     logs = Tail()
     started = time.monotonic()
@@ -52,7 +58,7 @@ def demo(
         assert http is not None
         console.print(f"[dim]ready after {time.monotonic() - started:.1f} s at http://{http}[/]\n")
         console.print(f"[bold]you[/]  {escape(prompt)}\n[bold]{escape(name)}[/]  ", end="")
-        answer = await asyncio.to_thread(stream_chat, http, name, prompt, max_tokens, _print_piece)
+        answer = await asyncio.to_thread(stream_chat, Server(f"http://{http}"), body, _print_piece)
         _print_answer_end(console, answer)
 
     try:

@@ -1,4 +1,4 @@
-"""What goes wrong in a command ends it with one line and status 1."""
+"""What goes wrong in a command ends it with one line and a status that scripts can read."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,16 @@ import typer
 from tokenloom.supervisor.part import PartFailed
 from tokenloom.supervisor.state_dir import StateDirError
 
-from .chat_client import ChatFailed
+from .server import RequestFailed
+
+FAILED = 1
+"""Exit status when something could not be done; 2 is for arguments that are wrong."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+class CommandFailed(Exception):
+    """Ends the command; the message says what was wrong and what would be right."""
 
 
 @contextlib.contextmanager
@@ -16,6 +25,8 @@ def reported() -> Iterator[None]:
     """Turns the failures that a user can meet into a message."""
     try:
         yield
-    except (PartFailed, StateDirError, ChatFailed) as error:
+    except (PartFailed, StateDirError, RequestFailed, CommandFailed) as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None

@@ -9,19 +9,31 @@ from tokenloom import __version__
 
 from .bench import bench
 from .certs import certs
+from .chat import chat
+from .complete import complete
+from .completion import completion
 from .demo import demo
+from .models import models
 from .ps import ps
 from .serve import serve
 
+_GROUPS = {
+    "Serve": (serve, demo),
+    "Ask a server": (chat, complete, models),
+    "Look after a mesh": (ps, certs),
+    "This command": (completion,),
+}
+
 app = typer.Typer(
     help="Serves large language models as a mesh of small gRPC services.",
+    epilog="Exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (serve, ps, demo, certs):
-    app.command()(command)
-app.add_typer(bench, name="bench")
+for group, commands in _GROUPS.items():
+    for command in commands:
+        app.command(rich_help_panel=group)(command)
+app.add_typer(bench, name="bench", rich_help_panel="Measure")
 
 
 def _print_version(wanted: bool) -> None:

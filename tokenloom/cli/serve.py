@@ -34,6 +34,14 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class Device(StrEnum):
+    """``auto`` is a GPU where there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class SchedulingPolicy(StrEnum):
     """Who goes first."""
 
@@ -95,6 +103,7 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name that clients use; by default the directory's last part.")
     ] = None,
+    device: Annotated[Device, typer.Option(help="What engines compute on; auto: a GPU if there is one.")] = Device.AUTO,
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
     quantization: Annotated[
         Quantization | None, typer.Option(help="Round the layers' weights to int8 at load.")
@@ -109,6 +118,7 @@ def serve(
         int | None, typer.Option(help="Lowest (most urgent) priority that a client gets, whatever it asks for.")
     ] = None,
     kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
+    enable_prompt_embeds: Annotated[bool, typer.Option(help="Take embeddings in the place of prompt tokens.")] = False,
     api_key: Annotated[
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
     ] = None,
@@ -145,6 +155,7 @@ def serve(
         flags={
             "coordinator": flags(pd_threshold=pd_threshold),
             "engine": flags(
+                device=device,
                 dtype=dtype,
                 quantization=quantization,
                 max_model_len=max_model_len,
@@ -153,6 +164,7 @@ def serve(
                 scheduling_policy=scheduling_policy,
                 kv_cache_memory=kv_cache_memory,
                 kv_checksum=kv_checksum,
+                enable_prompt_embeds=enable_prompt_embeds,
                 worker=worker,
             ),
             "gateway": flags(

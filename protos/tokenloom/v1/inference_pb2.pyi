@@ -9,11 +9,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling_params", "stop", "include_stop_str_in_output", "skip_special_tokens", "user_request_id", "priority", "ignore_eos", "return_timeline", "n", "bad_words", "spaces_between_special_tokens", "detokenize", "stream_interval", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids")
+    __slots__ = ("model", "text", "token_ids", "chat", "parts", "sampling_params", "stop", "include_stop_str_in_output", "skip_special_tokens", "user_request_id", "priority", "ignore_eos", "return_timeline", "n", "bad_words", "spaces_between_special_tokens", "detokenize", "stream_interval", "truncate_prompt_tokens", "add_special_tokens", "return_prompt_token_ids")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +35,7 @@ class GenerateRequest(_message.Message):
     text: str
     token_ids: _types_pb2.TokenIds
     chat: ChatPrompt
+    parts: PromptParts
     sampling_params: _types_pb2.SamplingParams
     stop: _containers.RepeatedScalarFieldContainer[str]
     include_stop_str_in_output: bool
@@ -50,7 +52,21 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: int
     add_special_tokens: bool
     return_prompt_token_ids: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., user_request_id: _Optional[str] = ..., priority: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., return_timeline: _Optional[bool] = ..., n: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., spaces_between_special_tokens: _Optional[bool] = ..., detokenize: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., parts: _Optional[_Union[PromptParts, _Mapping]] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., user_request_id: _Optional[str] = ..., priority: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., return_timeline: _Optional[bool] = ..., n: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ..., spaces_between_special_tokens: _Optional[bool] = ..., detokenize: _Optional[bool] = ..., stream_interval: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., return_prompt_token_ids: _Optional[bool] = ...) -> None: ...
+
+class PromptParts(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[PromptPart]
+    def __init__(self, parts: _Optional[_Iterable[_Union[PromptPart, _Mapping]]] = ...) -> None: ...
+
+class PromptPart(_message.Message):
+    __slots__ = ("token_ids", "embeds")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _types_pb2.TokenIds
+    embeds: bytes
+    def __init__(self, token_ids: _Optional[_Union[_types_pb2.TokenIds, _Mapping]] = ..., embeds: _Optional[bytes] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "template_kwargs", "add_generation_prompt")

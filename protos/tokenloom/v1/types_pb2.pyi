@@ -166,12 +166,24 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Prompt(_message.Message):
-    __slots__ = ("token_ids", "cache_salt")
+    __slots__ = ("token_ids", "cache_salt", "embeds")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    EMBEDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: bytes
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    embeds: _containers.RepeatedCompositeFieldContainer[PromptEmbeds]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[bytes] = ..., embeds: _Optional[_Iterable[_Union[PromptEmbeds, _Mapping]]] = ...) -> None: ...
+
+class PromptEmbeds(_message.Message):
+    __slots__ = ("position", "num_tokens", "rows")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    num_tokens: int
+    rows: bytes
+    def __init__(self, position: _Optional[int] = ..., num_tokens: _Optional[int] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("sampled", "rank", "top", "token_id", "logprob")
@@ -210,16 +222,18 @@ class Timeline(_message.Message):
     def __init__(self, placement_ns: _Optional[int] = ..., queued_ns: _Optional[int] = ..., prefill_ns: _Optional[int] = ..., kv_transfer_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., detokenize_ns: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., tokenize_ns: _Optional[int] = ...) -> None: ...
 
 class ModelLimits(_message.Message):
-    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities")
+    __slots__ = ("max_model_len", "vocab_size", "max_logprobs", "priorities", "hidden_size")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     vocab_size: int
     max_logprobs: int
     priorities: bool
-    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ...) -> None: ...
+    hidden_size: int
+    def __init__(self, max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., priorities: _Optional[bool] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "message", "reason", "field", "retry_after")

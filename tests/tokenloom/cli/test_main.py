@@ -1,6 +1,7 @@
 """The command's surface."""
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tokenloom import __version__
@@ -11,7 +12,10 @@ def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"tokenloom {__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "ps", "demo"])
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0
@@ -32,3 +36,18 @@ def test_every_command_has_help(command: str) -> None:
 )
 def test_bad_arguments_end_with_status_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["srve"], "Did you mean 'serve'?"),
+        (["bench", "throughputs"], "Did you mean 'throughput'?"),
+        (["serve", "--prot", "1"], "--port"),
+        (["chat", "--sytem", "x"], "--system"),
+    ],
+)
+def test_a_mistyped_name_is_told_the_nearest(arguments: list[str], wanted: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert wanted in result.output

@@ -27,12 +27,6 @@ class FakeService:
     async def stop(self) -> None: ...
 
 
-@pytest.fixture(autouse=True)
-def runtime_dir(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
-    return socket_dir
-
-
 @pytest.fixture
 async def record(socket_dir: Path) -> AsyncIterator[MeshRecord]:
     """A mesh whose tokenizer serves and whose engine is down."""

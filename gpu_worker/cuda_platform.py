@@ -1,0 +1,50 @@
+"""A CUDA device, and what of its memory the KV pool may have."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+_SHARE = 0.9
+"""Of the whole device, for weights, activations and KV together, as in vLLM: other processes have a little too."""
+
+
+class CUDAPlatform:
+    """Fulfils :class:`~.platform.Platform` for one GPU."""
+
+    pool_is_on_host = False
+    draws_on_device = True
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        """Raises ``ValueError`` where this PyTorch has no GPU to offer."""
+        if not torch.cuda.is_available():
+            raise ValueError(f"device cuda: this PyTorch ({torch.__version__}) finds no GPU")
+        self.device = device or torch.device("cuda", 0)
+
+    def start(self, num_threads: int) -> None:
+        torch.cuda.set_device(self.device)
+        torch.backends.cuda.matmul.allow_tf32 = False  # float32 stays float32
+        if num_threads:
+            torch.set_num_threads(num_threads)
+
+    def peak_of(self, call: Callable[[], None]) -> int:
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        call()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.return_freed()
+        return max(0, peak - before)
+
+    def kv_memory(self, activations: int) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return kv_share(free, total, activations)
+
+    def return_freed(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def kv_share(free: int, total: int, activations: int) -> int:
+    """Of a device with so many bytes in all and so many left, beside a step's activations."""
+    return max(0, int(_SHARE * total) - (total - free) - activations)

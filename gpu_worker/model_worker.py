@@ -1,0 +1,178 @@
+"""The worker: loads a checkpoint, measures memory, runs steps, on whatever device its platform is."""
+
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.kv_transport import KVPool
+from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.worker import ModelInfo
+
+from .attention.cache import kv_layout, make_kv_pool
+from .attention.interface import AttentionBackend
+from .attention.registry import make_attention_backend
+from .input_batch import InputBatch
+from .model_runner import ModelRunner
+from .model_slot import ModelSlot
+from .models.interface import Model
+from .models.registry import load_model
+from .ops.registry import make_ops
+from .platform import Platform
+from .profiler import Profiler
+from .sampler.device_sampler import DeviceSampler
+
+
+class ModelWorker:
+    """Fulfils :class:`tokenloom.engine_core.worker.Worker`."""
+
+    def __init__(self, config: EngineConfig, platform: Platform) -> None:
+        if config.kv.transports and not platform.pool_is_on_host:
+            raise ValueError(f"kv_transports: KV on {platform.device.type} does not move between engines yet")
+        if config.worker.quantization and not platform.pool_is_on_host:
+            raise ValueError(
+                f"quantization: {config.worker.quantization} is not supported on {platform.device.type} yet"
+            )
+        self._config = config
+        self._platform = platform
+        self._device = platform.device
+        self._slot: ModelSlot | None = None
+        self._backend: AttentionBackend | None = None
+        self._runner: ModelRunner | None = None
+        self._pool: KVPool | None = None
+        self._profiler = Profiler(config.worker.profiler_dir)
+
+    def load_model(self) -> ModelInfo:
+        """Loads the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
+        config = self._config.worker
+        self._platform.start(config.num_threads)
+        ops = make_ops(config.attention_backend, self._device)
+        load = functools.partial(
+            load_model, dtype=config.dtype, device=self._device, ops=ops, quantization=config.quantization
+        )
+        self._slot = ModelSlot(Path(config.model), config.dtype, load)
+        model_config = self._model.config
+        block_size = self._config.cache.block_size
+        self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
+        dtype, quantization = model_config.dtype_name, model_config.quantization
+        numerics = (self._device.type, dtype, quantization, self._backend.name, f"torch-{torch.__version__}")
+        return ModelInfo(
+            vocab_size=model_config.vocab_size,
+            hidden_size=model_config.hidden_size,
+            max_model_len=model_config.max_model_len,
+            kv_bytes_per_token=model_config.kv_bytes_per_token,
+            kv_layout=kv_layout(model_config, block_size),
+            numerics="/".join(part for part in numerics if part),
+        )
+
+    def determine_available_memory(self) -> int:
+        """What the platform leaves for KV beside the weights and a step's largest activations."""
+        return self._platform.kv_memory(self._platform.peak_of(self._profile))
+
+    def _profile(self) -> None:
+        """A step that fills the token budget and in which as many requests as possible draw a token."""
+        block_size = self._config.cache.block_size
+        lengths = self._largest_step()
+        runner = self._make_runner(num_blocks=sum(-(-length // block_size) for length in lengths))
+        runner.dummy_run(lengths, block_size)
+
+    def _largest_step(self) -> list[int]:
+        """Query lengths of that step: the longest prompts that fit while each other request keeps a token."""
+        scheduler = self._config.scheduler
+        tokens = scheduler.max_num_batched_tokens
+        lengths = []
+        for others in range(min(scheduler.max_num_seqs, tokens) - 1, -1, -1):
+            lengths.append(min(self._max_model_len, tokens - others))
+            tokens -= lengths[-1]
+        return lengths
+
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        """Makes the pool and computes one token, so that the first request finds warm code."""
+        model_config, block_size = self._model.config, self._config.cache.block_size
+        if memory is None and self._platform.pool_is_on_host:
+            memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
+        if memory is not None:
+            self._pool = make_kv_pool(model_config, num_blocks, block_size, memory)
+        self._runner = self._make_runner(num_blocks, memory)
+        self._runner.dummy_run([1], block_size)
+
+    def kv_pool(self) -> KVPool:
+        assert self._pool is not None, "initialize_kv_cache comes first, and gives it memory of the host"
+        return self._pool
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._require_runner().execute(scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        return self._require_runner().sample(grammar)
+
+    def sleep(self, level: int) -> None:
+        """Drops the weights, which are read from the files again, and the KV pool, or its pages."""
+        assert self._slot is not None, "load_model comes first"
+        self._slot.drop(restorable=level == 1)
+        self._take_model()
+        if self._pool is not None:
+            self._pool.memory.discard()
+        else:
+            self._require_runner().drop_kv_caches()
+        self._platform.return_freed()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        assert self._slot is not None, "load_model comes first"
+        if "weights" in tags:
+            self._slot.restore()
+            self._take_model()
+        if "kv_cache" in tags and self._pool is None:  # pages of the host come back as they are written
+            self._require_runner().make_kv_caches()
+
+    def reload_weights(self, path: str) -> None:
+        assert self._slot is not None, "load_model comes first"
+        self._slot.replace(Path(path))
+        self._take_model()
+        self._platform.return_freed()
+
+    def profile(self, start: bool) -> None:
+        if start:
+            self._profiler.start()
+        else:
+            self._profiler.stop()
+
+    def shutdown(self) -> None:
+        self._profiler.close()
+        self._slot = self._backend = self._runner = self._pool = None
+
+    @property
+    def _model(self) -> Model:
+        assert self._slot is not None, "load_model comes first"
+        return self._slot.model
+
+    def _take_model(self) -> None:
+        self._require_runner().set_model(self._model)
+
+    def _require_runner(self) -> ModelRunner:
+        assert self._runner is not None, "initialize_kv_cache comes first"
+        return self._runner
+
+    @property
+    def _max_model_len(self) -> int:
+        return min(self._model.config.max_model_len, self._config.max_model_len or sys.maxsize)
+
+    def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
+        assert self._backend is not None, "load_model comes first"
+        config = self._config
+        batch = InputBatch(config.scheduler.max_num_seqs, self._max_model_len, config.cache.block_size)
+        sampler = DeviceSampler() if self._platform.draws_on_device else None
+        return ModelRunner(
+            self._model,
+            self._backend,
+            batch,
+            num_blocks,
+            memory,
+            self._device,
+            sampler,
+            count_nans=config.worker.compute_nans_in_logits,
+        )

@@ -1,0 +1,75 @@
+"""The one sampling rule as tensor operations, for logits that lie on a GPU: only the tokens come to the host.
+
+The same tokens as :class:`~.sampler.Sampler` draws, but where a uniform number falls within rounding of a boundary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tokenloom.engine_core.sampling_params import SamplingParams
+
+from ..transfer import to_device
+from .philox import Purpose, uniform
+
+
+class DeviceSampler:
+    """Draws one token for each row, on whatever device the logits are."""
+
+    @torch.inference_mode()
+    def sample(
+        self, logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]
+    ) -> list[int]:
+        """Token ids for float32 logits [rows, vocab]. A greedy row takes the largest, among equals the lowest id.
+
+        ``output_indices``, [rows]: of the tokens to draw.
+        """
+        token_ids = logits.argmax(dim=1)
+        drawn = [row for row, wanted in enumerate(params) if wanted.temperature != 0.0]
+        if drawn:
+            where = to_device(np.array(drawn, dtype=np.int64), logits.device)
+            chosen, best = logits[where], token_ids[where]
+            # A row that is not finite has no distribution: it keeps its argmax.
+            is_finite = chosen.gather(1, best[:, None])[:, 0].isfinite()
+            tokens = _draw(chosen, [params[row] for row in drawn], output_indices[drawn])
+            token_ids[where] = torch.where(is_finite, tokens, best)
+        result: list[int] = token_ids.tolist()
+        return result
+
+
+def _draw(logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]) -> Tensor:
+    """[n] token ids: where the mass of the allowed set, summed by ascending id, first passes the row's number."""
+    device = logits.device
+    seeds = np.array([each.seed for each in params], dtype=np.uint64)
+    u = to_device(uniform(seeds, output_indices.astype(np.uint64), Purpose.SAMPLE), device)[:, None]
+    temperatures = to_device(np.array([each.temperature for each in params]), device)[:, None]
+    weights = ((logits - logits.amax(dim=1, keepdim=True)).double() / temperatures).exp()
+    if any(each.min_p > 0.0 for each in params):
+        min_p = to_device(np.array([each.min_p for each in params]), device)[:, None]
+        weights = weights.where(weights >= min_p, 0.0)
+    if any(each.top_k > 0 or each.top_p < 1.0 for each in params):
+        weights = _keep_best(logits, weights, params)
+    running = weights.cumsum(dim=1)
+    found = torch.searchsorted(running, u * running[:, -1:], right=True)
+    # The number may be a rounding error above the sum: then it is the last token that has any mass.
+    places = torch.arange(logits.shape[1], device=device)
+    last = places.where(weights > 0.0, -1).amax(dim=1)
+    return torch.minimum(found[:, 0], last)
+
+
+def _keep_best(logits: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Weights [n, vocab] without those beyond top-k and, of what is left then, top-p."""
+    vocab = logits.shape[1]
+    # One total order: larger first, and among equals the lower id.
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in params]
+    num_kept = to_device(np.array(top_k, dtype=np.int64), logits.device)[:, None]
+    places = torch.arange(vocab, device=logits.device)
+    best_first = weights.gather(1, order).where(places < num_kept, 0.0)
+    top_p = to_device(np.array([each.top_p for each in params]), logits.device)[:, None]
+    mass = best_first.cumsum(dim=1)
+    is_needed = (mass - best_first < top_p * mass[:, -1:]) | (top_p >= 1.0)
+    return torch.zeros_like(weights).scatter_(1, order, best_first.where(is_needed, 0.0))

@@ -1,0 +1,28 @@
+"""A platform that treats the CPU as a device apart: what a GPU's worker does runs on tensors of the CPU."""
+
+import torch
+
+
+class ApartPlatform:
+    """As a GPU's: the pool is the device's, tokens are drawn there."""
+
+    device = torch.device("cpu")
+    pool_is_on_host = False
+    draws_on_device = True
+
+    def __init__(self, kv_memory: int = 1 << 22) -> None:
+        self._kv_memory = kv_memory
+        self.num_returned = 0
+
+    def start(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads or 1)
+
+    def peak_of(self, call) -> int:
+        call()
+        return 1 << 20
+
+    def kv_memory(self, activations: int) -> int:
+        return self._kv_memory - activations
+
+    def return_freed(self) -> None:
+        self.num_returned += 1

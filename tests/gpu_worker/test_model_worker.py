@@ -1,0 +1,89 @@
+"""A worker on a device apart from the host: the same tokens, and no memory of the host for its pool."""
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.gpu_worker.device_platform import ApartPlatform
+from tokenloom import demo_model
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.messages import EngineCoreRequest
+from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.model_worker import ModelWorker
+
+DEMO_MODEL = Path(demo_model.__file__).parent
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0, "top_p": 0.9},
+    "changed": {"temperature": 0.8, "presence_penalty": 0.5},
+    "told of": {"temperature": 0.8, "logprobs": 2},
+}
+
+
+def make_config(**kv):
+    return EngineConfig(
+        worker=WorkerConfig(model=str(DEMO_MODEL), dtype="float32", attention_backend="torch", num_threads=1),
+        cache=CacheConfig(block_size=16, num_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        kv=KVConfig(**kv),
+        max_model_len=128,
+    )
+
+
+def generate(core, kinds):
+    tokens = {name: [] for name in kinds}
+    for seed, name in enumerate(kinds):
+        prompt = [int(i) for i in np.random.default_rng(seed).integers(300, 2000, 20 + seed)]
+        core.add_request(EngineCoreRequest(name, prompt, SamplingParams(max_tokens=12, seed=seed, **PARAMS[name])))
+    while core.has_work():
+        for output in core.step().outputs:
+            assert not output.error, output.error
+            tokens[output.request_id] += output.new_token_ids
+    return tokens
+
+
+@pytest.mark.parametrize("kinds", [["greedy"], ["greedy", "drawn"], list(PARAMS)])
+def test_the_same_tokens_as_on_the_host(kinds):
+    config = make_config()
+    apart = generate(EngineCore(config, UniProcExecutor(ModelWorker(config, ApartPlatform()))), kinds)
+    assert apart == generate(EngineCore(config, UniProcExecutor(CPUWorker(config))), kinds)
+    assert all(len(each) == 12 for each in apart.values())
+
+
+def test_the_platform_says_how_much_is_left_for_kv():
+    config = make_config()
+    worker = ModelWorker(config, ApartPlatform(kv_memory=5 << 20))
+    worker.load_model()
+    assert worker.determine_available_memory() == 4 << 20
+
+
+def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
+    config, platform = make_config(), ApartPlatform()
+    worker = ModelWorker(config, platform)
+    core = EngineCore(config, UniProcExecutor(worker))
+    before = generate(core, ["drawn"])
+    core.reset_prefix_cache()
+    worker.sleep(1)
+    assert platform.num_returned == 1
+    worker.wake_up(["weights", "kv_cache"])
+    assert generate(core, ["drawn"]) == before
+    worker.wake_up(["kv_cache"])  # what is awake stays so
+    assert generate(core, ["drawn"]) == before
+
+
+def test_what_only_the_cpu_computes_is_refused_by_name():
+    config = make_config()
+    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, quantization="int8-dynamic"))
+    with pytest.raises(ValueError, match="quantization: int8-dynamic"):
+        ModelWorker(config, ApartPlatform())
+
+
+def test_its_kv_does_not_move_between_engines():
+    config = make_config(transports=("auto",))
+    with pytest.raises(ValueError, match="kv_transports"):
+        ModelWorker(config, ApartPlatform())

@@ -1,0 +1,104 @@
+"""Embeddings through all five services: the hash worker counts their rows as ids."""
+
+import base64
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from tests.mesh.harness import MODEL, Mesh
+from tests.mesh.split import SplitMesh
+from tokenloom.engine_core.hash_worker import HIDDEN_SIZE, embeds_ids
+from tokenloom.engine_core.prompt_embeds import EmbedsSpan
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+ROWS = np.random.default_rng(0).random((20, HIDDEN_SIZE), dtype=np.float32)
+FILE = save({"prompt_embeds": ROWS})
+TEXT = base64.b64encode(FILE).decode()
+IDS = embeds_ids(EmbedsSpan(0, ROWS))
+
+
+@pytest.fixture
+async def mesh(socket_dir: Path) -> AsyncIterator[Mesh]:
+    async with Mesh(socket_dir, engine={"enable_prompt_embeds": True}).running() as mesh:
+        yield mesh
+
+
+async def complete(mesh: Mesh, **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "return_token_ids": True, "ignore_eos": True, "max_tokens": 10, **fields}
+    async with mesh.http() as http:
+        return await http.post("/v1/completions", json=body)
+
+
+async def test_embeddings_alone_and_between_ids(mesh: Mesh) -> None:
+    parts = [{"token_ids": [5, 6, 7]}, {"embeds": TEXT}, {"token_ids": [8]}]
+    answer = await complete(mesh, prompt_embeds=[TEXT, parts])
+    assert answer.status_code == 200, answer.text
+    alone, mixed = answer.json()["choices"]
+    assert alone["token_ids"] == mesh.expected(IDS, 10)
+    assert mixed["token_ids"] == mesh.expected([5, 6, 7, *IDS, 8], 10)
+    assert mixed["prompt_token_ids"] == [5, 6, 7, *[0] * 20, 8]
+    assert answer.json()["usage"]["prompt_tokens"] == 44
+    again = (await complete(mesh, prompt_embeds=parts)).json()
+    assert again["choices"][0]["token_ids"] == mixed["token_ids"]
+
+
+async def test_the_same_over_grpc(mesh: Mesh) -> None:
+    parts = [
+        inference_pb2.PromptPart(token_ids=types_pb2.TokenIds(ids=[5])),
+        inference_pb2.PromptPart(embeds=FILE),
+    ]
+    request = inference_pb2.GenerateRequest(
+        parts=inference_pb2.PromptParts(parts=parts),
+        sampling_params=types_pb2.SamplingParams(max_tokens=10),
+        ignore_eos=True,
+    )
+    async with open_channel(mesh.gateway.settings.listen) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        token_ids = [token_id async for response in call for token_id in response.token_ids]
+    assert token_ids == mesh.expected([5, *IDS], 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt_embeds": "%%%"}, "not base64"),
+        ({"prompt_embeds": base64.b64encode(b"PK\x03\x04").decode()}, "torch.save"),
+        ({"prompt_embeds": base64.b64encode(save({"a": ROWS[:, :3].copy()})).decode()}, "shape [20, 3]"),
+        ({"prompt_embeds": base64.b64encode(save({"a": ROWS * np.inf})).decode()}, "NaN or infinities"),
+        ({"prompt_embeds": []}, "must be base64"),
+        ({"prompt_embeds": [{"text": "a"}]}, "a part is"),
+        ({"prompt_embeds": TEXT, "prompt": "text"}, "exclude each other"),
+        ({"prompt_embeds": TEXT, "echo": True}, "echo does not go with"),
+        ({"prompt_embeds": TEXT, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens does not go with"),
+        ({"prompt_embeds": TEXT, "prompt_logprobs": 1}, "prompt_logprobs has no meaning"),
+    ],
+)
+async def test_bad_embeddings_are_refused_by_name(mesh: Mesh, fields: dict[str, Any], words: str) -> None:
+    answer = await complete(mesh, **fields)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] in fields
+
+
+async def test_prefill_and_decode_apart(socket_dir: Path) -> None:
+    engine = {"enable_prompt_embeds": True}
+    other = base64.b64encode(save({"prompt_embeds": ROWS + 1})).decode()
+    async with SplitMesh(socket_dir, engine=engine).running() as mesh:
+        for text, ids in ((TEXT, IDS), (other, embeds_ids(EmbedsSpan(0, ROWS + 1)))):
+            answer = await complete(mesh, prompt_embeds=text)
+            assert answer.json()["choices"][0]["token_ids"] == mesh.expected(ids, 10)
+        assert mesh.of_role("decode").stats.kv_blocks_received == 4, "none of the first prompt served the second"
+        await mesh.check_nothing_is_left()
+
+
+async def test_engines_that_take_none_say_so(socket_dir: Path) -> None:
+    async with Mesh(socket_dir).running() as mesh:
+        answer = await complete(mesh, prompt_embeds=TEXT)
+    assert answer.status_code == 400
+    assert "--enable-prompt-embeds" in answer.json()["error"]["message"]

@@ -1,0 +1,77 @@
+"""``tokenloom chat`` from scripts and on a terminal."""
+
+import json
+
+from typer.testing import CliRunner
+
+from tests.tokenloom.cli.fake_server import FakeServer, events, piece
+from tests.tokenloom.cli.terminal import terminal
+from tokenloom.cli.main import app
+
+HELLO = events(piece("Hel"), piece("lo", "stop"), {"choices": [], "usage": {"completion_tokens": 2}})
+
+
+def test_one_question_from_an_argument_and_a_pipe(server: FakeServer) -> None:
+    server.reply(200, HELLO)
+    arguments = ["chat", "Sum up:", "--base-url", server.url, "--model", "m", "--system", "Be brief.", "--seed", "7"]
+    result = CliRunner().invoke(app, [*arguments, "--stop", "x"], input="a\nb\n")
+    assert (result.exit_code, result.stdout) == (0, "Hello\n"), result.output
+    body = server.requests[0][3]
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Sum up:\na\nb"},
+    ]
+    assert (body["model"], body["seed"], body["stop"]) == ("m", 7, ["x"])
+    assert "temperature" not in body, "what was not given is the server's to choose"
+
+
+def test_json_tells_the_answer_and_its_usage(server: FakeServer) -> None:
+    server.reply(200, HELLO)
+    result = CliRunner().invoke(app, ["chat", "--json", "--base-url", server.url, "--model", "m"], input="Hi")
+    answer = json.loads(result.stdout)
+    assert (answer["text"], answer["finish_reason"], answer["usage"]) == ("Hello", "stop", {"completion_tokens": 2})
+
+
+def test_nothing_to_ask_is_a_usage_error(server: FakeServer) -> None:
+    result = CliRunner().invoke(app, ["chat", "--base-url", server.url])
+    assert result.exit_code == 2
+    assert "PROMPT" in result.output
+
+
+def test_a_failed_answer_ends_with_status_1(server: FakeServer) -> None:
+    server.reply(404, {"error": {"message": "no model 'm'"}})
+    result = CliRunner().invoke(app, ["chat", "Hi", "--base-url", server.url, "--model", "m"])
+    assert result.exit_code == 1
+    assert "Error: HTTP 404: no model 'm'" in result.stderr
+
+
+def test_a_conversation_on_a_terminal(server: FakeServer) -> None:
+    server.reply(200, {"data": [{"id": "demo"}]})
+    server.reply(200, HELLO)
+    server.reply(503, {"error": {"message": "full"}})
+    server.reply(200, HELLO)
+    with terminal("chat", "--base-url", server.url) as screen:
+        screen.read_until("/help lists commands")
+        screen.read_until("> ")
+        screen.type("Hi\n")
+        screen.read_until("Hello")
+        screen.read_until("2 tokens")
+        screen.type("/system Be brief.\n")
+        screen.read_until("system prompt: Be brief.")
+        screen.type("Again\n")
+        screen.read_until("HTTP 503: full")
+        screen.type("one\\\n")
+        screen.read_until("… ")
+        screen.type("two\n")
+        screen.read_until("2 tokens")
+        screen.read_until("> ")
+        screen.type("half a line\x03")
+        screen.read_until("> ")
+        screen.type("\x04")
+        assert screen.end() == 0
+    assert server.requests[-1][3]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "one\ntwo"},
+    ], "the failed question is forgotten"

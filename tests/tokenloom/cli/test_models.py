@@ -1,0 +1,38 @@
+"""``tokenloom models``."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from tests.tokenloom.cli.fake_server import FakeServer
+from tokenloom.cli.main import app
+from tokenloom.cli.models import checkpoints
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL
+
+
+def test_what_a_server_lists(server: FakeServer) -> None:
+    rows = [{"id": "demo", "max_model_len": 2048, "owned_by": "tokenloom"}]
+    server.reply(200, {"data": rows})
+    arguments = ["models", "--base-url", server.url]
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout) == rows
+    assert CliRunner().invoke(app, arguments).stdout.split()[-3:] == ["demo", "2048", "tokenloom"]
+
+
+def test_local_checkpoints_and_what_is_none(tmp_path: Path) -> None:
+    for name, config in (("good", '{"architectures": ["LlamaForCausalLM"]}'), ("broken", "{"), ("list", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+        (tmp_path / name / "model.safetensors").write_bytes(b"1234")
+    (tmp_path / "no-weights").mkdir()
+    (tmp_path / "no-weights" / "config.json").write_text("{}")
+    found = list(checkpoints([tmp_path]))
+    assert (found[0].id, found[0].path) == ("tokenloom-demo", str(DEMO_MODEL))
+    (good,) = [each for each in found if each.path.startswith(str(tmp_path))]
+    assert (good.id, good.architecture, good.bytes) == (str(tmp_path / "good"), "LlamaForCausalLM", 4)
+
+
+def test_the_table_has_the_demo_model() -> None:
+    result = CliRunner().invoke(app, ["models", "--local"])
+    assert result.exit_code == 0, result.output
+    assert "tokenloom-demo" in result.stdout

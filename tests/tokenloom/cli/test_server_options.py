@@ -1,0 +1,30 @@
+"""Which server a command means."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from tokenloom.cli.server_options import connect
+from tokenloom.supervisor import state_dir
+from tokenloom.supervisor.state_dir import MeshRecord, PartRecord
+
+
+def test_the_newest_local_mesh_is_the_default(tmp_path: Path) -> None:
+    assert connect(None).url == "http://127.0.0.1:8000"
+    state = {"pid": 1, "address": "127.0.0.1:9000", "http": "127.0.0.1:4711"}
+    (tmp_path / "gateway-0.json").write_text(json.dumps(state))
+    parts = [
+        PartRecord("engine", 0, "both", str(tmp_path / "engine-0.json")),
+        PartRecord("gateway", 0, None, str(tmp_path / "gateway-0.json")),
+    ]
+    with state_dir.mesh_directory() as directory:
+        state_dir.write_record(directory, MeshRecord(7, 4711, parts))
+        assert connect(None).url == "http://127.0.0.1:4711"
+        assert connect("http://elsewhere:1/v1").url == "http://elsewhere:1"
+
+
+def test_what_is_no_url_is_a_usage_error() -> None:
+    with pytest.raises(typer.BadParameter, match="must be http"):
+        connect("nowhere")

@@ -1,0 +1,104 @@
+"""``tokenloom models``: what a server serves, and which checkpoints are on this machine."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
+
+from .failures import reported
+from .server_options import ApiKey, BaseUrl, connect
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on this machine, as ``--json`` shows it."""
+
+    id: str
+    """What ``tokenloom serve`` takes."""
+    architecture: str
+    bytes: int
+    """Of its safetensors files."""
+    path: str
+
+
+def models(
+    local: Annotated[bool, typer.Option("--local", help="List checkpoints on this machine instead.")] = False,
+    folder: Annotated[
+        list[Path] | None, typer.Option(help="With --local: look for checkpoints in this folder too; may be repeated.")
+    ] = None,
+    base_url: BaseUrl = None,
+    api_key: ApiKey = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
+) -> None:
+    """List the models that a server serves, or with --local the checkpoints that could be served."""
+    with reported():
+        if local:
+            rows: list[dict[str, Any]] = [asdict(each) for each in checkpoints(folder or [])]
+        else:
+            rows = connect(base_url, api_key).get("/v1/models").value()["data"]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    else:
+        Console(soft_wrap=True).print(_local_table(rows) if local else _served_table(rows))
+
+
+def checkpoints(folders: list[Path]) -> Iterator[Checkpoint]:
+    """The demo model, those in the hub's cache, and those in `folders` (each a checkpoint, or a folder of them)."""
+    yield from _read(DEMO_MODEL, DEMO_MODEL_NAME)
+    yield from _in_hub_cache()
+    for folder in folders:
+        for path in sorted(
+            config.parent for pattern in ("config.json", "*/config.json") for config in folder.glob(pattern)
+        ):
+            yield from _read(path, str(path))
+
+
+def _in_hub_cache() -> Iterator[Checkpoint]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == "model" and repo.revisions:
+            newest = max(repo.revisions, key=lambda revision: revision.last_modified)
+            yield from _read(newest.snapshot_path, repo.repo_id)
+
+
+def _read(path: Path, name: str) -> Iterator[Checkpoint]:
+    """One, unless the directory has no weights or a broken config.json."""
+    weights = list(path.glob("*.safetensors"))
+    try:
+        config = json.loads((path / "config.json").read_text())
+        architecture = str((config.get("architectures") or ["?"])[0])
+    except (OSError, ValueError, AttributeError):
+        return
+    if weights:
+        yield Checkpoint(name, architecture, sum(file.stat().st_size for file in weights), str(path))
+
+
+def _served_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("ID", "MAX LENGTH", "OWNED BY"):
+        table.add_column(title, no_wrap=True)
+    for row in rows:
+        table.add_row(*(str(row.get(key) or "-") for key in ("id", "max_model_len", "owned_by")))
+    return table
+
+
+def _local_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("ID", "ARCHITECTURE", "SIZE", "PATH"):
+        table.add_column(title, no_wrap=True, justify="right" if title == "SIZE" else "left")
+    for row in rows:
+        table.add_row(row["id"], row["architecture"], f"{row['bytes'] / 1e6:,.1f} MB", row["path"])
+    return table

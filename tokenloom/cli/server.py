@@ -1,0 +1,144 @@
+"""A server with OpenAI's API, as any client meets it: blocking calls over the standard library's HTTP."""
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+_CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+
+
+class RequestFailed(Exception):
+    """The answer was an error, or did not come to its end."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    request_id: str
+    """What the server calls the request; empty if it does not say."""
+    retry_after: float | None
+    """Seconds after which a refused request may be tried again."""
+    body: Any
+
+    def value(self) -> Any:
+        """The body. Raises `RequestFailed` with the server's reason unless the status is 200."""
+        if self.status != 200:
+            raise RequestFailed(f"HTTP {self.status}: {reason(self.body)}")
+        return self.body
+
+
+class Server:
+    """Opens a connection for each request. Safe to use from several threads."""
+
+    def __init__(self, base_url: str, api_key: str = "", timeout: float = 120.0) -> None:
+        """``base_url`` with or without ``/v1``; ``timeout``: seconds of silence. Raises ``ValueError``."""
+        url = urlsplit(base_url)
+        try:
+            self._address = (url.hostname, url.port)
+        except ValueError:
+            raise ValueError(f"{base_url!r} has no valid port") from None
+        if url.scheme not in _CONNECTIONS or not url.hostname:
+            raise ValueError(f"{base_url!r} must be http://host:port or https://host:port")
+        self._connection = _CONNECTIONS[url.scheme]
+        self._prefix = url.path.rstrip("/").removesuffix("/v1")
+        self._timeout = timeout
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.url = f"{url.scheme}://{url.netloc}{self._prefix}"
+
+    def get(self, path: str) -> Reply:
+        """Raises `RequestFailed` when no answer comes."""
+        with self._exchange("GET", path, None) as response:
+            return _read_reply(response)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Reply:
+        """Raises `RequestFailed` when no answer comes."""
+        with self._exchange("POST", path, body) as response:
+            return _read_reply(response)
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The JSON of each server-sent event. Leaving the iterator closes the connection, which ends the request.
+
+        Raises `RequestFailed` for an error, at the beginning or among the events.
+        """
+        with self._exchange("POST", path, body) as response:
+            if response.status != 200:
+                _read_reply(response).value()
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    event = _parse(data)
+                    if "error" in event:
+                        raise RequestFailed(reason(event))
+                    yield event
+
+    def model(self) -> str:
+        """The first model that the server lists. Raises `RequestFailed` when there is none."""
+        listed = self.get("/v1/models").value()
+        with contextlib.suppress(LookupError, TypeError):
+            return str(listed["data"][0]["id"])
+        raise RequestFailed(f"{self.url} lists no model: name one with --model")
+
+    @contextlib.contextmanager
+    def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        host, port = self._address
+        assert host is not None
+        connection = self._connection(host, port, timeout=self._timeout)
+        sent = None if body is None else json.dumps(body).encode()
+        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        try:
+            connection.request(method, self._prefix + path, sent, headers)
+            yield connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailed(f"no answer from {self.url} ({_what(error)})") from error
+        finally:
+            connection.close()
+
+
+def reason(body: object) -> str:
+    """The message of an error in OpenAI's form, or what there is instead."""
+    if isinstance(body, dict):
+        error = body.get("error", body.get("message"))
+        if isinstance(error, dict):
+            error = error.get("message")
+        if error:
+            return str(error)
+    return "no reason was given"
+
+
+def _read_reply(response: http.client.HTTPResponse) -> Reply:
+    content = response.read()
+    try:
+        after = float(response.headers.get("Retry-After", ""))
+    except ValueError:
+        after = None
+    body = _parse(content) if response.status == 200 else _parse_error(content)
+    return Reply(response.status, response.headers.get("x-request-id", ""), after, body)
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise RequestFailed(f"the server answered with what is no JSON object: {data[:80]!r}")
+    return value
+
+
+def _parse_error(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except ValueError:  # a proxy's page
+        return {"error": {"message": data[:200].decode(errors="replace")}}
+
+
+def _what(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "it was silent for too long"
+    return (getattr(error, "strerror", None) or type(error).__name__).lower()

@@ -11,7 +11,7 @@ from ..runtime import errors
 from ..runtime.logs import RequestLog
 from .auth import ApiKeys
 from .body import ClientDisconnected, Receive
-from .exchange import Exchange, Send
+from .exchange import Exchange, MethodNotAllowed, Send
 
 log = logging.getLogger(__name__)
 
@@ -19,18 +19,11 @@ Handler = Callable[[Exchange], Awaitable[None]]
 Routes = Mapping[str, Mapping[str, Handler]]
 """Path to method to handler."""
 
-OPEN_PATHS = frozenset({"/health", "/ping"})
-"""What answers without a key: for load balancers, which have none."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
+"""What answers without a key: for load balancers and browsers, which have none. It tells nothing of anybody."""
 
 _MODEL_PATH = "/v1/models/"
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
-
-
-class MethodNotAllowed(errors.InvalidArgument):
-    """The path exists, but not with this method."""
-
-    http_status = 405
-    reason = "METHOD_NOT_ALLOWED"
 
 
 class App:
@@ -67,7 +60,7 @@ class App:
         # An ASGI server drops the body of an answer to HEAD.
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         if handler is None:
-            raise MethodNotAllowed(f"this path takes {', '.join(methods)}, not {exchange.method}")
+            raise MethodNotAllowed(exchange.method, methods)
         return handler
 
 

@@ -1,6 +1,5 @@
 """``/v1/chat/completions``: reading bodies, shaping answers."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenloom.v1 import types_pb2
@@ -12,9 +11,8 @@ from .collector import Delta
 from .generation import Generation
 from .job import Chat, Job
 from .logprobs import chat_content
+from .messages import read_messages
 from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class ChatFields(CommonFields, frozen=True, kw_only=True):
@@ -142,13 +140,6 @@ def members(values: dict[str, object]) -> bytes:
     return b"," + sse.encode_json(values)[1:-1] if values else b""
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], where: str) -> bytes:
-    """A conversation as JSON for the tokenizer. Raises :class:`errors.InvalidArgument` naming the part."""
-    if not messages:
-        raise errors.InvalidArgument(f"{where} must not be empty", where)
-    return sse.encode_json([_message(f"{where}[{index}]", message) for index, message in enumerate(messages)])
-
-
 def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:
     """``max_completion_tokens`` is the newer name of ``max_tokens`` and wins; ``logprobs`` asks for the token's own,
     ``top_logprobs`` for alternatives."""
@@ -166,41 +157,3 @@ def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:
     except errors.InvalidArgument as error:
         error.field = names.get(error.field or "", error.field)
         raise
-
-
-def _message(where: str, message: Mapping[str, Any]) -> dict[str, str]:
-    """One turn as templates take it: role and text."""
-    role = message.get("role")
-    if role not in ROLES:
-        raise errors.InvalidArgument(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    for part in ("tool_calls", "function_call", "audio"):
-        if message.get(part):
-            raise errors.InvalidArgument(f"{where}.{part} is not supported yet", f"{where}.{part}")
-    turn = {"role": role, "content": _content(f"{where}.content", message.get("content"))}
-    if not message.get("name"):
-        return turn
-    if not isinstance(message["name"], str):
-        raise errors.InvalidArgument(f"{where}.name must be a string", f"{where}.name")
-    return turn | {"name": message["name"]}
-
-
-def _content(where: str, content: object) -> str:
-    """A string as it is; parts of text joined by line breaks, as vLLM does."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise errors.InvalidArgument(f"{where} must be a string or a list of text parts", where)
-    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
-
-
-def _part(where: str, part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise errors.InvalidArgument(f"{where} must be an object with type and text", where)
-    if part.get("type") != "text":
-        raise errors.InvalidArgument(f"{where}.type: only text is supported yet", f"{where}.type")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise errors.InvalidArgument(f"{where}.text must be a string", f"{where}.text")
-    return text

@@ -17,6 +17,17 @@ FAREWELL_SECONDS = 1.0
 """How long a client that does not read may delay its own error event."""
 
 
+class MethodNotAllowed(errors.InvalidArgument):
+    """The path exists, but not with this method."""
+
+    http_status = 405
+    reason = "METHOD_NOT_ALLOWED"
+
+    def __init__(self, method: str, allowed: Iterable[str]) -> None:
+        self.allowed = ", ".join(allowed)
+        super().__init__(f"this path takes {self.allowed}, not {method[:32]}")
+
+
 class Exchange:
     """The response's state, so that a failure is told in the form that is still possible.
 
@@ -81,3 +92,5 @@ def _headers(error: errors.TokenloomError) -> Headers:
         yield b"retry-after", str(math.ceil(error.retry_after)).encode()
     if isinstance(error, errors.Unauthenticated):
         yield b"www-authenticate", b"Bearer"
+    if isinstance(error, MethodNotAllowed):
+        yield b"allow", error.allowed.encode()

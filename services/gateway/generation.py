@@ -147,6 +147,11 @@ class Generator:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_live(self) -> int:
+        """Outputs that clients wait for."""
+        return self._num_live
+
     @asynccontextmanager
     async def open(self, job: Job) -> AsyncIterator[Generation]:
         """A generation for the length of the ``async with``, cancelled at its end if it still runs.

@@ -10,13 +10,13 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc, output_processor_pb2
 
 from ..runtime import errors, logprob_columns
 from . import sse
-from .chat import read_messages
 from .collector import Delta
 from .embeds_prompt import EmbedsPrompt, of_message
 from .endpoint import check_model
 from .generation import Generation, Generator
 from .health import MeshHealth
 from .job import Chat, Job
+from .messages import read_messages
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

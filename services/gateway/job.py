@@ -13,6 +13,7 @@ class Chat:
     """A conversation, as the tokenizer's template takes it."""
 
     messages_json: bytes
+    tools_json: bytes = b""
     template_kwargs_json: bytes = b""
     add_generation_prompt: bool = True
 

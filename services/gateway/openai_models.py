@@ -120,7 +120,7 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
 
-Fields = TypeVar("Fields", bound=CommonFields)
+Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)

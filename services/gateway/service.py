@@ -19,9 +19,11 @@ from .inference_servicer import InferenceServicer
 from .mesh_view import MeshView
 from .metrics import EngineGauges, GatewayMetrics
 from .openai_models import BodyReader
+from .openapi.routes import DOCUMENT_ROUTES
 from .output_pool import OutputPool
 from .routes import StatusRoutes
 from .settings import GatewaySettings
+from .tokenize_routes import TokenizeRoutes
 from .tokenizer_client import TokenizerClient
 
 log = logging.getLogger(__name__)
@@ -68,8 +70,8 @@ class GatewayService:
         )
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
-        status = StatusRoutes(health, host.metrics, model)
-        app = App({**status.routes(), **self._endpoints(generator, model)}, keys)
+        status = StatusRoutes(health, mesh, generator, host.metrics, model)
+        app = App({**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)}, keys)
         self._http = HttpServer(
             app,
             settings.http_listen,
@@ -97,12 +99,16 @@ class GatewayService:
             await self._http.stop()
             self._http = None
 
-    def _endpoints(self, generator: Generator, model: str) -> Routes:
+    def _endpoints(self, generator: Generator, tokenizers: TokenizerClient, model: str) -> Routes:
         reader = BodyReader(strict=self._settings.strict)
         limit = self._settings.max_body_bytes
         chat = Endpoint(ChatApi(reader, model), generator, model, max_body_bytes=limit)
         completions = Endpoint(CompletionsApi(reader, model), generator, model, max_body_bytes=limit)
-        return {"/v1/chat/completions": {"POST": chat}, "/v1/completions": {"POST": completions}}
+        assert self._health is not None
+        tokenize = TokenizeRoutes(
+            reader, tokenizers, self._health, model, max_body_bytes=limit, timeout=self._settings.request_timeout
+        )
+        return {"/v1/chat/completions": {"POST": chat}, "/v1/completions": {"POST": completions}, **tokenize.routes()}
 
     async def _wait_whole(self, health: MeshHealth) -> None:
         said: list[str] = []

@@ -62,21 +62,31 @@ class TokenizerClient:
             await self._members.watch(joined)
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True, want_hashes: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        want_hashes: bool = True,
+        want_token_strings: bool = False,
     ) -> list[tokenizer_pb2.TokenizedPrompt]:
         """Token ids and block hashes of each text."""
         request = tokenizer_pb2.EncodeRequest(
-            texts=texts, add_special_tokens=add_special_tokens, want_hashes=want_hashes
+            texts=texts,
+            add_special_tokens=add_special_tokens,
+            want_hashes=want_hashes,
+            want_token_strings=want_token_strings,
         )
         return list((await self._call(lambda stub: stub.Encode(request))).prompts)
 
-    async def encode_chat(self, chat: Chat) -> tokenizer_pb2.TokenizedPrompt:
+    async def encode_chat(self, chat: Chat, *, want_token_strings: bool = False) -> tokenizer_pb2.TokenizedPrompt:
         """Token ids and block hashes of a rendered conversation."""
         request = tokenizer_pb2.EncodeChatRequest(
             messages_json=chat.messages_json,
+            tools_json=chat.tools_json,
             template_kwargs_json=chat.template_kwargs_json,
             add_generation_prompt=chat.add_generation_prompt,
             want_hashes=True,
+            want_token_strings=want_token_strings,
         )
         return (await self._call(lambda stub: stub.EncodeChat(request))).prompt
 

@@ -32,9 +32,15 @@ class Encoder:
         self._waiting = 0
 
     async def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool, want_hashes: bool, salt: bytes
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        want_hashes: bool,
+        salt: bytes,
+        want_token_strings: bool = False,
     ) -> list[TokenizedPrompt]:
-        """The ids of each text and, if wanted, the prefixes of its block hashes.
+        """The ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
 
         Raises ``InvalidArgument`` for a text over the size limit or one that the tokenizer cannot take.
         """
@@ -44,7 +50,7 @@ class Encoder:
                 raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes", "prompt")
 
         def work() -> list[TokenizedPrompt]:
-            return [self._encode(text, add_special_tokens, want_hashes, salt) for text in texts]
+            return [self._encode(text, add_special_tokens, want_hashes, salt, want_token_strings) for text in texts]
 
         return await self._in_thread(work)
 
@@ -56,13 +62,17 @@ class Encoder:
         """Lets running calls end; waiting ones are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool, want_hashes: bool, salt: bytes) -> TokenizedPrompt:
-        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def _encode(
+        self, text: str, add_special_tokens: bool, want_hashes: bool, salt: bytes, want_token_strings: bool
+    ) -> TokenizedPrompt:
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = encoding.ids
         hashes: list[bytes] = []
         if want_hashes:
             hashes = block_hashes(token_ids[: MAX_HASHES * self._block_size], self._block_size, salt=salt)
         prefixes = [int.from_bytes(digest[:_HASH_BYTES], "little") for digest in hashes]
-        return TokenizedPrompt(token_ids=token_ids, block_hash_prefixes=prefixes)
+        strings = encoding.tokens if want_token_strings else ()
+        return TokenizedPrompt(token_ids=token_ids, block_hash_prefixes=prefixes, token_strings=strings)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         if self._waiting >= MAX_WAITING:

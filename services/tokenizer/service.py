@@ -10,6 +10,7 @@ from tokenloom.v1.types_pb2 import Fingerprint
 
 from ..runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
 from ..runtime.host import Host
+from . import output_format
 from .encoder import Encoder
 from .renderer import Renderer
 from .servicer import TokenizerServicer
@@ -65,5 +66,7 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
         has_chat_template=bool(info.chat_template),
         default_sampling_params=info.default_sampling_params,
         max_token_bytes=max((len(token.encode()) for token in vocabulary), default=0),
+        tool_call_parser=output_format.tool_call_parser(info.chat_template),
+        reasoning_parser=output_format.reasoning_parser(info.chat_template),
     )
     return info, tokenizer, answer

@@ -18,6 +18,7 @@ from tokenloom.v1.tokenizer_pb2_grpc import TokenizerServicer as TokenizerServic
 
 from ..runtime import errors
 from .encoder import Encoder
+from .output_format import opens_reasoning
 from .render_worker import Job
 from .renderer import Renderer
 
@@ -39,6 +40,7 @@ class TokenizerServicer(TokenizerServicerBase):
             add_special_tokens=request.add_special_tokens,
             want_hashes=request.want_hashes,
             salt=request.cache_salt,
+            want_token_strings=request.want_token_strings,
         )
         return EncodeResponse(prompts=prompts)
 
@@ -51,7 +53,9 @@ class TokenizerServicer(TokenizerServicerBase):
             add_special_tokens=False,  # the template has written them
             want_hashes=request.want_hashes,
             salt=request.cache_salt,
+            want_token_strings=request.want_token_strings,
         )
+        prompt.opens_reasoning = request.add_generation_prompt and opens_reasoning(text)
         return EncodeChatResponse(prompt=prompt)
 
     async def Decode(self, request: DecodeRequest, context: _Context) -> DecodeResponse:

@@ -45,6 +45,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.fingerprint.CopyFrom(FINGERPRINT)
         self.eos_token_ids = [EOS]
         self.defaults = types_pb2.SamplingParams(top_k=7)
+        self.opens_reasoning = False
+        self.tool_call_parser = self.reasoning_parser = ""
         self.calls = 0
         self.chats: list[tokenizer_pb2.EncodeChatRequest] = []
 
@@ -57,6 +59,9 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
         self.chats.append(request)
         return tokenizer_pb2.EncodeChatResponse(prompt=self._prompt(request.messages_json, request))
 
+    async def Decode(self, request: tokenizer_pb2.DecodeRequest, context: Any) -> tokenizer_pb2.DecodeResponse:
+        return tokenizer_pb2.DecodeResponse(text=bytes(request.token_ids).decode())
+
     async def GetTokenizerInfo(self, request: Any, context: Any) -> tokenizer_pb2.GetTokenizerInfoResponse:
         await self.tells.wait()
         return tokenizer_pb2.GetTokenizerInfoResponse(
@@ -66,6 +71,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
             has_chat_template=True,
             default_sampling_params=self.defaults,
             max_token_bytes=1,
+            tool_call_parser=self.tool_call_parser,
+            reasoning_parser=self.reasoning_parser,
         )
 
     async def _count(self, context: Any) -> None:
@@ -78,7 +85,10 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     ) -> tokenizer_pb2.TokenizedPrompt:
         """Its one block hash is the sum of its bytes."""
         hashes = [sum(data)] if request.want_hashes else []
-        return tokenizer_pb2.TokenizedPrompt(token_ids=data, block_hash_prefixes=hashes)
+        strings = map(chr, data) if request.want_token_strings else ()
+        return tokenizer_pb2.TokenizedPrompt(
+            token_ids=data, block_hash_prefixes=hashes, token_strings=strings, opens_reasoning=self.opens_reasoning
+        )
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):

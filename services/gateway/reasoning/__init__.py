@@ -1,0 +1,1 @@
+"""Reasoning: what a model writes before its answer."""

@@ -1,0 +1,1 @@
+"""Tool calls: what clients offer, and how models write them."""

@@ -1,0 +1,35 @@
+"""What templates tell of outputs."""
+
+import pytest
+
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, CheckpointInfo
+from tokenloom.services.tokenizer.output_format import opens_reasoning, reasoning_parser, tool_call_parser
+
+LOOP = "{% for call in message.tool_calls %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        (LOOP + "<tool_call>\n{{ call }}\n</tool_call>", "hermes"),
+        (LOOP + "[TOOL_CALLS]{{ call }}", "mistral"),
+        ("<|start_header_id|>" + LOOP, "llama3_json"),
+        ("<tool_call>", ""),  # no calls are written
+        (LOOP + "<tool_call>[TOOL_CALLS]", ""),  # not clear
+        (LOOP + "<tool_call><function={{ call.name }}>", ""),  # a format of its own
+        ("", ""),
+    ],
+)
+def test_tool_call_parser(template: str, parser: str) -> None:
+    assert tool_call_parser(template) == parser
+
+
+def test_the_demo_model() -> None:
+    template = CheckpointInfo.load(DEMO_MODEL).chat_template
+    assert (tool_call_parser(template), reasoning_parser(template)) == ("hermes", "")
+
+
+def test_reasoning() -> None:
+    assert reasoning_parser("{{ content.split('</think>')[-1] }}") == "qwen3"
+    for rendered, opens in (("a<think>\n", True), ("<think>", True), ("<think>\n\n</think>\n\n", False), ("", False)):
+        assert opens_reasoning(rendered) is opens

@@ -10,8 +10,9 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_synta
 from ..sampling_params import GrammarKind
 from .backend import Bitmask, GrammarError
 
-_WHITESPACE = r"[ \t\n\r]{0,20}"
-"""Between two JSON tokens: enough to indent; without a bound a model caught in a loop of it would never come out."""
+_WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
+"""Between two JSON tokens: a space, or a new line and its indentation; more, and a model caught in a loop of blanks
+would not come out."""
 _MAX_ERROR_CHARS = 300
 
 

@@ -13,7 +13,7 @@ from ..sampling_params import GrammarKind
 from .backend import Bitmask, GrammarError, bitmask_of
 
 _MAX_WHITESPACE = 20
-"""As llguidance's backend has it."""
+"""Blanks between two JSON tokens: a model caught in a loop of them would not come out."""
 _MAX_ERROR_CHARS = 300
 _WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 

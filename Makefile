@@ -76,7 +76,10 @@ wheels: install ## the package and all that it needs as wheels in build/wheels, 
 containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (as root, on Debian)
 	$(BIN)/python -m tests.containers.run
 
+clients: install ## the clients that users have, as they are, against one mesh; each in an environment of its own under build/clients
+	$(BIN)/python -m tests.clients.run
+
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos wheels containers help
+.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos wheels containers clients help

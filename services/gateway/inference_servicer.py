@@ -37,12 +37,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
         async with self._generator.open(job) as generation:
             prompt_ids = generation.prompts[0] if request.return_prompt_token_ids else ()
+            live = generation.num_outputs
             while not generation.done:
                 for delta in await generation.take():
                     response = _response(generation, delta)
                     response.prompt_token_ids.extend(prompt_ids)
                     prompt_ids = ()
-                    if len(generation.finished) == generation.num_outputs and delta.finished is not None:
+                    live -= delta.finished is not None
+                    if not live:
                         _close(response, generation, with_timeline=request.return_timeline)
                     await context.write(response)
 

@@ -68,6 +68,9 @@ check-protos: install ## fail if the committed stubs are stale
 lint-protos: ## buf lint (through npx: Node.js)
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint
 
+docs: install ## write the pages of docs/ that come from the code
+	$(BIN)/python -m tokenloom.reference docs
+
 wheels: install ## the package and all that it needs as wheels in build/wheels, for image builds that reach no index
 	@rm -rf build/wheels && mkdir -p build/wheels
 	$(BIN)/pip wheel --quiet --wheel-dir build/wheels/service .
@@ -82,4 +85,4 @@ clients: install ## the clients that users have, as they are, against one mesh; 
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos wheels containers clients help
+.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers clients help

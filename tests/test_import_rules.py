@@ -201,7 +201,10 @@ def test_what_runs_in_a_peers_environment_needs_nothing_of_ours() -> None:
 
 def test_environment_is_read_at_the_edge_only() -> None:
     """Below settings classes and commands, configuration arrives as arguments."""
-    edges = ("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.llm")
+    edges = (
+        *("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.llm"),
+        *("tokenloom.services.runtime.probe", "tokenloom.bench.step_ab"),  # commands of their own
+    )
     found = []
     for module in OURS:
         if is_in(module.name, *edges):

@@ -29,7 +29,7 @@ def logprobs_of(logits: Logits, token_ids: Iterable[int], num_top: int, also: Se
         result.sampled.append(float(row[token_id]) - normalizer)
         result.rank.append(_rank(row, token_id))
         result.token_ids += told.tolist()
-        result.logprobs += (row[told] - np.float32(normalizer)).tolist()
+        result.logprobs += (row[told].astype(np.float64) - normalizer).tolist()
     return result
 
 

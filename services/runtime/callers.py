@@ -14,7 +14,7 @@ OPERATOR = "operator"
 _V1 = "/tokenloom.v1."
 
 # By the beginning of a method's full name; the longest that fits counts.
-_CALLERS: Mapping[str, frozenset[str]] = {
+CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}Tokenizer/": frozenset({"gateway", OPERATOR}),
     f"{_V1}OutputProcessor/": frozenset({"gateway"}),
     f"{_V1}Engine/": frozenset({"output_processor"}),
@@ -37,6 +37,6 @@ def check_caller(method: str, context: "grpc.aio.ServicerContext[Any, Any]") -> 
     caller = service_of(name.decode() for name in names)
     if caller is None:
         raise Unauthenticated("the certificate is of no part of a mesh")
-    allowed = max(((prefix, who) for prefix, who in _CALLERS.items() if method.startswith(prefix)), default=("", ()))[1]
+    allowed = max(((prefix, who) for prefix, who in CALLERS.items() if method.startswith(prefix)), default=("", ()))[1]
     if caller not in allowed:
         raise PermissionDenied(f"{caller} may not call {method.rpartition('/')[0].rpartition('.')[2]}")

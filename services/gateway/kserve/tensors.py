@@ -53,8 +53,9 @@ def write_output(
 
 
 def _typed(tensor: InputTensor) -> Values:
-    contents = tensor.contents
-    return list(contents.bool_contents if tensor.datatype == "BOOL" else contents.bytes_contents)
+    if tensor.datatype == "BOOL":
+        return list(tensor.contents.bool_contents)
+    return list(tensor.contents.bytes_contents)
 
 
 def _raw(name: str, datatype: str, data: bytes) -> Values:

@@ -3,14 +3,15 @@
 import dataclasses
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from tokenloom.prompts import TokensPrompt
-
 from . import machine
 from .datasets import DatasetOptions, make_prompts
+
+if TYPE_CHECKING:  # it imports torch
+    from tokenloom.prompts import TokensPrompt
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def run_throughput(options: ThroughputOptions) -> dict[str, Any]:
         warm = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
         llm.generate({"prompt_token_ids": prompts[0].token_ids[:8]}, warm, use_tqdm=False)
         sampling = [SamplingParams(temperature=0.0, max_tokens=p.max_tokens, ignore_eos=True) for p in prompts]
-        inputs = [TokensPrompt(prompt_token_ids=prompt.token_ids) for prompt in prompts]
+        inputs: list[TokensPrompt] = [{"prompt_token_ids": prompt.token_ids} for prompt in prompts]
         load, started = machine.Load(), time.perf_counter()
         outputs = llm.generate(inputs, sampling, use_tqdm=options.progress)
         seconds = time.perf_counter() - started

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -169,21 +170,35 @@ class LLM:
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
         """
-        template = self._template(chat_template)
-        texts = [
-            template.render(
-                [plain_message(message) for message in conversation],
-                tools,
-                add_generation_prompt=add_generation_prompt,
-                template_kwargs=chat_template_kwargs,
-            )
-            for conversation in as_conversations(messages)
-        ]
-        # The template writes the special tokens itself.
-        encoded = [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+        encoded = self._encode_chats(
+            as_conversations(messages),
+            self._template(chat_template),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=chat_template_kwargs,
+        )
         with _as_value_error():
             requests = self._builder.build(encoded, sampling_params)
         return self._run(requests, use_tqdm)
+
+    def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
+        """Adds one prompt to what the engine computes, for :meth:`next_finished` to bring; returns its request id."""
+        with _as_value_error():
+            (request,) = self._builder.build([read_prompt(prompt, self._tokenizer)], sampling_params)
+        self._loop.enqueue(request)
+        return request.output.request_id
+
+    def enqueue_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> str:
+        """The same for a conversation."""
+        encoded = self._encode_chats([messages], self._template(None))
+        with _as_value_error():
+            (request,) = self._builder.build(encoded, sampling_params)
+        self._loop.enqueue(request)
+        return request.output.request_id
+
+    def next_finished(self) -> list[RequestOutput]:
+        """Computes until some of what was enqueued has ended; empty when nothing is in flight."""
+        return [request.output for request in self._loop.next_ended()]
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer: a ``tokenizers.Tokenizer``."""
@@ -204,10 +219,24 @@ class LLM:
     def _template(self, source: str | None) -> ChatTemplate:
         if source is not None:
             return ChatTemplate(source, self._info.special_tokens)
-        template = ChatTemplate.from_checkpoint(self._info)
-        if template is None:
+        if self._own_template is None:
             raise ValueError(f"model {self.model_name!r} has no chat template: give one as chat_template")
-        return template
+        return self._own_template
+
+    @cached_property
+    def _own_template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_checkpoint(self._info)
+
+    def _encode_chats(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        template: ChatTemplate,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[TokenizedPrompt]:
+        texts = [template.render([*map(plain_message, messages)], tools, **options) for messages in conversations]
+        # The template writes the special tokens itself.
+        return [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         with self._loop.running(requests), Progress(len(requests), use_tqdm) as progress:

@@ -15,15 +15,29 @@ class OfflineLoop:
     def __init__(self, client: SyncClient) -> None:
         self._client = client
         self._live: dict[str, tuple[OfflineRequest, OfflineSample]] = {}
+        self._enqueued: list[OfflineRequest] = []
+
+    def enqueue(self, request: OfflineRequest) -> None:
+        """Adds a request for `next_ended` to bring."""
+        self._add(request)
+        self._enqueued.append(request)
+
+    def next_ended(self) -> list[OfflineRequest]:
+        """Steps until some of the enqueued have ended; empty when there are none."""
+        while self._enqueued:
+            ended = [request for request in self._enqueued if request.output.finished]
+            if ended:
+                self._enqueued = [request for request in self._enqueued if not request.output.finished]
+                return ended
+            self.step()
+        return []
 
     @contextmanager
     def running(self, requests: Sequence[OfflineRequest]) -> Iterator[None]:
         """Adds requests; at the end those that have not ended are aborted."""
         try:
             for request in requests:
-                for sample in request.samples:
-                    self._live[sample.core_request.request_id] = request, sample
-                    self._client.add_request(sample.core_request)
+                self._add(request)
             yield
         finally:
             self._abort([request for request in requests if not request.output.finished])
@@ -34,9 +48,15 @@ class OfflineLoop:
             return self._step()
         except BaseException:  # an interrupt from the keyboard included: the next call finds an idle engine
             self._abort([request for request, _ in self._live.values()])
+            self._enqueued.clear()
             # The step may have ended before it filled the blocks that it announced.
             self._client.call_utility("reset_prefix_cache")
             raise
+
+    def _add(self, request: OfflineRequest) -> None:
+        for sample in request.samples:
+            self._live[sample.core_request.request_id] = request, sample
+            self._client.add_request(sample.core_request)
 
     def _step(self) -> list[OfflineRequest]:
         ended = []

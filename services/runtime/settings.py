@@ -149,10 +149,11 @@ class _FileSource(PydanticBaseSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         path = self.current_state.get("config")
-        return _read_file(Path(path)) if path else {}
+        return read_file(Path(path)) if path else {}
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
+    """Settings of a .toml, .json or .yaml file, names with underscores. Raises ``ValueError``."""
     parse = _PARSERS.get(path.suffix)
     if parse is None:
         raise ValueError(f"--config: expected a .toml, .json or .yaml file, not {path.name!r}")

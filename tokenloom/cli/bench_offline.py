@@ -14,8 +14,8 @@ from tokenloom.services.runtime.checkpoint import DEMO_MODEL_NAME
 
 from .bench_load import AsJson, Dataset, InputLen, NumPrefixes, OutputLen, PrefixLen, RangeRatio, Seed
 from .bench_output import failures, show
+from .engine_choices import Dtype, Quantization
 from .flags import model_directory
-from .serve import Dtype, Quantization
 
 OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
 Model = Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")]

@@ -1,5 +1,6 @@
 """From the command's options to what services are told."""
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
@@ -18,6 +19,19 @@ def flags(**values: object) -> tuple[str, ...]:
         parts.append("--" + name.replace("_", "-"))
         if value is not True:
             parts.append(str(value.value if isinstance(value, Enum) else value))
+    return tuple(parts)
+
+
+def setting_flags(settings: Mapping[str, object]) -> tuple[str, ...]:
+    """The same for settings that were all given: False is a flag of its own, ``--no-strict``, a list is joined."""
+    parts: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            parts.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            parts.append(f"--{flag}={text}")  # a value may begin with a dash
     return tuple(parts)
 
 

@@ -13,14 +13,18 @@ from .chat import chat
 from .complete import complete
 from .completion import completion
 from .demo import demo
+from .generate import generate
 from .models import models
 from .ps import ps
+from .run_batch import run_batch
 from .serve import serve
+from .top import top
 
 _GROUPS = {
     "Serve": (serve, demo),
-    "Ask a server": (chat, complete, models),
-    "Look after a mesh": (ps, certs),
+    "Ask a server": (chat, complete, run_batch, models),
+    "Without a server": (generate,),
+    "Look after a mesh": (ps, top, certs),
     "This command": (completion,),
 }
 

@@ -14,8 +14,10 @@ from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed
 from tokenloom.supervisor.run import run_mesh
 
+from .engine_choices import Device, Dtype, Quantization, SchedulingPolicy, WorkerKind
 from .failures import reported
-from .flags import check_engines, flags, model_directory
+from .flags import check_engines, flags, model_directory, setting_flags
+from .serve_config import as_defaults, service_flags
 
 
 class LogFormat(StrEnum):
@@ -34,48 +36,12 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
-class Device(StrEnum):
-    """``auto`` is a GPU where there is one."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class SchedulingPolicy(StrEnum):
-    """Who goes first."""
-
-    FCFS = "fcfs"
-    PRIORITY = "priority"
-
-
-class Dtype(StrEnum):
-    """``auto`` keeps the checkpoint's own."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class Quantization(StrEnum):
-    """How layers' matrices are rounded."""
-
-    INT8_DYNAMIC = "int8-dynamic"
-
-
-class WorkerKind(StrEnum):
-    """``hash`` computes no model: each token is a hash of those before it, to try the mesh without torch.
-
-    ``timed`` only waits, as long as ``TOKENLOOM_HASH_STEP_SECONDS`` and ``TOKENLOOM_HASH_TOKEN_SECONDS`` say.
-    """
-
-    CPU = "cpu"
-    HASH = "hash"
-    TIMED = "timed"
-
-
 def serve(
     model: Annotated[str, typer.Argument(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
+    config: Annotated[
+        Path | None,
+        typer.Option(callback=as_defaults, is_eager=True, help="File with these options: .toml, .json or .yaml."),
+    ] = None,
     engines: Annotated[
         int | None, typer.Option(min=1, max=64, help="Engines, 1 by default; the cores are divided among them.")
     ] = None,
@@ -117,7 +83,25 @@ def serve(
     most_urgent_priority: Annotated[
         int | None, typer.Option(help="Lowest (most urgent) priority that a client gets, whatever it asks for.")
     ] = None,
-    kv_cache_memory: Annotated[int | None, typer.Option(min=1, help="Bytes of an engine's KV cache.")] = None,
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option("--kv-cache-memory", "--kv-cache-memory-bytes", min=1, help="Bytes of an engine's KV cache."),
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        int | None, typer.Option(min=1, help="Blocks of an engine's KV cache, whatever the device.")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a KV block.")] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse equal prefixes' KV."),
+    ] = None,
+    max_logprobs: Annotated[
+        int | None, typer.Option(min=-1, help="Most log probabilities for a token; -1: no limit.")
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None, typer.Option(min=0, help="Tokens of one prompt in a step, at most; 0: no limit.")
+    ] = None,
+    async_scheduling: Annotated[bool, typer.Option(help="Schedule the next step while one runs.")] = False,
     enable_prompt_embeds: Annotated[bool, typer.Option(help="Take embeddings in the place of prompt tokens.")] = False,
     api_key: Annotated[
         str | None, typer.Option(envvar="TOKENLOOM_API_KEY", show_envvar=True, help="Key that clients must send.")
@@ -137,6 +121,7 @@ def serve(
     """Serve MODEL (the demo model without one) on this machine until Ctrl-C; a second Ctrl-C kills."""
     check_engines(engines, prefill, decode)
     path, name = model_directory(model, served_model_name)
+    in_file = service_flags(config)
     options = MeshOptions(
         model=path,
         served_model_name=name,
@@ -153,8 +138,11 @@ def serve(
         drain_timeout=drain_timeout,
         common_flags=flags(log_level=log_level, log_format=log_format),
         flags={
-            "coordinator": flags(pd_threshold=pd_threshold),
-            "engine": flags(
+            **in_file,
+            "coordinator": in_file["coordinator"] + flags(pd_threshold=pd_threshold),
+            "engine": in_file["engine"]
+            + setting_flags({} if enable_prefix_caching is None else {"enable_prefix_caching": enable_prefix_caching})
+            + flags(
                 device=device,
                 dtype=dtype,
                 quantization=quantization,
@@ -163,11 +151,17 @@ def serve(
                 max_num_batched_tokens=max_num_batched_tokens,
                 scheduling_policy=scheduling_policy,
                 kv_cache_memory=kv_cache_memory,
+                num_kv_blocks=num_gpu_blocks_override,
+                block_size=block_size,
+                max_logprobs=max_logprobs,
+                long_prefill_token_threshold=long_prefill_token_threshold,
+                async_scheduling=async_scheduling,
                 kv_checksum=kv_checksum,
                 enable_prompt_embeds=enable_prompt_embeds,
                 worker=worker,
             ),
-            "gateway": flags(
+            "gateway": in_file["gateway"]
+            + flags(
                 most_urgent_priority=most_urgent_priority,
                 api_key_file=api_key_file,
                 strict=strict,

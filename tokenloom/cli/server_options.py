@@ -25,10 +25,10 @@ ApiKey = Annotated[
 ServedModel = Annotated[str | None, typer.Option("--model", help="Name of a served model; by default the first.")]
 
 
-def connect(base_url: str | None, api_key: str = "") -> Server:
+def connect(base_url: str | None, api_key: str = "", timeout: float = 120.0) -> Server:
     """The server that the options name. Exits with a usage error for a URL that is none; may raise `StateDirError`."""
     try:
-        return Server(base_url or local_url() or DEFAULT_URL, api_key)
+        return Server(base_url or local_url() or DEFAULT_URL, api_key, timeout)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--base-url") from None
 

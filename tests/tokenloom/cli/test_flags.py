@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from tokenloom.cli.flags import flags, model_directory
-from tokenloom.cli.serve import Dtype
+from tokenloom.cli.engine_choices import Dtype
+from tokenloom.cli.flags import flags, model_directory, setting_flags
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 
@@ -20,6 +20,11 @@ def test_values_become_kebab_case_flags() -> None:
 def test_what_was_not_given_is_left_to_the_service() -> None:
     assert flags(max_model_len=None, strict=False) == ()
     assert flags(drain_timeout=0.0) == ("--drain-timeout", "0.0")
+
+
+def test_what_was_given_is_told_even_when_it_is_no() -> None:
+    settings = {"kv_events": True, "strict": False, "names": ["a", "b"], "max-logprobs": -1}
+    assert setting_flags(settings) == ("--kv-events", "--no-strict", "--names=a,b", "--max-logprobs=-1")
 
 
 def test_the_demo_model_has_its_own_name() -> None:

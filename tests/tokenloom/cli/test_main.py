@@ -1,5 +1,8 @@
 """The command's surface."""
 
+import subprocess
+import sys
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -51,3 +54,8 @@ def test_a_mistyped_name_is_told_the_nearest(arguments: list[str], wanted: str) 
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert wanted in result.output
+
+
+def test_the_command_starts_without_torch() -> None:
+    code = "import sys, tokenloom.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,142 @@
+"""From two samples of a mesh to what happened between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .mesh_sample import MeshSample, Metrics, PartSample
+
+
+@dataclass(frozen=True)
+class PartView:
+    """One part, as ``top --json`` shows it. What it does not measure is None."""
+
+    service: str
+    index: int
+    role: str | None
+    pid: int | None
+    health: str
+    cpu_percent: float | None
+    """Of one core, with the processes that it started."""
+    memory_bytes: int | None
+    running: int | None
+    """Requests in an engine's batch."""
+    waiting: int | None
+    kv_usage: float | None
+    """Share of KV blocks in use, 0 to 1."""
+    prefix_hit_rate: float | None
+    """Share of prompt tokens that were in the prefix cache."""
+    prompt_tokens_per_second: float | None
+    generation_tokens_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds, read off a histogram's buckets; None: nothing was observed."""
+
+    p50_ms: float | None
+    p95_ms: float | None
+
+
+@dataclass(frozen=True)
+class MeshView:
+    """The mesh between two samples."""
+
+    interval_seconds: float
+    requests_per_second: float
+    generation_tokens_per_second: float
+    """That clients got."""
+    time_to_first_token: Latency
+    inter_token_latency: Latency
+    parts: list[PartView]
+
+
+def view(before: MeshSample, after: MeshSample) -> MeshView:
+    """A part that restarted between the samples is counted from its start."""
+    seconds = max(after.seconds - before.seconds, 1e-9)
+    pairs = [(_metrics_before(old, new), new) for old, new in zip(before.parts, after.parts, strict=True)]
+    gateways = [(old, new.metrics) for old, new in pairs if new.part.service == "gateway"]
+    return MeshView(
+        interval_seconds=seconds,
+        requests_per_second=sum(_gain(*pair, "vllm:request_success_total") or 0.0 for pair in gateways) / seconds,
+        generation_tokens_per_second=sum(_gain(*pair, "vllm:generation_tokens_total") or 0.0 for pair in gateways)
+        / seconds,
+        time_to_first_token=_latency(gateways, "vllm:time_to_first_token_seconds"),
+        inter_token_latency=_latency(gateways, "vllm:inter_token_latency_seconds"),
+        parts=[_part(old, new, seconds) for old, new in pairs],
+    )
+
+
+def quantile(buckets: Mapping[float, float], share: float) -> float | None:
+    """Where that share of observations lies, linear within a bucket as Prometheus has it; None without any."""
+    bounds = sorted(buckets)
+    if not bounds or buckets[bounds[-1]] <= 0:
+        return None
+    wanted = share * buckets[bounds[-1]]
+    lower, below = 0.0, 0.0
+    for bound in bounds:
+        if buckets[bound] >= wanted:
+            if bound == float("inf"):
+                return lower
+            return lower + (bound - lower) * (wanted - below) / max(buckets[bound] - below, 1e-9)
+        lower, below = bound, buckets[bound]
+    return lower
+
+
+def _metrics_before(old: PartSample, new: PartSample) -> Metrics:
+    same = old.state is not None and new.state is not None and old.state.pid == new.state.pid
+    return old.metrics if same else Metrics()
+
+
+def _part(old: Metrics, new: PartSample, seconds: float) -> PartView:
+    now, is_engine = new.metrics, new.part.service == "engine"
+    cpu = _gain(_processes(old, "cpu_seconds_total"), _processes(now, "cpu_seconds_total"), "sum")
+    memory = _processes(now, "resident_memory_bytes").values.get("sum")
+    prompts, generated = (
+        _gain(old, now, f"vllm:{name}_tokens_total") if is_engine else None for name in ("prompt", "generation")
+    )
+    return PartView(
+        service=new.part.service,
+        index=new.part.index,
+        role=(new.state.role if new.state else None) or new.part.role,
+        pid=new.state.pid if new.state else None,
+        health="SERVING" if new.serving else "NOT_SERVING",
+        cpu_percent=None if cpu is None else 100 * cpu / seconds,
+        memory_bytes=None if memory is None else int(memory),
+        running=_count(now, "vllm:num_requests_running") if is_engine else None,
+        waiting=_count(now, "vllm:num_requests_waiting") if is_engine else None,
+        kv_usage=now.values.get("vllm:kv_cache_usage_perc") if is_engine else None,
+        prefix_hit_rate=_share(now, "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+        prompt_tokens_per_second=None if prompts is None else prompts / seconds,
+        generation_tokens_per_second=None if generated is None else generated / seconds,
+    )
+
+
+def _processes(metrics: Metrics, name: str) -> Metrics:
+    """The part's own process and those it started, as one sum."""
+    found = [value for key, value in metrics.values.items() if key.endswith(f"process_{name}")]
+    return Metrics({"sum": sum(found)}) if found else Metrics()
+
+
+def _gain(old: Metrics, new: Metrics, name: str) -> float | None:
+    value = new.values.get(name)
+    return None if value is None else max(value - old.values.get(name, 0.0), 0.0)
+
+
+def _count(metrics: Metrics, name: str) -> int | None:
+    value = metrics.values.get(name)
+    return None if value is None else int(value)
+
+
+def _share(metrics: Metrics, part: str, whole: str) -> float | None:
+    total = metrics.values.get(whole)
+    return metrics.values.get(part, 0.0) / total if total else None
+
+
+def _latency(gateways: list[tuple[Metrics, Metrics]], name: str) -> Latency:
+    gained: dict[float, float] = {}
+    for old, new in gateways:
+        before = old.buckets.get(name, {})
+        for bound, count in new.buckets.get(name, {}).items():
+            gained[bound] = gained.get(bound, 0.0) + count - before.get(bound, 0.0)
+    p50, p95 = (None if (at := quantile(gained, share)) is None else 1e3 * at for share in (0.5, 0.95))
+    return Latency(p50, p95)

@@ -88,7 +88,10 @@ metrics-check: install ## promtool over every /metrics of a running mesh, and ov
 	promtool test rules observability/prometheus/alerts_test.yml
 	promtool check config --syntax-only observability/prometheus/prometheus.yml
 
+clients: install ## the clients that users have, as they are, against one mesh; each in an environment of its own under build/clients
+	$(BIN)/python -m tests.clients.run
+
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers metrics-docs metrics-check help
+.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients help

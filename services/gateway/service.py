@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from tokenloom.v1 import inference_pb2_grpc
+from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from ..runtime.channels import Channels
 from ..runtime.host import Host
@@ -21,6 +22,7 @@ from .generation import Generator
 from .health import MeshHealth
 from .http_server import HttpServer
 from .inference_servicer import InferenceServicer
+from .kserve.servicer import KServeServicer
 from .mesh_view import MeshView
 from .message_plans import MessagePlans
 from .metrics import EngineGauges, GatewayMetrics, HealthGauges
@@ -79,6 +81,9 @@ class GatewayService:
         )
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
+        completions = CompletionsApi(BodyReader(strict=settings.strict), model)
+        kserve = KServeServicer(completions, generator, health, model)
+        grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, host.server)
         status = StatusRoutes(health, mesh, generator, host.metrics, model)
         app = App(
             {**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)},

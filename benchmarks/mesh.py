@@ -1,6 +1,7 @@
 """``bench mesh``: the mesh with an engine whose steps only wait, so that every other microsecond is the mesh's own."""
 
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class MeshCase:
     """About how long the run is to take."""
     input_len: int = 16
     output_len: int = 256
+    async_scheduling: bool = False
 
     @property
     def num_prompts(self) -> int:
@@ -63,6 +65,8 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         "num-kv-blocks": 2 * blocks,
     }
     flags = tuple(text for name, value in engine.items() for text in (f"--{name}", str(value)))
+    if case.async_scheduling:
+        flags += ("--async-scheduling",)
     return MeshOptions(
         model=model,
         served_model_name=_NAME,
@@ -106,6 +110,7 @@ def summarize(
     report: dict[str, Any] = {
         "step_ms": case.step_ms,
         "batch": case.batch,
+        "async_scheduling": case.async_scheduling,
         "duration": round(result.seconds, 3),
         "failed": len(result.outcomes) - len(good),
         "output_tokens": tokens,
@@ -120,6 +125,7 @@ def summarize(
         report["ideal_throughput"] = round(case.batch / case.step_ms * 1e3, 1)
     for name, values in added_ms(case, good).items():
         report |= Distribution.of(values).fields(name)
+    report["lag_ms_by_quarter"] = lag_by_quarter(good)
     if errors := sorted({outcome.error for outcome in result.outcomes if outcome.error}):
         report["errors"] = errors[:5]
     return report
@@ -145,8 +151,19 @@ def added_ms(case: MeshCase, outcomes: Sequence[Outcome]) -> dict[str, list[floa
     return {
         "added_ttft_ms": [o.ttft * 1e3 - _engine_ms(o, "queued_ms", "prefill_ms") for o in timed],
         "added_itl_ms": [seconds * 1e3 - case.step_ms for o in outcomes for seconds in o.itl],
-        "lag_ms": [o.latency * 1e3 - _engine_ms(o, "queued_ms", "prefill_ms", "decode_ms") for o in timed],
+        "lag_ms": [_lag_ms(o) for o in timed],
     }
+
+
+def lag_by_quarter(outcomes: Sequence[Outcome]) -> list[float]:
+    """Median lag at the end of the answers that ended first, and so on: what does not keep up grows."""
+    ended = sorted((o for o in outcomes if o.timeline), key=lambda o: o.start + o.latency)
+    quarters = [ended[len(ended) * i // 4 : len(ended) * (i + 1) // 4] for i in range(4)]
+    return [round(statistics.median(map(_lag_ms, quarter)), 3) for quarter in quarters if quarter]
+
+
+def _lag_ms(outcome: Outcome) -> float:
+    return outcome.latency * 1e3 - _engine_ms(outcome, "queued_ms", "prefill_ms", "decode_ms")
 
 
 def _engine_ms(outcome: Outcome, *names: str) -> float:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import zmq
 import zmq.asyncio
 
+from .async_socket import AsyncSocket
 from .client import utility_result
 from .config import EngineConfig
 from .core import EngineCore
@@ -112,10 +113,8 @@ class AsyncMPClient:
         self._process = CoreProcess(command)
         self._context = zmq.asyncio.Context()
         # Sockets keep ZMQ's own bound of 1000 messages: beyond, a send waits.
-        self._input = self._context.socket(zmq.PUSH)
-        self._output = self._context.socket(zmq.PULL)
-        self._input.bind(self._process.input_address)
-        self._output.bind(self._process.output_address)
+        self._input = self._bind(zmq.PUSH, self._process.input_address)
+        self._output = self._bind(zmq.PULL, self._process.output_address)
         self._kv = self._context.socket(zmq.PAIR)
         if config.kv.transports:
             self._kv.bind(self._process.kv_address)
@@ -123,7 +122,7 @@ class AsyncMPClient:
         self._kv_events: Decoder[KVEvent] = Decoder(KVEvent)
         self._calls = PendingCalls()
         self._dead: EngineDeadError | None = None
-        self._waits: set[asyncio.Future[Any]] = set()  # ZMQ operations that a dead core would never complete
+        self._waits: set[asyncio.Future[Any]] = set()  # for the KV socket, which a dead core would leave for ever
         self._closed = False
 
     @property
@@ -152,7 +151,7 @@ class AsyncMPClient:
 
     async def get_output(self) -> EngineCoreOutputs:
         while True:
-            frames = await self._unless_dead(self._output.recv_multipart)
+            frames = await self._output.receive()
             if frames[0] == ENGINE_CORE_DEAD:
                 self._fail(EngineDeadError("the engine core failed; its log says why"))
                 assert self._dead is not None
@@ -183,7 +182,13 @@ class AsyncMPClient:
     async def _send(self, kind: RequestType, message: object) -> None:
         frames = [kind.value, *encode(message)]
         is_small = len(frames) == 2  # no arrays: copying is cheaper
-        await self._unless_dead(lambda: self._input.send_multipart(frames, copy=is_small))
+        await self._input.send(frames, copy=is_small)
+
+    def _bind(self, kind: int, address: str) -> AsyncSocket:
+        context: Any = self._context  # pyzmq's types know no plain socket of such a context
+        socket: zmq.Socket[bytes] = context.socket(kind, socket_class=zmq.Socket)
+        socket.bind(address)
+        return AsyncSocket(socket)
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
         """Awaits a ZMQ operation, which the death of the core would leave waiting for ever."""
@@ -216,6 +221,8 @@ class AsyncMPClient:
     def _fail(self, error: EngineDeadError) -> None:
         self._dead = self._dead or error
         self._calls.fail(self._dead)
+        self._input.fail(self._dead)
+        self._output.fail(self._dead)
         for future in self._waits:
             future.cancel()
 

@@ -7,6 +7,12 @@ from .scheduler_output import SchedulerOutput
 from .structured_output.backend import GrammarError
 from .structured_output.manager import FIELD, Compiled, ConstrainedRow, GrammarStep, StructuredOutputManager
 
+NO_CHOICE = (
+    "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
+    "structured_outputs forbid"
+)
+"""Why a request ends whose masks leave no token."""
+
 
 class ConstrainedRequests:
     """Belongs to one scheduler. Requests without a structured output never come here."""

@@ -9,6 +9,7 @@ from .batch_queue import BatchQueue
 from .config import EngineConfig
 from .core_kv import CoreKV
 from .executor.interface import Executor, PendingOutput
+from .executor.worker_calls import CLIENT_METHODS
 from .iteration_log import IterationLog
 from .kv_cache_config import size_kv_cache
 from .kv_connector import finish_transfers, start_transfers
@@ -213,6 +214,13 @@ class EngineCore:
         """Forgets all cached blocks. While requests run it is False, and nothing happens, unless they may be
         preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+
+    def collective_rpc(self, method: str, args: list[object]) -> list[object]:
+        """Calls a method of ``CLIENT_METHODS`` on every worker; their results, by rank. Raises ``ValueError`` for any
+        other: what changes a worker's memory is for the core's own calls, which know what is cached and who runs."""
+        if method not in CLIENT_METHODS:
+            raise ValueError(f"no method {method!r} of workers to call; there are {sorted(CLIENT_METHODS)}")
+        return self.executor.collective_rpc(method, *args)
 
     def profile(self, start: bool) -> None:
         """Starts to record what the workers compute, or stops. Raises ``ValueError`` as a worker does."""

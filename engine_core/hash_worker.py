@@ -19,6 +19,7 @@ from .hash_logprobs import hash_logprobs
 from .kv_transport import KVPool, KVRegion
 from .messages import Logprobs
 from .pool_memory import PoolMemory
+from .process_memory import resident_bytes
 from .prompt_embeds import EmbedsSpan
 from .sampling_params import SamplingParams
 from .scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
@@ -131,6 +132,9 @@ class HashWorker:
 
     def profile(self, start: bool) -> None:
         raise ValueError("this worker has nothing to profile")
+
+    def resident_bytes(self) -> int:
+        return resident_bytes()
 
     def shutdown(self) -> None:
         self._rows.clear()

@@ -1,12 +1,10 @@
 """Decides what each step computes: a token budget spent on letting every request catch up with its tokens."""
 
-import bisect
 import time
 from collections.abc import Callable, Iterable
 
-from .admission import Admission
 from .config import CacheConfig, SchedulerConfig
-from .constrained import ConstrainedRequests
+from .constrained import NO_CHOICE, ConstrainedRequests
 from .kv_cache_config import KVCacheConfig
 from .kv_cache_manager import KVCacheManager
 from .kv_connector import KVConnectorOutput, KVConnectorScheduler
@@ -17,13 +15,12 @@ from .prompt_logprobs import collect_prompt_logprobs
 from .remote_kv import RemoteKV
 from .request import Request, RequestStatus, finish_status, mark_finished
 from .request_limits import check_config, refusal
-from .request_queue import SchedulingPolicy, make_queue, priority_key
+from .request_queue import SchedulingPolicy, make_queue
 from .scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .stats_recorder import StatsRecorder
-from .step_plan import StepPlan
+from .step_planner import StepPlanner
 from .steps_in_flight import StepsInFlight
 from .structured_output.manager import FIELD, StructuredOutputManager
-from .token_budget import TokenBudget
 
 
 class Scheduler:
@@ -52,19 +49,17 @@ class Scheduler:
         self.kv_events = KVEventLog(cache.block_size, cache.kv_events) if cache.kv_events else None
         self.kv = KVCacheManager.of(cache, kv_cache.num_blocks, self.kv_events)
         self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []
-        """In the order of the policy, like ``waiting``: the last is preempted first."""
         self._policy = SchedulingPolicy(config.policy)
         self.waiting = make_queue(self._policy)
-        self._budget = TokenBudget(config)
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
-        self._admission = Admission(self.waiting, self.kv, self._remote, config)
         self.constrained = ConstrainedRequests(grammars)
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
         self._recorder = StatsRecorder(clock, cache, config)
+        self._planner = StepPlanner(config, self.waiting, self.kv, self._remote, self._recorder)
+        self.running = self._planner.running
         self._finished_req_ids: list[str] = []
         self._preempted_req_ids: list[str] = []
         self._early_outputs: list[EngineCoreOutput] = []
@@ -123,7 +118,7 @@ class Scheduler:
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
             elif self._remote is not None:
                 self._remote.connector.request_aborted(request_id)
-        self.running = [request for request in self.running if not request.is_finished]
+        self.running[:] = [request for request in self.running if not request.is_finished]
         self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
         self._recorder.forget(request_ids)
 
@@ -168,10 +163,8 @@ class Scheduler:
         """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
         if self.constrained.has_news():
             self._admit_compiled()
-        plan = StepPlan(0 if self.pause_state is PauseState.PAUSED_ALL else self._budget.of_step(self.running))
-        self._schedule_running(plan)
-        if not plan.preempted_req_ids:
-            self._schedule_waiting(plan)
+        plan = self._planner.plan(self.pause_state)
+        self._early_outputs += plan.early_outputs
         if plan.num_scheduled_tokens:
             # Without a step the worker hears of these with the next one.
             plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
@@ -184,14 +177,17 @@ class Scheduler:
             self._in_flight.begin(scheduled, self.running)
         return scheduled
 
-    def end_constrained(self, ended: dict[str, str]) -> None:
+    def end_constrained(self, ended: dict[str, str], field: str = FIELD) -> None:
         """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
         for request_id, error in ended.items():
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            self.running.remove(request)
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:  # preempted while the step was in flight
+                self.waiting.remove(request)
             if error:
-                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, field)
             else:
                 self._finish_early(request, RequestStatus.FINISHED_STOPPED)
 
@@ -216,10 +212,12 @@ class Scheduler:
                 output.new_logprobs = result.logprobs.get(output.request_id)
                 output.new_prompt_logprobs = prompt_logprobs.get(output.request_id)
         if any_finished:
-            self.running = [request for request in self.running if not request.is_finished]
+            self.running[:] = [request for request in self.running if not request.is_finished]
         if result.num_nans_in_logits:
             for output in outputs:
                 output.num_nans_in_logits = result.num_nans_in_logits.get(output.request_id, 0)
+        if result.without_choice:
+            self.end_constrained(dict.fromkeys(result.without_choice, NO_CHOICE), "allowed_token_ids")
         self._recorder.tell(outputs)
         return outputs
 
@@ -244,7 +242,7 @@ class Scheduler:
             self._finished_req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
             self._is_stalled = False
         for request in reversed(self.running):
-            self._requeue(request, RequestStatus.WAITING)
+            self._planner.requeue(request, RequestStatus.WAITING)
         self.running.clear()
         for request in self.requests.values():
             if request.status is RequestStatus.PREEMPTED:
@@ -264,7 +262,7 @@ class Scheduler:
             return False
         self._is_stalled = False
         for request in reversed(self.running):
-            self._requeue(request, RequestStatus.PREEMPTED)
+            self._planner.requeue(request, RequestStatus.PREEMPTED)
             self._preempted_req_ids.append(request.request_id)
         self.running.clear()
         if self._remote is not None:
@@ -286,69 +284,6 @@ class Scheduler:
         if self._remote is not None:
             self._remote.fill_stats(stats)
         return stats
-
-    # Parts of schedule()
-
-    def _schedule_running(self, plan: StepPlan) -> None:
-        index = 0
-        while index < len(self.running) and plan.budget > 0:
-            request = self.running[index]
-            if request.num_output_placeholders and request.will_be_full:
-                index += 1
-                continue
-            num_after = len(self.running) - index - 1  # each of whom gets a token
-            num_new_tokens = self._budget.chunk(request, plan.budget - num_after)
-            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
-            if new_block_ids is None:
-                break
-            plan.add_running(request, num_new_tokens, new_block_ids)
-            index += 1
-
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Makes room, at the cost of leases first, then from the tail of the running; None if that was itself."""
-        while (new_block_ids := self.kv.allocate(request, num_new_tokens)) is None:
-            if self._remote is not None and self._remote.revoke_oldest():
-                continue
-            victim = self.running.pop()
-            self._requeue(victim, RequestStatus.PREEMPTED)
-            plan.preempted_req_ids.append(victim.request_id)
-            if victim is request:
-                return None
-        return new_block_ids
-
-    def _schedule_waiting(self, plan: StepPlan) -> None:
-        while plan.budget > 0 and len(self.running) < self.config.max_num_seqs:
-            only_begun = self.pause_state is not PauseState.UNPAUSED
-            request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)
-            if request is None:
-                break
-            self._start(request, plan)
-
-    def _start(self, request: Request, plan: StepPlan) -> None:
-        num_new_tokens = self._budget.chunk(request, plan.budget)
-        if self._remote is not None:
-            self._early_outputs += self._remote.starts(request, num_new_tokens)
-        new_block_ids = self.kv.allocate(request, num_new_tokens)
-        assert new_block_ids is not None, "an admitted request has room"
-        if self._policy is SchedulingPolicy.PRIORITY:
-            bisect.insort(self.running, request, key=priority_key)
-        else:
-            self.running.append(request)
-        self._recorder.started(request)
-        if request.status is RequestStatus.PREEMPTED:
-            plan.add_resumed(request, num_new_tokens)
-        else:
-            plan.add_new(request, num_new_tokens)
-        request.set_status(RequestStatus.RUNNING)
-
-    def _requeue(self, request: Request, status: RequestStatus) -> None:
-        if self._remote is not None:
-            self._remote.connector.request_preempted(request)
-        self.kv.free(request)
-        request.set_status(status)
-        if status is RequestStatus.PREEMPTED:
-            self._recorder.preempted(request)
-        self.waiting.prepend(request)
 
     def _admit_compiled(self) -> None:
         """Whose grammar is there waits from now on like any other."""

@@ -83,3 +83,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Of the prompt tokens that this step computed the logits of, of the requests that ask, in order."""
     num_nans_in_logits: dict[str, int] = {}
     """Of the requests whose row had any, if they are counted."""
+    without_choice: list[str] = []
+    """Requests that are to draw a token, and whose masks leave none; in ``sampled_token_ids`` they have none."""

@@ -1,5 +1,6 @@
 """A step while the scheduler plans it."""
 
+from .messages import EngineCoreOutput
 from .request import Request
 from .scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -15,6 +16,7 @@ class StepPlan:
         "_req_ids",
         "_resumed",
         "budget",
+        "early_outputs",
         "finished_req_ids",
         "num_scheduled_tokens",
         "preempted_req_ids",
@@ -26,6 +28,7 @@ class StepPlan:
         self.num_scheduled_tokens: dict[str, int] = {}
         self.preempted_req_ids: list[str] = []
         self.finished_req_ids: list[str] = []
+        self.early_outputs: list[EngineCoreOutput] = []
         self._new: list[NewRequestData] = []
         self._req_ids: list[str] = []
         self._new_block_ids: list[list[int]] = []

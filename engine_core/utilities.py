@@ -33,6 +33,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "is_sleeping": core.sleeping.is_sleeping,
         "reload_weights": core.sleeping.reload_weights,
         "profile": core.profile,
+        "collective_rpc": core.collective_rpc,
         "failpoints_fired": core.failpoints_fired,
         "num_leases": core.num_leases,
     }

@@ -81,5 +81,8 @@ class Worker(Protocol):
         Raises ``ValueError`` without one, or when it was not the other's turn.
         """
 
+    def resident_bytes(self) -> int:
+        """Memory of the worker's process that the system holds for it now."""
+
     def shutdown(self) -> None:
         """Gives everything back. Idempotent."""

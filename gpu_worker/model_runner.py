@@ -138,7 +138,7 @@ class ModelRunner:
         if not len(inputs.sampled):
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
-        kept = None
+        kept, masked = None, []
         if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
             tokens = self._device_sampler.sample(executed.logits, *self._batch.sampling(inputs))
         else:
@@ -150,9 +150,14 @@ class ModelRunner:
                 allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
             self._batch.logits_processors.apply(logits, rows)
             tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
+            if self._batch.logits_processors:
+                masked = np.flatnonzero(np.isneginf(logits[np.arange(len(tokens)), tokens])).tolist()
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]
+        for row in masked:
+            output.sampled_token_ids[indices[row]] = []
+            output.without_choice.append(inputs.req_ids[indices[row]])
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}

@@ -10,6 +10,7 @@ import torch
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.kv_transport import KVPool
 from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.process_memory import resident_bytes
 from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import ModelInfo
 
@@ -140,6 +141,9 @@ class ModelWorker:
             self._profiler.start()
         else:
             self._profiler.stop()
+
+    def resident_bytes(self) -> int:
+        return resident_bytes()
 
     def shutdown(self) -> None:
         self._profiler.close()

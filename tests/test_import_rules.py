@@ -31,6 +31,7 @@ PLAIN_DATA = {
         "kv_transport",
         "messages",
         "pool_memory",
+        "process_memory",
         "prompt_embeds",
         "sampling_params",
         "scheduler_output",
@@ -168,7 +169,8 @@ def test_the_search_finds_the_modules() -> None:
 
 @pytest.mark.parametrize("module", modules_of("tokenloom.engine_core"), ids=lambda module: module.name)
 def test_engine_core(module: Module) -> None:
-    never = () if module.name == "tokenloom.engine_core.async_client" else ("asyncio", "zmq.asyncio")
+    asynchronous = ("tokenloom.engine_core.async_client", "tokenloom.engine_core.async_socket")
+    never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     third_party = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
     assert not violations("tokenloom.engine_core", third_party=third_party, never=never, modules=[module])
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from tokenloom.services.engine.structured_output import structured_output_config
 
 _MAX_NUM_SEQS = 128
@@ -23,6 +23,7 @@ def engine_config(
     enable_prefix_caching: bool,
     enable_chunked_prefill: bool,
     async_scheduling: bool,
+    distributed_executor_backend: str,
     kv_cache_memory_bytes: int | None,
     num_gpu_blocks_override: int | None,
 ) -> EngineConfig:
@@ -50,6 +51,7 @@ def engine_config(
         worker=worker,
         cache=cache,
         scheduler=scheduler,
+        parallel=ParallelConfig(distributed_executor_backend=distributed_executor_backend),
         structured_output=structured_output_config(path),
         max_model_len=max_model_len,
     )

@@ -52,6 +52,7 @@ class LLM:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         async_scheduling: bool = False,
+        distributed_executor_backend: str = "uni",
         kv_cache_memory_bytes: int | None = None,
         num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float | None = None,
@@ -75,6 +76,7 @@ class LLM:
             enable_prefix_caching: Whether requests share the KV blocks of equal beginnings.
             enable_chunked_prefill: Whether a prompt may take several steps.
             async_scheduling: Whether the next step is scheduled while one runs.
+            distributed_executor_backend: ``uni``: the worker is in this process; ``mp``: in one of its own.
             kv_cache_memory_bytes: Size of the KV cache; None: from the memory that is free after a profile run.
             num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
             gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
@@ -101,6 +103,7 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             async_scheduling=async_scheduling,
+            distributed_executor_backend=distributed_executor_backend,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )
@@ -211,6 +214,20 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets the KV blocks of earlier prompts."""
         return bool(self._client.call_utility("reset_prefix_cache"))
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the memory of weights and KV cache back to the system (levels as in vLLM)."""
+        self._client.call_utility("sleep", level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes ``weights`` or ``kv_cache``, or both (None), into use again."""
+        self._client.call_utility("wake_up", tags)
+
+    def collective_rpc(self, method: str, args: Sequence[object] = ()) -> list[object]:
+        """Calls ``profile`` or ``resident_bytes`` on every worker; their results, by rank."""
+        results = self._client.call_utility("collective_rpc", method, list(args))
+        assert isinstance(results, list)
+        return results
 
     def close(self) -> None:
         """Gives model and KV cache back. Idempotent; the object is of no more use."""

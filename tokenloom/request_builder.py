@@ -114,6 +114,7 @@ class RequestBuilder:
             self._vocabulary,
             prompt.token_ids,
             stop=params.stop_strings(),
+            min_tokens=params.min_tokens,
             include_stop_str=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
             spaces_between_special=params.spaces_between_special_tokens,

@@ -8,9 +8,12 @@ import msgspec
 from ..serialization import call_with_raw, to_raw
 from ..worker import Worker
 
-WORKER_METHODS: Final = frozenset(
-    {"load_model", "determine_available_memory", "initialize_kv_cache", "sleep", "wake_up", "reload_weights", "profile"}
-)
+CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})
+"""What a core's clients may call too: nothing that the core must know of."""
+WORKER_METHODS: Final = CLIENT_METHODS | {
+    *("load_model", "determine_available_memory", "initialize_kv_cache"),
+    *("sleep", "wake_up", "reload_weights"),
+}
 """What may be called by name; arguments and results are msgspec types."""
 
 

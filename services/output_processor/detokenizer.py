@@ -26,7 +26,7 @@ class Detokenizer:
     it beyond a stop string. Tokens of earlier attempts are stepped like new ones.
     """
 
-    __slots__ = ("_include_stop", "_stop", "_stopped", "_stream", "num_tokens")
+    __slots__ = ("_include_stop", "_min_tokens", "_stop", "_stopped", "_stream", "num_tokens")
 
     def __init__(
         self,
@@ -34,19 +34,21 @@ class Detokenizer:
         prompt_ids: Sequence[int],
         *,
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         include_stop_str: bool = False,
         skip_special: bool = True,
         spaces_between_special: bool = True,
         detokenize: bool = True,
     ) -> None:
-        """``prompt_ids``: what the output continues (the last few decide); ``stop``: none empty. Without
-        ``detokenize`` tokens are counted, and give no text."""
+        """``prompt_ids``: what the output continues (the last few decide); ``stop``: none empty;
+        ``min_tokens``: so many complete none. Without ``detokenize`` tokens are counted, and give no text."""
         self._stream: TextStream = NoText()
         if detokenize:
             self._stream = open_text_stream(
                 vocabulary, prompt_ids, skip_special, spaces_between_special_tokens=spaces_between_special
             )
         self._stop = StopStrings(stop, include_stop_str) if stop else None
+        self._min_tokens = min_tokens
         self._include_stop = include_stop_str
         self._stopped = False
         self.num_tokens = 0
@@ -86,6 +88,9 @@ class Detokenizer:
     def _show(self, text: str, texts: list[str]) -> Match | None:
         if self._stop is None:
             texts.append(text)
+            return None
+        if self.num_tokens <= self._min_tokens:
+            texts.append(self._stop.pass_over(text))
             return None
         found = self._stop.feed(text)
         if isinstance(found, Match):

@@ -44,6 +44,7 @@ class RequestState:
             vocabulary,
             submit.prompt.token_ids,
             stop=text.stop,
+            min_tokens=submit.sampling_params.min_tokens,
             include_stop_str=text.include_stop_str_in_output,
             skip_special=text.skip_special_tokens if text.HasField("skip_special_tokens") else True,
             spaces_between_special=(

@@ -26,21 +26,33 @@ class StopStrings:
 
     def feed(self, text: str) -> str | Match:
         """Text that can be shown now, or the match that ends first; among equals the first in the list."""
+        num_held = len(self._held)
         text = self._held + text
-        ends = [(start + len(stop), i) for i, stop in enumerate(self._stop) if (start := text.find(stop)) >= 0]
+        ends = []
+        for i, stop in enumerate(self._stop):
+            start = text.find(stop, max(0, num_held - len(stop) + 1))  # what is held ends none, or may not
+            if start >= 0:
+                ends.append((start + len(stop), i))
         if ends:
             end, i = min(ends)
             stop = self._stop[i]
             self._held = ""
             return Match(stop, text[: end if self._include else end - len(stop)])
-        keep = min((_partial_match(text, stop) for stop in self._stop), default=len(text))
-        self._held = text[keep:]
-        return text[:keep]
+        return self._hold(text)
+
+    def pass_over(self, text: str) -> str:
+        """Like :meth:`feed` for text that may begin a stop string, but not complete one."""
+        return self._hold(self._held + text)
 
     def finish(self) -> str:
         """The text held back: no stop string can be completed any more."""
         held, self._held = self._held, ""
         return held
+
+    def _hold(self, text: str) -> str:
+        keep = min((_partial_match(text, stop) for stop in self._stop), default=len(text))
+        self._held = text[keep:]
+        return text[:keep]
 
 
 def _partial_match(text: str, stop: str) -> int:

@@ -41,6 +41,7 @@ class Edge(grpc.aio.ServerInterceptor):
         self._tracer = tracer
         self._is_ready = is_ready
         self._check_caller = check_caller
+        self._guarded: dict[str, tuple[_Handler, _Handler]] = {}  # by method: as many as there are
         self.authorize: Authorize | None = None
 
     async def intercept_service(
@@ -59,12 +60,19 @@ class Edge(grpc.aio.ServerInterceptor):
         if self._tracer is not None and handler is not None and handler.unary_unary is not None:
             handler = _traced(handler, method, self._tracer)
         if handler is not None:
-            return _guarded(
-                handler, partial(self._check_caller, method) if self._check_caller and not is_open else _all
-            )
+            return self._guard(method, handler, is_open=is_open)
         if not self._is_ready():
             return _refusing(errors.Unavailable("this part is still starting"))
         return None  # gRPC's own UNIMPLEMENTED
+
+    def _guard(self, method: str, handler: "grpc.RpcMethodHandler[Any, Any]", *, is_open: bool) -> _Handler:
+        """Once for all calls of a method."""
+        known, guarded = self._guarded.get(method, (None, None))
+        if known is not handler:
+            admit = partial(self._check_caller, method) if self._check_caller and not is_open else _all
+            guarded = _guarded(handler, admit)
+            self._guarded[method] = handler, guarded
+        return guarded
 
 
 def _traced(handler: "grpc.RpcMethodHandler[Any, Any]", method: str, tracer: Tracer) -> _Handler:

@@ -1,5 +1,6 @@
 """What is made of a run through a mesh; the mesh itself, once."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,16 @@ import pytest
 
 from tokenloom.bench.events import Outcome
 from tokenloom.bench.load import LoadResult
-from tokenloom.bench.mesh import MeshCase, added_ms, mesh_options, run_case, steady_rate, summarize, tables
+from tokenloom.bench.mesh import (
+    MeshCase,
+    added_ms,
+    lag_by_quarter,
+    mesh_options,
+    run_case,
+    steady_rate,
+    summarize,
+    tables,
+)
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 CASE = MeshCase(step_ms=20.0, batch=4, seconds=1.0, output_len=10)
@@ -39,6 +49,18 @@ def test_what_the_engine_took_is_not_the_meshs() -> None:
     assert added["added_ttft_ms"] == [pytest.approx(20.0)]
     assert added["added_itl_ms"] == [pytest.approx(1.0)] * 9
     assert added["lag_ms"] == [pytest.approx(239.0 - 220.0)]
+
+
+def test_a_lag_that_grows_shows_in_the_quarters() -> None:
+    outcomes = [outcome(float(i), ttft=0.05 + 0.01 * (i // 2)) for i in range(8)]
+    first, *_, last = lag_by_quarter([*reversed(outcomes), Outcome(0.0, error="HTTP 503")])
+    assert last - first == pytest.approx(30.0)
+    assert lag_by_quarter(outcomes[:1]) == [first]
+
+
+def test_an_engine_may_overlap_its_steps() -> None:
+    assert "--async-scheduling" in mesh_options(DEMO_MODEL, replace(CASE, async_scheduling=True)).flags["engine"]
+    assert "--async-scheduling" not in mesh_options(DEMO_MODEL, CASE).flags["engine"]
 
 
 def test_a_steady_rate_leaves_ramp_and_end_out() -> None:

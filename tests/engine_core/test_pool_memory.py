@@ -1,12 +1,12 @@
 import fcntl
 import mmap
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.process_memory import resident_bytes
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -77,7 +77,3 @@ def test_discarded_memory_is_the_systems_again_and_reads_as_zeros(shared: bool) 
     assert not view.any()
     view[5] = 3
     assert view.sum() == 3, "the views go on working"
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -6,9 +6,10 @@ from tests.engine_core.executor.late import LateExecutor
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.messages import FinishReason
-from tokenloom.engine_core.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.messages import EngineCoreOutput, FinishReason
+from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class NotingWorker(HashWorker):
@@ -70,6 +71,40 @@ def test_a_token_of_a_step_in_flight_counts_though_its_request_was_preempted() -
         assert tokens_of(outputs[name]) == expected_tokens(prompt, 30, VOCAB_SIZE)
         assert [output.token_index for output in outputs[name]] == list(range(30))
     assert core.scheduler.stats().num_preemptions
+    check_idle(core.scheduler)
+
+
+class ChoosyWorker(HashWorker):
+    """Has no token for ``a`` in its third step."""
+
+    num_steps = 0
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        self.num_steps += 1
+        output = super().sample_tokens(grammar)
+        if self.num_steps == 3:
+            output.sampled_token_ids[output.req_ids.index("a")] = []
+            output.without_choice.append("a")
+        return output
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_who_may_draw_no_token_ends_with_the_field_at_fault(overlaps: bool, is_preempted: bool) -> None:
+    config = make_config(async_scheduling=overlaps)
+    worker = ChoosyWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
+    core = EngineCore(config, LateExecutor(worker) if overlaps else UniProcExecutor(worker))
+    for name in "ab":
+        core.add_request(make_request(name, [1, 2, 3], 6))
+    outputs: list[EngineCoreOutput] = []
+    for step in range(20):
+        if is_preempted and step == 3:
+            core.reset_prefix_cache(preempt_running=True)
+        outputs += core.step().outputs
+    *told, last = [output for output in outputs if output.request_id == "a"]
+    assert tokens_of(told) == expected_tokens([1, 2, 3], 2, VOCAB_SIZE)
+    assert (last.finish_reason, last.error_field) == (FinishReason.ERROR, "allowed_token_ids")
+    assert len(tokens_of([output for output in outputs if output.request_id == "b"])) == 6
     check_idle(core.scheduler)
 
 

@@ -163,3 +163,13 @@ def test_nan_logits_are_counted_when_asked(model, count_nans):
     step = SchedulerOutput([new("a"), new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
     runner.execute(step)
     assert runner.sample().num_nans_in_logits == ({"a": 3} if count_nans else {})
+
+
+def test_a_row_whose_masks_leave_nothing_draws_no_token(runner):
+    params = SamplingParams(max_tokens=4, seed=1, allowed_token_ids=(300, 301), bad_words=((300,), (301,)))
+    masked = NewRequestData("a", PROMPTS["a"], [], params, BLOCKS["a"], 0)
+    step = SchedulerOutput([masked, new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
+    runner.execute(step)
+    output = runner.sample()
+    assert output.without_choice == ["a"]
+    assert [len(token_ids) for token_ids in output.sampled_token_ids] == [0, 1]

@@ -1,6 +1,5 @@
 """A real model's engine asleep: its memory is the system's, and awake it says the same."""
 
-import mmap
 import os
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerCon
 from tokenloom.engine_core.errors import UtilityError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.messages import EngineCoreRequest
+from tokenloom.engine_core.process_memory import resident_bytes
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.gpu_worker.cpu_worker import CPUWorker
 from tokenloom.gpu_worker.memory import return_freed
@@ -30,10 +30,6 @@ SHAPES = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def make_client(model: Path, profiler_dir: str = "") -> InprocClient:

@@ -161,6 +161,21 @@ async def test_prefill_and_decode_apart(socket_dir: Path, prompt_tokens: int) ->
         await mesh.check_nothing_is_left()
 
 
+async def test_the_prefill_engine_tells_of_a_long_prompt_whatever_is_cached(socket_dir: Path) -> None:
+    """Computed in several steps, the decode engine reading along; then again, with all of it in both caches."""
+    prompt = [i * 7 % VOCAB_SIZE for i in range(600)]
+    async with SplitMesh(socket_dir).running() as mesh, mesh.http() as http:
+        expected = prompt_logprobs(mesh, prompt)
+        for _ in range(2):
+            (choice,) = (await post(http, prompt=prompt, max_tokens=4, prompt_logprobs=1))["choices"]
+            first, *rest = choice["prompt_logprobs"]
+            assert first is None
+            assert [told[str(i)]["logprob"] for told, i in zip(rest, prompt[1:], strict=True)] == expected[1:]
+            assert choice["token_ids"] == mesh.expected(prompt, 4)
+        assert mesh.of_role("decode").stats.kv_blocks_received > 0
+        await mesh.check_nothing_is_left()
+
+
 async def test_what_a_prompt_becomes(mesh: Mesh, http: httpx.AsyncClient) -> None:
     whole = mesh.encode("Once upon a time there was")
     cut = (await post(http, prompt="Once upon a time there was", max_tokens=4, truncate_prompt_tokens=3))["choices"][0]

@@ -16,6 +16,7 @@ ARGUMENTS = {
     "enable_prefix_caching": True,
     "enable_chunked_prefill": True,
     "async_scheduling": False,
+    "distributed_executor_backend": "uni",
     "kv_cache_memory_bytes": None,
     "num_gpu_blocks_override": None,
 }
@@ -47,7 +48,8 @@ def test_dtypes(dtype, name):
     [
         name
         for name, value in ARGUMENTS.items()
-        if name not in ("device", "dtype", "quantization") and not isinstance(value, bool)
+        if name not in ("device", "distributed_executor_backend", "dtype", "quantization")
+        and not isinstance(value, bool)
     ],
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])

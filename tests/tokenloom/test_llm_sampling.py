@@ -113,6 +113,22 @@ def test_bad_words_do_not_appear_nor_change_what_is_before_them(llm):
     assert without.text[: end - 1] == plain.text[: end - 1]
 
 
+def test_masks_that_leave_nothing_are_an_error_that_names_them(llm):
+    with pytest.raises(ValueError, match="allowed_token_ids: none of them may come next"):
+        greedy(llm, allowed_token_ids=[300, 301], stop_token_ids=[300, 301], min_tokens=4)
+    assert greedy(llm).token_ids
+
+
+def test_no_stop_string_counts_before_min_tokens(llm):
+    plain = greedy(llm)
+    texts = [llm.get_tokenizer().decode([token_id]) for token_id in plain.token_ids]
+    stop = texts[2].strip()
+    assert greedy(llm, stop=[stop], min_tokens=2).token_ids == plain.token_ids[:3]
+    late = greedy(llm, stop=[stop], min_tokens=3)
+    assert len(late.token_ids) > 3
+    assert stop in late.text
+
+
 def test_no_end_before_min_tokens(llm):
     plain = greedy(llm)
     stop = plain.token_ids[2]

@@ -28,6 +28,9 @@ def mesh(
     seconds: Annotated[float, typer.Option(min=0.1, help="About how long each run takes.")] = 10.0,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 16,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    async_scheduling: Annotated[
+        bool, typer.Option("--async-scheduling", help="The engine schedules its next step while one runs.")
+    ] = False,
     model: Annotated[str, typer.Option(help="Whose tokenizer to use.")] = DEMO_MODEL_NAME,
     output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
     as_json: AsJson = False,
@@ -38,7 +41,7 @@ def mesh(
     with failures(), bars() as bar:
         for ms in step_ms or _STEPS_MS:
             for size in batch or _BATCHES:
-                case = mesh_bench.MeshCase(ms, size, seconds, input_len, output_len)
+                case = mesh_bench.MeshCase(ms, size, seconds, input_len, output_len, async_scheduling)
                 reports.append(asyncio.run(mesh_bench.run_case(path, case, partial(bar, case.title))))
     report = {"machine": machine.describe(), "cases": reports}
     show(report, mesh_bench.tables(reports), as_json=as_json, path=output_json)

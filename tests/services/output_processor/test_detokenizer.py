@@ -43,6 +43,21 @@ def test_a_stop_string_counts_the_token_that_completes_it(byte_level_tokenizer: 
     assert detokenizer.num_tokens == 3
 
 
+def test_no_stop_string_is_completed_before_min_tokens(byte_level_tokenizer: Tokenizer) -> None:
+    vocabulary = Vocabulary(byte_level_tokenizer)
+    ids = ids_of(byte_level_tokenizer, "x", "y", "z", "y", "z")
+    for min_tokens, expected in (
+        (2, ("x", StopMatch("yz", 3))),
+        (3, ("xyz", StopMatch("yz", 5))),
+        (5, ("xyzyz", None)),
+    ):
+        for steps in ([ids], [[token_id] for token_id in ids]):
+            detokenizer = Detokenizer(vocabulary, [], stop=["yz"], min_tokens=min_tokens)
+            found = [detokenizer.step(step) for step in steps]
+            match = next((match for _, match in found if match is not None), None)
+            assert ("".join(text for text, _ in found) + detokenizer.finish(), match) == expected
+
+
 def test_the_stop_string_is_kept_on_request(byte_level_tokenizer: Tokenizer) -> None:
     ids = ids_of(byte_level_tokenizer, "x", "y", "z", "w")
     detokenizer = Detokenizer(Vocabulary(byte_level_tokenizer), [], stop=["yz"], include_stop_str=True)

@@ -44,6 +44,30 @@ def test_equals_searching_the_whole_text(pieces: list[str], stop: list[str], inc
     assert shown + matcher.finish() == whole
 
 
+@given(pieces=pieces, stop=stops, num_passed=st.integers(0, 6))
+def test_what_was_passed_over_completes_nothing_but_may_begin_a_match(
+    pieces: list[str], stop: list[str], num_passed: int
+) -> None:
+    matcher = StopStrings(stop)
+    shown = whole = ""
+    for piece in pieces[:num_passed]:
+        shown += matcher.pass_over(piece)
+        whole += piece
+    for piece in pieces[num_passed:]:
+        found = matcher.feed(piece)
+        ends = range(len(whole) + 1, len(whole + piece) + 1)
+        whole += piece
+        expected = next(((end, string) for end in ends for string in stop if whole[:end].endswith(string)), None)
+        if isinstance(found, Match):
+            assert expected is not None
+            end, string = expected
+            assert (found.stop_string, shown + found.text) == (string, whole[: end - len(string)])
+            return
+        assert expected is None
+        shown += found
+    assert shown + matcher.finish() == whole
+
+
 @pytest.mark.parametrize(
     ("stop", "text", "expected"),
     [

@@ -1,0 +1,68 @@
+"""Workers in processes of their own: when one is gone its engine is, and says so to everybody."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.mesh.harness import MAX_MODEL_LEN, MODEL, SOON, Mesh
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+PROMPTLY = 3.0
+
+
+@asynccontextmanager
+async def engine(mesh: Mesh) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tokenloom.services.engine", "--instance-id", "engine-0", "--log-level", "error"),
+        *("--listen", mesh.address("engine-0"), "--coordinator", mesh.address("coordinator-0")),
+        *("--worker", "hash", "--max-model-len", str(MAX_MODEL_LEN), "--num-kv-blocks", "512"),
+        *("--metrics-listen", "", "--hash-step-seconds", "0.01", "--distributed-executor-backend", "mp"),
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def workers_of(pid: int) -> Iterator[int]:
+    """Those among all that this process, and its children, started."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            if b"worker_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                yield child
+            yield from workers_of(child)
+
+
+async def stream_lines(http: Any) -> list[str]:
+    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        return [line async for line in response.aiter_lines() if line]
+
+
+async def test_a_killed_worker_fails_requests_with_an_error_worth_a_retry(socket_dir: Path) -> None:
+    mesh = Mesh(socket_dir, engines=0)
+    async with asyncio.timeout(2 * SOON), engine(mesh) as process, mesh.running(), mesh.http() as http:
+        short = await http.post("/v1/completions", json={**LONG, "max_tokens": 5, "return_token_ids": True})
+        assert short.json()["choices"][0]["token_ids"] == mesh.expected([1, 2, 3], 5)
+        (worker,) = workers_of(process.pid)
+        whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
+        streamed = asyncio.create_task(stream_lines(http))
+        while await mesh.gauge("num_requests_running") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        started = time.monotonic()
+        os.kill(worker, signal.SIGKILL)
+        response, lines = await whole, await streamed
+        assert time.monotonic() - started < PROMPTLY
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert await process.wait() != 0, "whoever runs it starts another"
+        await mesh.until_missing("engine")

@@ -1,0 +1,105 @@
+"""The offline API with its worker in a process of its own."""
+
+import gzip
+import os
+import signal
+
+import pytest
+
+from tests.engine_core.processes import has_ended
+from tokenloom import LLM, SamplingParams
+from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
+from tokenloom.engine_core.errors import ExecutorFailedError, UtilityError
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.executor.registry import make_executor
+from tokenloom.engine_core.messages import EngineCoreRequest, FinishReason
+from tokenloom.engine_core.sampling_params import SamplingParams as CoreParams
+from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
+PROMPTS = ["Once upon a time", "The dog", [5, 6, 7]]
+
+
+def make_llm(backend):
+    return LLM(
+        "tokenloom-demo",
+        dtype="float32",
+        max_model_len=256,
+        num_gpu_blocks_override=2000,
+        distributed_executor_backend=backend,
+    )
+
+
+def say(llm):
+    return [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def executor_of(llm):
+    executor = llm._client._core.executor
+    assert isinstance(executor, MultiprocExecutor)
+    return executor
+
+
+@pytest.fixture(scope="module")
+def expected():
+    llm = make_llm("uni")
+    yield [(sample.token_ids, sample.text) for sample in say(llm)]
+    llm.close()
+
+
+def test_the_same_tokens_asleep_and_awake_and_with_reloaded_weights(expected):
+    llm = make_llm("mp")
+    assert [(sample.token_ids, sample.text) for sample in say(llm)] == expected
+    long = SamplingParams(temperature=0.0, max_tokens=2)
+    llm.generate([[index] + [7] * 240 for index in range(100)], long, use_tqdm=False)  # fills the pool
+    (awake,) = llm.collective_rpc("resident_bytes")
+    llm.sleep()
+    (asleep,) = llm.collective_rpc("resident_bytes")
+    assert awake - asleep > DEMO_MODEL.joinpath("model.safetensors").stat().st_size
+    llm.wake_up()
+    assert [(sample.token_ids, sample.text) for sample in say(llm)] == expected
+    llm._client.call_utility("reload_weights", str(DEMO_MODEL))
+    assert [(sample.token_ids, sample.text) for sample in say(llm)] == expected
+    with pytest.raises(UtilityError, match="without profiler_dir"):
+        llm.collective_rpc("profile", [True])
+    with pytest.raises(
+        UtilityError, match=r"no method 'sleep' of workers to call; there are \['profile', 'resident_by"
+    ):
+        llm.collective_rpc("sleep", [1])
+    pid = executor_of(llm).workers[0].pid
+    llm.close()
+    assert has_ended(pid)
+
+
+def test_a_killed_worker_ends_the_call_in_an_error():
+    llm = make_llm("mp")
+    steps = llm.stream(PROMPTS, GREEDY)
+    next(steps)
+    os.kill(executor_of(llm).workers[0].pid, signal.SIGKILL)
+    with pytest.raises(ExecutorFailedError, match="worker 0 ended with status -9"):
+        list(steps)
+    llm.close()
+
+
+def test_what_does_not_work_is_a_value_error():
+    with pytest.raises(ValueError, match="distributed_executor_backend is 'ray'; there are uni and mp"):
+        make_llm("ray")
+
+
+def test_a_profile_of_what_the_worker_computes(tmp_path):
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(DEMO_MODEL), num_threads=1, profiler_dir=str(tmp_path)),
+        cache=CacheConfig(num_blocks=64),
+        parallel=ParallelConfig(distributed_executor_backend="mp"),
+    )
+    client = InprocClient(config, make_executor(config, CPUWorker))
+    client.call_utility("profile", True)
+    client.add_request(EngineCoreRequest("a", [5, 6, 7], CoreParams(max_tokens=1, seed=0)))
+    (output,) = client.get_output().outputs
+    assert output.finish_reason is FinishReason.LENGTH
+    client.call_utility("profile", False)
+    (trace,) = tmp_path.iterdir()
+    assert b"aten::" in gzip.decompress(trace.read_bytes())
+    client.close()

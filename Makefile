@@ -79,7 +79,19 @@ wheels: install ## the package and all that it needs as wheels in build/wheels, 
 containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (as root, on Debian)
 	$(BIN)/python -m tests.containers.run
 
+metrics-docs: install ## write docs/metrics.md from a running mesh
+	$(BIN)/python -m tests.observability.catalogue
+
+metrics-check: install ## promtool over every /metrics of a running mesh, and over the rules and their tests (Debian: prometheus)
+	$(BIN)/python -m tests.observability.catalogue --check
+	promtool check rules observability/prometheus/alerts.yml
+	promtool test rules observability/prometheus/alerts_test.yml
+	promtool check config --syntax-only observability/prometheus/prometheus.yml
+
+clients: install ## the clients that users have, as they are, against one mesh; each in an environment of its own under build/clients
+	$(BIN)/python -m tests.clients.run
+
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers help
+.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients help

@@ -89,7 +89,7 @@ KV_FAILURES = (
     "lease_expired", "lease_revoked", "generation_changed", "checksum", "transport", "owner_lost", "layout", "digest",
     "not_found", "timeout",
 )  # fmt: skip
-"""Reasons of a local recompute: label ``reason`` of ``tokenloom:kv_recompute_total``."""
+"""Reasons of a local recompute: label ``reason`` of ``tokenloom_kv_recompute_total``."""
 
 
 # KV thread → front.

@@ -32,10 +32,10 @@ class CoordinatorService:
             policy=Policy(max_waiting=self._settings.max_waiting, pd_threshold=self._settings.pd_threshold),
             settle_seconds=self._settings.settle_seconds,
         )
-        engines = Gauge("tokenloom:engines", "Engines that are joined.", registry=host.metrics)
+        engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))
         picks = Counter(
-            "tokenloom:picks", "Legs to place: WHOLE, PREFILL, DECODE or why not.", ("outcome",), registry=host.metrics
+            "tokenloom_picks", "Legs to place: WHOLE, PREFILL, DECODE or why not.", ("outcome",), registry=host.metrics
         )
         self.servicer = CoordinatorServicer(registry, changes, self._settings.instance_id, host.epoch, picks)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)

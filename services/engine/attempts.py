@@ -15,6 +15,7 @@ from tokenloom.engine_core.messages import (
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
 from ..runtime import errors, validation
+from ..runtime.tracing import Headers, pick_headers
 from .core_request import to_core_request
 from .frame_builder import FrameBuilder
 
@@ -42,6 +43,7 @@ class Attempt:
         awaits_tokens: Decode leg: tokens of the prefill leg are still to come.
         kv_wait_ns: Decode leg: time spent waiting for KV of another engine.
         on_end: Told once it is not live any more.
+        trace_headers: Of the trace that it is a part of, if of any.
         saw_nans: A token of it was drawn from logits that were not all numbers.
         arrival: Of the Add, monotonic seconds; so are ``first_token_at`` and ``last_token_at``.
     """
@@ -59,6 +61,7 @@ class Attempt:
     awaits_tokens: bool = False
     kv_wait_ns: int = 0
     on_end: Callable[[], None] | None = None
+    trace_headers: Headers | None = None
     prefill_stats: PrefillStats | None = None
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -123,6 +126,7 @@ class Attempts:
             arrival=self._clock(),
             lease_id=request.lease_id,
             awaits_tokens=request.awaits_tokens,
+            trace_headers=pick_headers(add.trace_headers.items()) if add.trace_headers else None,
         )
         self._live[add.slot] = attempt
         return attempt, request

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from typing import NoReturn, Protocol
@@ -11,11 +12,16 @@ from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.messages import AcceptTokens, CoreReady, EngineCoreOutputs
 
 from ..runtime.errors import TokenloomError, Unavailable
+from ..runtime.logs import RequestLog
+from ..runtime.tracing import Tracer
+from .attempt_trace import trace_attempt
 from .attempts import Attempt
 from .engine_metrics import EngineMetrics
 from .kv_event_feed import KVEventFeed
 from .load import LoadTracker
 from .request_events import log_events
+
+log = logging.getLogger(__name__)
 
 
 class OutputStream(Protocol):
@@ -36,10 +42,12 @@ class CoreLink:
         *,
         kv_events: KVEventFeed | None = None,
         logs_events: bool = False,
+        tracer: Tracer | None = None,
     ) -> None:
         """``kv_events``: where the prefix cache's go; ``logs_events``: whether requests' are logged."""
         self._kv_events = kv_events
         self._logs_events = logs_events
+        self._tracer = tracer
         self._client = client
         self._load = load
         self._metrics = metrics
@@ -160,6 +168,11 @@ class CoreLink:
     def _ended(self, attempt: Attempt, now: float) -> None:
         self._load.ended()
         self._metrics.observe_end(attempt, now)
+        assert attempt.finish_reason is not None
+        reason = attempt.finish_reason.name.lower()
+        RequestLog(log, attempt.request_id).debug("ended: %s, %d tokens", reason, attempt.num_output_tokens)
+        if self._tracer is not None and attempt.trace_headers:
+            trace_attempt(self._tracer, attempt, attempt.trace_headers, now)
         if attempt.on_end is not None:
             attempt.on_end()
 

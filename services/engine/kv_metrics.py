@@ -1,11 +1,13 @@
-"""Metrics of KV that moves between engines, under ``tokenloom:``: vLLM has no names for them."""
+"""Metrics of KV that moves between engines, under ``tokenloom_``: vLLM has no names for them."""
+
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.engine_core.kv_messages import KV_FAILURES
 from tokenloom.engine_core.messages import SchedulerStats
 
-PREFIX = "tokenloom:"
+PREFIX = "tokenloom_"
 
 
 class KVMetrics:
@@ -35,6 +37,11 @@ class KVMetrics:
         )
         for reason in KV_FAILURES:  # rates need a start
             self._recomputes.labels(*self._labels, reason)
+
+    def start_transports(self, names: Iterable[str]) -> None:
+        """Shows zero bytes for each transport that may be used: rates need a start."""
+        for name in names:
+            self._bytes.labels(*self._labels, name)
 
     def observe_recompute(self, reason: str) -> None:
         """A request went to the core without the KV that it came for."""

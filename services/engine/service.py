@@ -72,6 +72,7 @@ class EngineService:
             engine_metrics,
             kv_events=self._kv_events,
             logs_events=settings.log_request_events,
+            tracer=host.tracer,
         )
         try:
             ready = await core.start()
@@ -83,6 +84,7 @@ class EngineService:
         _show_token_costs(host, engine_metrics, self._client)
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
         if settings.transports:
+            engine_metrics.kv.start_transports(name for name in settings.transports if name != "auto")
             observe = engine_metrics.kv.observe_recompute
             self._kv = KVFront(settings, self._client, core, self._load, ready, host, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)

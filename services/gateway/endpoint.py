@@ -1,13 +1,19 @@
 """An endpoint that generates: body in, JSON or a stream of events out."""
 
+import logging
+
 from ..runtime import errors
-from . import sse
+from ..runtime.logs import RequestLog
+from ..runtime.tracing import NO_HEADERS, Headers, pick_headers
+from . import orca, sse
 from .answer import Answer, Api
 from .body import decode_object, read_body
 from .collector import Delta
 from .disconnect import until_disconnected
 from .exchange import Exchange
 from .generation import Generation, Generator
+
+log = logging.getLogger(__name__)
 
 
 def check_model(name: object, served: str) -> None:
@@ -19,6 +25,13 @@ def check_model(name: object, served: str) -> None:
     raise errors.ModelNotFound(
         f"no model named {name[:128]!r} is served; GET /v1/models lists those that are", field="model"
     )
+
+
+def trace_headers(exchange: Exchange) -> Headers:
+    """Of the client's trace, if it has begun one."""
+    if b"traceparent" not in exchange.headers:
+        return NO_HEADERS
+    return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
 class Endpoint:
@@ -34,7 +47,11 @@ class Endpoint:
         body = decode_object(await read_body(exchange.headers, exchange.receive, self._max_body_bytes))
         check_model(body.get("model"), self._model)
         job, options = self._api.read(body)
-        async with until_disconnected(exchange.receive), self._generator.open(job) as generation:
+        if (wanted := exchange.headers.get(orca.REQUEST_HEADER)) is not None:
+            exchange.more_headers = lambda: orca.response_headers(wanted, self._generator.mesh_load)
+        headers = trace_headers(exchange)
+        async with until_disconnected(exchange.receive), self._generator.open(job, headers) as generation:
+            RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
             answer = self._api.answer(generation, options)
             respond = _stream if options.stream else _whole
             await respond(exchange, generation, answer)

@@ -10,13 +10,15 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, typ
 
 from ..runtime import errors, validation
 from ..runtime.prompt_embeds import check_embeds
+from ..runtime.tracing import CURRENT, NO_HEADERS, Headers, Tracer
 from .collector import Collector, Delta, Outlet
 from .job import Chat, Job
-from .mesh_view import MeshView
+from .mesh_view import MeshLoad, MeshView
 from .metrics import GatewayMetrics
 from .output_link import Ticket
 from .output_pool import OutputPool
 from .prompt_encoder import EncodedPrompt, PromptEncoder
+from .request_trace import traced
 from .tokenizer_client import TokenizerClient
 
 MAX_PROMPTS = 1024
@@ -136,8 +138,12 @@ class Generator:
         max_live: int,
         default_timeout: float,
         most_urgent_priority: int = 0,
+        tracer: Tracer | None = None,
+        model: str = "",
     ) -> None:
-        """``most_urgent_priority``: of clients that ask for a lower one, too."""
+        """``most_urgent_priority``: of clients that ask for a lower one, too. ``model``: its name in traces."""
+        self._tracer = tracer
+        self._model = model
         self._tokenizers = tokenizers
         self._encoder = PromptEncoder(tokenizers)
         self._mesh = mesh
@@ -156,17 +162,26 @@ class Generator:
         """Outputs that clients wait for."""
         return self._num_live
 
+    @property
+    def mesh_load(self) -> MeshLoad:
+        """Of the engines, as last heard."""
+        return self._mesh.load()
+
     @asynccontextmanager
-    async def open(self, job: Job) -> AsyncIterator[Generation]:
-        """A generation for the length of the ``async with``, cancelled at its end if it still runs.
+    async def open(self, job: Job, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[Generation]:
+        """A generation for the length of the ``async with``, cancelled at its end if it still runs. ``trace_headers``:
+        of the trace that the client has begun.
 
         Raises any of :mod:`errors`, :class:`errors.DeadlineExceeded` for the body's time too.
         """
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
-        with self._admitted(_num_outputs(job)):
+        traced_job = traced(self._tracer, job, trace_headers, self._model)
+        with self._admitted(_num_outputs(job)), traced_job as trace:
             try:
                 async with asyncio.timeout(timeout) as deadline:
                     generation = await self._prepare(job)
+                    if trace is not None:
+                        trace.outcome = generation
                     try:
                         generation.submit(self._outputs, timeout=_seconds_left(deadline))
                         yield generation
@@ -250,6 +265,7 @@ def _submit(
         sampling_params=sampling,
         text=job.text,
         num_samples=job.num_samples if job.num_samples > 1 else 0,
+        trace_headers=CURRENT.get(),
     )
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)

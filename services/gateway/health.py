@@ -6,6 +6,9 @@ from .mesh_view import MeshView
 from .output_pool import OutputPool
 from .tokenizer_client import TokenizerClient
 
+PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")
+"""What a request needs."""
+
 
 class MeshHealth:
     """The parts that a request needs."""
@@ -25,11 +28,11 @@ class MeshHealth:
         """Names of the parts that are not there; empty when all are."""
         info = self._tokenizers.info
         serving = info is not None and any(self._mesh.serving(info.fingerprint))
-        parts = {
-            "gateway": not self.draining,
-            "tokenizer": self._tokenizers.healthy,
-            "output_processor": self._outputs.healthy,
-            "coordinator": self._mesh.connected,
-            "engine": serving,
-        }
-        return [name for name, there in parts.items() if not there]
+        there = (
+            not self.draining,
+            self._tokenizers.healthy,
+            self._outputs.healthy,
+            self._mesh.connected,
+            serving,
+        )
+        return [name for name, is_there in zip(PARTS, there, strict=True) if not is_there]

@@ -4,10 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import grpc.aio
+from google.protobuf import json_format
 
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, output_processor_pb2
 
 from ..runtime import errors, logprob_columns
+from ..runtime.tracing import pick_headers
+from . import sse
 from .collector import Delta
 from .embeds_prompt import EmbedsPrompt, of_message
 from .endpoint import check_model
@@ -33,11 +36,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         job = _job(request, context.time_remaining())
         if request.user_request_id:
             await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
-        async with self._generator.open(job) as generation:
+        trace_headers = pick_headers(context.invocation_metadata() or ())
+        async with self._generator.open(job, trace_headers) as generation:
+            prompt_ids = generation.prompts[0] if request.return_prompt_token_ids else ()
+            live = generation.num_outputs
             while not generation.done:
                 for delta in await generation.take():
                     response = _response(generation, delta)
-                    if len(generation.finished) == generation.num_outputs and delta.finished is not None:
+                    response.prompt_token_ids.extend(prompt_ids)
+                    prompt_ids = ()
+                    live -= delta.finished is not None
+                    if not live:
                         _close(response, generation, with_timeline=request.return_timeline)
                     await context.write(response)
 
@@ -63,8 +72,7 @@ def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
     )
     prompts: Chat | list[str] | list[list[int]] | list[EmbedsPrompt]
     if kind == "chat":
-        messages = [_message(message.role, message.content) for message in request.chat.messages]
-        prompts = Chat(read_messages(messages, "chat.messages"))
+        prompts = _chat(request.chat)
     elif kind == "parts":
         prompts = [of_message(request.parts)]
     else:
@@ -79,16 +87,41 @@ def _job(request: inference_pb2.GenerateRequest, timeout: float | None) -> Job:
         num_samples=request.n or 1,
         bad_words=request.bad_words,
         truncate_prompt_tokens=_optional(request, "truncate_prompt_tokens"),
+        add_special_tokens=_optional(request, "add_special_tokens") is not False,
         timeout=timeout,
     )
 
 
 def _optional(request: inference_pb2.GenerateRequest, name: str) -> Any:
+    """None: the client left it open."""
     return getattr(request, name) if request.HasField(name) else None
 
 
-def _message(role: str, content: str) -> Mapping[str, str]:
-    return {"role": role, "content": content}
+def _chat(chat: inference_pb2.ChatPrompt) -> Chat:
+    messages = [_message(message) for message in chat.messages]
+    try:
+        kwargs = _whole_numbers(json_format.MessageToDict(chat.template_kwargs))
+    except (ValueError, json_format.Error) as error:  # NaN and infinities
+        raise errors.InvalidArgument(f"chat.template_kwargs: {error}", "chat.template_kwargs") from None
+    return Chat(
+        messages_json=read_messages(messages, "chat.messages"),
+        template_kwargs_json=sse.encode_json(kwargs) if kwargs else b"",
+        add_generation_prompt=not chat.HasField("add_generation_prompt") or chat.add_generation_prompt,
+    )
+
+
+def _message(message: inference_pb2.ChatMessage) -> Mapping[str, str]:
+    return {"role": message.role, "content": message.content, "name": message.name}
+
+
+def _whole_numbers(value: Any) -> Any:
+    """A Struct has no integers; a template that counts or slices needs them."""
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else value
 
 
 def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateResponse:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -20,6 +21,19 @@ POOL_FIELDS = ("model", "tokenizer")
 """What an engine must share with our tokenizer to be ours; the rest is between engines."""
 
 
+@dataclass(frozen=True, slots=True)
+class MeshLoad:
+    """How busy the engines are, together.
+
+    Attributes:
+        kv_usage: Share of all their KV blocks, 0 to 1.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
 class MeshView:
     """Watches the coordinator. Off the data path: while it is away the last complete snapshot stays."""
 
@@ -34,6 +48,17 @@ class MeshView:
     def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
         """All engines of the last complete snapshot."""
         return self._snapshot.engines
+
+    def load(self) -> MeshLoad:
+        """Of all engines, as they last reported."""
+        entries = self._snapshot.engines
+        num_blocks = sum(entry.identity.num_kv_blocks for entry in entries)
+        num_used = sum(entry.report.kv_usage * entry.identity.num_kv_blocks for entry in entries)
+        return MeshLoad(
+            num_running=sum(entry.report.running for entry in entries),
+            num_waiting=sum(entry.report.waiting for entry in entries),
+            kv_usage=num_used / num_blocks if num_blocks else 0.0,
+        )
 
     def serving(self, fingerprint: types_pb2.Fingerprint) -> list[coordinator_pb2.EngineEntry]:
         """Engines that serve what our tokenizer encodes for."""

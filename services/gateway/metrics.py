@@ -1,7 +1,7 @@
 """What the gateway measures of requests, under vLLM's names, and the engines' gauges as the coordinator tells them."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
@@ -12,6 +12,7 @@ from ..runtime import metrics
 from ..runtime.fast_metrics import Histogram
 from ..runtime.token_cost import show_token_cost
 from .collector import Delta
+from .health import PARTS, MeshHealth
 from .mesh_view import MeshView
 
 FINISH_REASONS = {
@@ -81,20 +82,60 @@ class RequestWatch:
 
 
 class EngineGauges:
-    """A Prometheus collector: each engine's last report."""
+    """A Prometheus collector: what the engines last reported.
+
+    Under vLLM's names stand the gauges of the whole mesh, without a label ``engine``: whoever balances over gateways as
+    over model servers (the Gateway API Inference Extension) reads one number of each.
+    """
 
     def __init__(self, mesh: MeshView, model_name: str) -> None:
         self._mesh = mesh
         self._model_name = model_name
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
+        return [*self._of_the_mesh(), *self._of_each_engine()]
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """The names, so that a second metric of one of them is refused."""
+        return self.collect()
+
+    def _of_the_mesh(self) -> Iterator[GaugeMetricFamily]:
+        load = self._mesh.load()
+        for name, text, value in (
+            ("num_requests_running", "Requests in the batches of all engines.", load.num_running),
+            ("num_requests_waiting", "Requests that wait at any engine.", load.num_waiting),
+            ("kv_cache_usage_perc", "Share of all engines' KV blocks in use, 0 to 1.", load.kv_usage),
+        ):
+            family = GaugeMetricFamily(metrics.VLLM + name, text, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def _of_each_engine(self) -> Iterator[GaugeMetricFamily]:
         labels = ["model_name", "engine"]
-        running = GaugeMetricFamily(metrics.VLLM + "num_requests_running", "Requests in the batch.", labels=labels)
-        waiting = GaugeMetricFamily(metrics.VLLM + "num_requests_waiting", "Requests not yet running.", labels=labels)
-        usage = GaugeMetricFamily(metrics.VLLM + "kv_cache_usage_perc", "Share of KV blocks in use.", labels=labels)
+        running = GaugeMetricFamily("tokenloom_engine_requests_running", "In an engine's batch.", labels=labels)
+        waiting = GaugeMetricFamily("tokenloom_engine_requests_waiting", "Not in its batch yet.", labels=labels)
+        usage = GaugeMetricFamily("tokenloom_engine_kv_cache_usage_ratio", "Share of its KV blocks.", labels=labels)
         for entry in self._mesh.engines:
             names = [self._model_name, entry.identity.engine_id]
             running.add_metric(names, entry.report.running)
             waiting.add_metric(names, entry.report.waiting)
             usage.add_metric(names, entry.report.kv_usage)
-        return running, waiting, usage
+        yield from (running, waiting, usage)
+
+
+class HealthGauges:
+    """A Prometheus collector: which parts a request would miss, as ``/health`` tells it."""
+
+    def __init__(self, health: MeshHealth) -> None:
+        self._health = health
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        missing = self._health.missing()
+        family = GaugeMetricFamily("tokenloom_part_missing", "1 while a request would miss the part.", labels=["part"])
+        for part in PARTS:
+            family.add_metric([part], part in missing)
+        return [family]
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """The name, so that a second metric of this name is refused."""
+        return self.collect()

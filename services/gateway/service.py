@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from tokenloom.v1 import inference_pb2_grpc
+from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from ..runtime.channels import Channels
 from ..runtime.host import Host
@@ -21,9 +22,10 @@ from .generation import Generator
 from .health import MeshHealth
 from .http_server import HttpServer
 from .inference_servicer import InferenceServicer
+from .kserve.servicer import KServeServicer
 from .mesh_view import MeshView
 from .message_plans import MessagePlans
-from .metrics import EngineGauges, GatewayMetrics
+from .metrics import EngineGauges, GatewayMetrics, HealthGauges
 from .openai_models import BodyReader
 from .openapi.routes import DOCUMENT_ROUTES
 from .output_pool import OutputPool
@@ -65,6 +67,7 @@ class GatewayService:
         model = settings.served_model_name or info.fingerprint.model
         metrics = GatewayMetrics(host.metrics, model)
         host.metrics.register(EngineGauges(mesh, model))
+        host.metrics.register(HealthGauges(health))
         self._generator = generator = Generator(
             tokenizers,
             mesh,
@@ -73,9 +76,14 @@ class GatewayService:
             max_live=settings.max_live_requests,
             default_timeout=settings.request_timeout,
             most_urgent_priority=settings.most_urgent_priority,
+            tracer=host.tracer,
+            model=model,
         )
         host.authorize_calls(keys.authorize_call)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
+        completions = CompletionsApi(BodyReader(strict=settings.strict), model)
+        kserve = KServeServicer(completions, generator, health, model)
+        grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, host.server)
         status = StatusRoutes(health, mesh, generator, host.metrics, model)
         app = App(
             {**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)},

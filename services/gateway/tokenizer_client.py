@@ -14,6 +14,7 @@ from ..runtime import errors
 from ..runtime.channels import Channels
 from ..runtime.hello import fingerprint_difference
 from ..runtime.members import Members
+from ..runtime.tracing import CURRENT
 from .job import Chat
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,11 @@ PROBE_SECONDS = 1.0
 """How often each replica is asked who it is; also how soon a lost one is noticed by ``healthy``."""
 
 T = TypeVar("T")
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    """The trace of the request that this task works on."""
+    return tuple(CURRENT.get().items())
 
 
 class TokenizerClient:
@@ -76,7 +82,7 @@ class TokenizerClient:
             want_hashes=want_hashes,
             want_token_strings=want_token_strings,
         )
-        return list((await self._call(lambda stub: stub.Encode(request))).prompts)
+        return list((await self._call(lambda stub: stub.Encode(request, metadata=_metadata()))).prompts)
 
     async def encode_chat(self, chat: Chat, *, want_token_strings: bool = False) -> tokenizer_pb2.TokenizedPrompt:
         """Token ids and block hashes of a rendered conversation."""
@@ -88,12 +94,12 @@ class TokenizerClient:
             want_hashes=True,
             want_token_strings=want_token_strings,
         )
-        return (await self._call(lambda stub: stub.EncodeChat(request))).prompt
+        return (await self._call(lambda stub: stub.EncodeChat(request, metadata=_metadata()))).prompt
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a complete sequence."""
         request = tokenizer_pb2.DecodeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return (await self._call(lambda stub: stub.Decode(request))).text
+        return (await self._call(lambda stub: stub.Decode(request, metadata=_metadata()))).text
 
     async def _call(self, send: "Callable[[tokenizer_pb2_grpc.TokenizerAsyncStub], Awaitable[T]]") -> T:
         """Each living replica once, beginning with the next in turn; only an unavailable one is passed over.

@@ -1,5 +1,6 @@
 """The legs of one request: one engine does all of it, or one its prompt and first token and another what follows."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,11 +12,14 @@ from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, SamplingParams
 
 from ..runtime import errors
+from ..runtime.logs import RequestLog
 from ..runtime.tasks import Tasks
 from .last_snapshot import EngineKey
 from .leg import Leg
 from .placement import Placement, Placer
 from .request_state import RequestState
+
+log = logging.getLogger(__name__)
 
 MAX_ENGINE_DEATHS = 2
 """Engines that may die with a request on them: then it may be what kills them, and ends."""
@@ -137,6 +141,8 @@ class Legs:
                 self._placer.release(placement)
                 return
             self._placing = 0
+            engine = placement.link.identity.engine_id
+            RequestLog(log, self._submit.request_id).debug("%s placed on %s", EngineRole.Name(role), engine)
             state.timeline.placement_ns += time.monotonic_ns() - started
             self._place_decode(placement) if role == _DECODE else self._place_prefill(placement)
         except Exception as error:

@@ -6,6 +6,7 @@ from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 
 from ..runtime import fast_metrics
+from ..runtime.metrics import LATENCY_SECONDS
 from ..runtime.token_cost import show_token_cost
 from .admission import Admission
 from .engine_link import EngineLinks
@@ -23,6 +24,10 @@ class Metrics:
         self._ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
         self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
         show_token_cost(registry, lambda: self._tokens.value)
+        self._retries = Counter(name + "retries", "Legs taken over from an engine that died.", registry=registry)
+        self._placement = fast_metrics.Histogram(
+            registry, name + "placement_seconds", "Time that a request waited for engines.", {}, LATENCY_SECONDS
+        )
         self._detokenize = Counter(name + "detokenize_seconds", "Time spent making text.", registry=registry)
 
     def ended(self, finished: RequestFinished) -> None:
@@ -30,4 +35,6 @@ class Metrics:
         reason = FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
         self._ended.labels(reason).inc()
         self._tokens.inc(finished.completion_tokens)
+        self._retries.inc(max(finished.attempts - 1, 0))
+        self._placement.observe(finished.timeline.placement_ns / 1e9)
         self._detokenize.inc(finished.timeline.detokenize_ns / 1e9)

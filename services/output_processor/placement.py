@@ -102,7 +102,7 @@ class Placer:
         request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
         unreached = list(exclude)
         for _ in range(_MAX_PICKS):
-            engine, pick, whole = await self._pick(request, unreached)
+            engine, pick, whole = await self._pick(request, unreached, tuple(submit.trace_headers.items()))
             try:
                 return Placement(await self._links.get(engine), pick, whole, is_counted=pick is None)
             except errors.Unavailable:
@@ -128,12 +128,12 @@ class Placer:
         await self._channel.close()
 
     async def _pick(
-        self, request: PickRequest, exclude: Collection[EngineKey]
+        self, request: PickRequest, exclude: Collection[EngineKey], metadata: tuple[tuple[str, str], ...]
     ) -> tuple[EngineIdentity, PickId | None, bool]:
         del request.exclude[:]
         request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
         try:
-            response = await self._stub.Pick(request, timeout=_PICK_SECONDS)
+            response = await self._stub.Pick(request, timeout=_PICK_SECONDS, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise errors.from_rpc(error) from None

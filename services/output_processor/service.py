@@ -58,6 +58,7 @@ class OutputProcessorService:
             placer=placer,
             admission=self._admission,
             metrics=metrics,
+            tracer=host.tracer,
         )
         host.spawn(placer.watch(), name="coordinator-watch")
         add_OutputProcessorServicer_to_server(_Servicer(parts), host.server)

@@ -12,11 +12,13 @@ from ..runtime import errors, validation
 from ..runtime.credit import Credit
 from ..runtime.hello import HEARTBEAT_SECONDS, check_hello
 from ..runtime.tasks import Tasks
+from ..runtime.tracing import Tracer
 from .admission import Admission
 from .detokenizer import Vocabulary
 from .metrics import Metrics
 from .outbox import Outbox
 from .placement import Placer
+from .request_trace import RequestTrace
 from .sample_group import SampleGroup, num_samples
 
 _NO_CREDIT_SECONDS = 5.0  # after which a gateway that takes nothing is given up
@@ -33,6 +35,7 @@ class Parts:
     placer: Placer
     admission: Admission
     metrics: Metrics
+    tracer: Tracer | None = None
 
 
 class Session:
@@ -126,13 +129,25 @@ class Session:
         group.start(self._parts.placer, self._tasks)
 
     def _group(self, submit: Submit) -> SampleGroup:
+        trace = RequestTrace.open(self._parts.tracer, submit)
+
+        def sample_ended(finished: RequestFinished) -> None:
+            self._sample_ended(finished)
+            if trace is not None:
+                trace.sample_ended(finished)
+
+        def ended() -> None:
+            self._live.pop(submit.slot)
+            if trace is not None:
+                trace.end()
+
         return SampleGroup(
             submit,
             self._parts.vocabulary,
             self._parts.eos_token_ids,
             self._outbox,
-            on_sample_end=self._sample_ended,
-            on_end=lambda: self._live.pop(submit.slot),
+            on_sample_end=sample_ended,
+            on_end=ended,
         )
 
     def _check(self, submit: Submit) -> None:

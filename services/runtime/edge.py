@@ -11,6 +11,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from . import errors
+from .tracing import Tracer, pick_headers
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -33,8 +34,11 @@ class Edge(grpc.aio.ServerInterceptor):
         authorize: Asked before every call but health's; None lets all in.
     """
 
-    def __init__(self, is_ready: Callable[[], bool], check_caller: CheckCaller | None = None) -> None:
-        """``check_caller``: None where peers have no certificates."""
+    def __init__(
+        self, is_ready: Callable[[], bool], check_caller: CheckCaller | None = None, tracer: Tracer | None = None
+    ) -> None:
+        """``check_caller``: None where peers have no certificates. ``tracer``: of unary calls that carry a trace."""
+        self._tracer = tracer
         self._is_ready = is_ready
         self._check_caller = check_caller
         self._guarded: dict[str, tuple[_Handler, _Handler]] = {}  # by method: as many as there are
@@ -53,6 +57,8 @@ class Edge(grpc.aio.ServerInterceptor):
             except errors.TokenloomError as error:
                 return _refusing(error)
         handler = await continuation(handler_call_details)
+        if self._tracer is not None and handler is not None and handler.unary_unary is not None:
+            handler = _traced(handler, method, self._tracer)
         if handler is not None:
             return self._guard(method, handler, is_open=is_open)
         if not self._is_ready():
@@ -67,6 +73,29 @@ class Edge(grpc.aio.ServerInterceptor):
             guarded = _guarded(handler, admit)
             self._guarded[method] = handler, guarded
         return guarded
+
+
+def _traced(handler: "grpc.RpcMethodHandler[Any, Any]", method: str, tracer: Tracer) -> _Handler:
+    """Makes a span of the call when the caller is making one."""
+    behaviour: Any = handler.unary_unary
+
+    async def call(request: object, context: _Context) -> object:
+        headers = pick_headers(context.invocation_metadata() or ())
+        span = tracer.start(method.lstrip("/"), headers, kind="server") if headers else None
+        if span is None:
+            return await behaviour(request, context)
+        error = "cancelled"
+        try:
+            response = await behaviour(request, context)
+            error = ""
+            return response
+        except Exception as raised:
+            error = errors.of_exception(raised).message
+            raise
+        finally:
+            span.end({"rpc.system": "grpc"}, error)
+
+    return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
 
 
 def _refusing(error: errors.TokenloomError) -> _Handler:

@@ -256,8 +256,9 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BaseExcept
     raise AssertionError("context.abort returned")
 
 
-def from_rpc(error: grpc.aio.AioRpcError) -> TokenloomError:
-    """What a failed call means to our caller. A status that is not our own keeps its code but not its text."""
+def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
+    """What a failed call, awaited or blocking, means to our caller. A status that is not our own keeps its code but not
+    its text."""
     status = _attached_status(error)
     reason, field, retry_after, ours = "", None, None, False
     for detail in status.details if status is not None else ():
@@ -294,7 +295,7 @@ def _make(
     return error
 
 
-def _attached_status(error: grpc.aio.AioRpcError) -> status_pb2.Status | None:
+def _attached_status(error: grpc.aio.AioRpcError | grpc.Call) -> status_pb2.Status | None:
     for key, value in error.trailing_metadata() or ():
         if key == _STATUS_DETAILS and isinstance(value, bytes):
             return status_pb2.Status.FromString(value)

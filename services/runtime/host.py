@@ -20,6 +20,7 @@ from .health import Health
 from .settings import ServiceSettings
 from .tasks import Tasks
 from .tls import MeshTLS
+from .tracing import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Host:
         health: grpc.health.v1.
         channels: To other parts of the mesh.
         tls: This part's certificate; None: the mesh has none.
+        tracer: Where spans go; None: nowhere.
     """
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -57,14 +59,16 @@ class Host:
         self.epoch = secrets.randbits(64) or 1  # zero means "any" in a Hello
         self.metrics = metrics.new_registry()
         self.health = Health()
+        metrics.observe_part(self.metrics, settings.service, settings.instance_id, lambda: self.health.serving)
         self.address = ""
         self.health_address = ""
         self.metrics_address = ""
         self.tls: MeshTLS | None = None
+        self.tracer = _open_tracer(settings)
         self.channels = Channels()
         self._ready = False
         checks_callers = settings.certificate is not None and not settings.is_public
-        self._edge = Edge(lambda: self._ready, check_caller if checks_callers else None)
+        self._edge = Edge(lambda: self._ready, check_caller if checks_callers else None, self._call_tracer)
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_message_bytes)]
         self._grpc = grpc.aio.server(options=options, interceptors=[self._edge])
         self._probes: grpc.aio.Server | None = None
@@ -83,6 +87,11 @@ class Host:
     def authorize_calls(self, authorize: Authorize) -> None:
         """From now on every call, but health checks, needs ``authorize`` to return."""
         self._edge.authorize = authorize
+
+    @property
+    def _call_tracer(self) -> Tracer | None:
+        """Of calls from other parts; a public part's requests have spans that know more."""
+        return None if self.settings.is_public else self.tracer
 
     @property
     def has_failed(self) -> bool:
@@ -166,6 +175,8 @@ class Host:
         await self._tasks.close()
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.close)
         if self.settings.state_file is not None:
             self.settings.state_file.unlink(missing_ok=True)
 
@@ -241,3 +252,11 @@ class _Names:
 
     def add_registered_method_handlers(self, service_name: str, handlers: dict[str, Any]) -> None:
         """Does nothing: gRPC refuses this faster registration once a server runs, and the generic one is enough."""
+
+
+def _open_tracer(settings: ServiceSettings) -> Tracer | None:
+    if not settings.otlp_endpoint:
+        return None
+    from .otlp import OtlpTracer  # several MB, for those who trace
+
+    return OtlpTracer(settings.otlp_endpoint, settings.service, settings.instance_id)

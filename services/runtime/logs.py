@@ -7,6 +7,8 @@ import time
 from collections.abc import MutableMapping
 from typing import Any, Literal
 
+from .tracing import CURRENT
+
 
 def setup(service: str, instance_id: str, *, level: str = "info", style: Literal["human", "json"] = "human") -> None:
     """Sends all logging of this process to stderr. Called once, by ``main``."""
@@ -59,6 +61,8 @@ class JsonFormatter(logging.Formatter):
         fields |= {"logger": record.name, "message": record.getMessage()}
         if request_id := getattr(record, "request_id", ""):
             fields["request_id"] = request_id
+        if traceparent := CURRENT.get().get("traceparent"):
+            fields["trace_id"] = traceparent.split("-")[1]
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)  # escapes control characters and all that is not ASCII

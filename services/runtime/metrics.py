@@ -6,8 +6,16 @@ import ssl
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from . import fast_metrics
@@ -20,6 +28,9 @@ LATENCY_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0
 """Buckets of times to a first token, between tokens, and in a part."""
 REQUEST_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 """Buckets of whole requests."""
+_PART_LABELS = ("service", "instance_id", "version")
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # else a gauge beside each counter, which nobody reads
 
 
 def new_registry() -> CollectorRegistry:
@@ -28,6 +39,14 @@ def new_registry() -> CollectorRegistry:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     return registry
+
+
+def observe_part(registry: CollectorRegistry, service: str, instance: str, is_serving: Callable[[], bool]) -> None:
+    """Adds which part this is, and whether it serves."""
+    info = Gauge("tokenloom_part_info", "1, labelled with what this part is.", _PART_LABELS, registry=registry)
+    info.labels(service, instance, version("tokenloom")).set(1)
+    serving = Gauge("tokenloom_serving", "1 while the part is SERVING, 0 while it starts or drains.", registry=registry)
+    serving.set_function(is_serving)
 
 
 def observe_process(registry: CollectorRegistry, prefix: str, pid: Callable[[], int | None]) -> None:

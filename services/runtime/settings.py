@@ -54,6 +54,9 @@ class ServiceSettings(BaseSettings):
     state_file: Path | None = Field(None, description="JSON file to write once bound: name, pid and addresses.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe lines to log.")
     log_format: Literal["human", "json"] = Field("human", description="Lines for people or for machines.")
+    otlp_endpoint: str = Field(
+        "", description="OpenTelemetry collector that gets traces, over gRPC: http(s)://host:port; empty: no traces."
+    )
     drain_timeout: float = Field(30.0, ge=0, le=86400, description="Seconds that work may go on after a stop signal.")
     health_listen: str = Field("", description="host:port that only answers health probes, in plain text; empty: none.")
     tls_ca: Path | None = Field(None, description="Certificate of the mesh's authority, PEM; the three go together.")
@@ -124,6 +127,13 @@ class ServiceSettings(BaseSettings):
         if any(given) and not all(given):
             raise ValueError("tls-ca, tls-cert and tls-key are given together or not at all")
         return self
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("must begin with http:// or https://")
+        return value
 
     @field_validator("listen", "metrics_listen", "health_listen")
     @classmethod

@@ -12,6 +12,7 @@ from ..runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served
 from ..runtime.host import Host
 from . import output_format
 from .encoder import Encoder
+from .metrics import Metrics
 from .renderer import Renderer
 from .servicer import TokenizerServicer
 from .settings import TokenizerSettings
@@ -42,7 +43,8 @@ class TokenizerService:
                 seconds=settings.render_timeout,
             )
             await self._renderer.start()
-        add_TokenizerServicer_to_server(TokenizerServicer(self._encoder, self._renderer, answer), host.server)
+        servicer = TokenizerServicer(self._encoder, self._renderer, answer, Metrics(host.metrics))
+        add_TokenizerServicer_to_server(servicer, host.server)
 
     async def drain(self) -> None:
         """Nothing is kept between calls: the server lets the running ones end."""

@@ -36,7 +36,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 def test_commands_that_are_named_exist(page: Path) -> None:
     text = page.read_text()
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for target in re.findall(r"(?:`|^\$ |^)make ([a-z-]+)", text, re.MULTILINE):
+    for target in re.findall(r"(?:`|^\$ )make ([a-z-]+)", text, re.MULTILINE):
         assert target in targets, target
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for command in re.findall(r"(?:`|\$ (?:\.venv/bin/)?)tokenloom ([a-z][a-z-]*)\b", text):

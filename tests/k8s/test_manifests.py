@@ -21,7 +21,11 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "engine": EngineSettings,
     "gateway": GatewaySettings,
 }
-CUSTOM = {"ServiceMonitor": "monitoring.coreos.com/v1", "ScaledObject": "keda.sh/v1alpha1"}
+CUSTOM = {
+    "PrometheusRule": "monitoring.coreos.com/v1",
+    "ScaledObject": "keda.sh/v1alpha1",
+    "ServiceMonitor": "monitoring.coreos.com/v1",
+}
 """Kinds that a cluster gets from elsewhere: no schema of theirs is at hand."""
 MADE_BY_HAND = {f"tokenloom-{part.replace('_', '-')}-tls" for part in PARTS} | {"tokenloom-api-keys"}
 """Secrets: `tokenloom certs --kubernetes` and docs/kubernetes.md make them."""

@@ -21,6 +21,7 @@ from tokenloom.services.gateway.settings import GatewaySettings
 from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.output_processor.settings import OutputProcessorSettings
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer
+from tokenloom.services.runtime.host import Host
 from tokenloom.services.runtime.service import Service, running
 from tokenloom.services.runtime.settings import ServiceSettings
 from tokenloom.services.tokenizer.service import TokenizerService
@@ -39,6 +40,7 @@ class Part:
     def __init__(self, make: Callable[[Any], Service], settings: ServiceSettings) -> None:
         self.settings = settings
         self.service: Service | None = None
+        self.host: Host | None = None
         self._make = make
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -68,7 +70,7 @@ class Part:
 
     async def _run(self, started: "asyncio.Future[None]") -> None:
         self.service = self._make(self.settings)
-        async with running(self.service, self.settings):
+        async with running(self.service, self.settings) as self.host:
             started.set_result(None)
             await self._stop.wait()
 
@@ -82,6 +84,7 @@ class Mesh:
         engine: Settings of every engine, beside the worker.
         gateway: Settings of the gateway.
         certificates: Folder that ``make_certificates`` filled; None: everybody talks in plain text.
+        common: Settings of every part.
     """
 
     def __init__(
@@ -94,8 +97,10 @@ class Mesh:
         engine: dict[str, Any] | None = None,
         gateway: dict[str, Any] | None = None,
         certificates: Path | None = None,
+        common: dict[str, Any] | None = None,
     ) -> None:
         self.directory = directory
+        self.common = common or {}
         self.certificates = certificates
         self.tokenizer: Tokenizer = load_tokenizer(DEMO_MODEL)
         self.coordinator = self._coordinator()
@@ -121,6 +126,10 @@ class Mesh:
             await asyncio.gather(*(part.stop() for part in parts))
 
     @property
+    def parts(self) -> "list[Part]":
+        return [self.gateway, self.coordinator, *self.tokenizers, *self.output_processors, *self.engines]
+
+    @property
     def url(self) -> str:
         service = self.gateway.service
         assert isinstance(service, GatewayService)
@@ -138,19 +147,19 @@ class Mesh:
         return expected_tokens(prompt_ids, num_tokens, VOCAB_SIZE)
 
     async def gauge(self, name: str, engine: str = "engine-0") -> float:
-        """An engine's gauge, as the gateway shows it."""
+        """One of ``tokenloom_engine_…``, as the gateway shows it."""
         async with self.http() as http:
             text = (await http.get("/metrics")).text
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name == f"vllm:{name}" and sample.labels.get("engine") == engine:
+                if sample.name == f"tokenloom_engine_{name}" and sample.labels.get("engine") == engine:
                     return sample.value
         raise AssertionError(f"no gauge {name} of {engine}")
 
     async def until_running(self, number: int = 1) -> None:
         """The engines run this many requests."""
         async with asyncio.timeout(SOON):
-            while sum([await self.gauge("num_requests_running", name) for name in self._engine_ids()]) < number:  # noqa: ASYNC110
+            while sum([await self.gauge("requests_running", name) for name in self._engine_ids()]) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_missing(self, *parts: str) -> None:
@@ -170,7 +179,7 @@ class Mesh:
         return [part.settings.instance_id for part in self.engines]
 
     async def _holds(self, engine: str) -> bool:
-        names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+        names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
         return any([await self.gauge(name, engine) for name in names])
 
     def _coordinator(self) -> Part:
@@ -210,6 +219,7 @@ class Mesh:
 
     def _common(self, name: str) -> dict[str, Any]:
         common = {"instance_id": name, "listen": self.address(name), "metrics_listen": "", "drain_timeout": 0.5}
+        common |= self.common
         if self.certificates is None:
             return common
         part = name.rpartition("-")[0].replace("_", "-")

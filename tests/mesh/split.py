@@ -75,7 +75,7 @@ class SplitEngine(Part):
             sample.labels["reason"]: int(sample.value)
             for family in self._host.metrics.collect()
             for sample in family.samples
-            if sample.name == "tokenloom:kv_recompute_total" and sample.value
+            if sample.name == "tokenloom_kv_recompute_total" and sample.value
         }
 
     def fired(self) -> Counter[str]:
@@ -140,9 +140,10 @@ class SplitMesh(Mesh):
         decode: Mapping[str, Any] | None = None,
         pd_threshold: int = 0,
         certificates: Path | None = None,
+        common: dict[str, Any] | None = None,
     ) -> None:
         self._pd_threshold = pd_threshold
-        super().__init__(directory, engines=0, certificates=certificates)
+        super().__init__(directory, engines=0, certificates=certificates, common=common)
         of_role = {"prefill": prefill or {}, "decode": decode or {}}
         for role in roles:
             self.new_engine(role, **{**(engine or {}), **of_role.get(role, {})})

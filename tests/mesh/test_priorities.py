@@ -34,7 +34,7 @@ async def test_the_lowest_priority_goes_first_as_far_as_the_gateway_allows(
 
         for count, (name, priority) in enumerate((("late", 5), ("plain", 0), ("urgent", -5)), 1):
             group.create_task(ask_for(name, priority))
-            while await mesh.gauge("num_requests_waiting") < count:
+            while await mesh.gauge("requests_waiting") < count:
                 pass
         running.cancel()
     assert ended == order

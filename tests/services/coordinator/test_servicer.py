@@ -227,6 +227,6 @@ async def test_metrics(coordinator: Coordinator) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await coordinator.stub.Pick(PickRequest())
     value = coordinator.host.metrics.get_sample_value
-    assert value("tokenloom:engines") == 1
-    assert value("tokenloom:picks_total", {"outcome": "WHOLE"}) == 1
-    assert value("tokenloom:picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1
+    assert value("tokenloom_engines") == 1
+    assert value("tokenloom_picks_total", {"outcome": "WHOLE"}) == 1
+    assert value("tokenloom_picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1

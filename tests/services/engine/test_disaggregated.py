@@ -51,20 +51,20 @@ class Pair:
 
     def counted(self, name: str, **labels: str) -> float:
         labels |= {"engine": "decode-0", "model_name": "tokenloom-demo"}
-        return self._decode_host.metrics.get_sample_value(f"tokenloom:{name}_total", labels) or 0.0
+        return self._decode_host.metrics.get_sample_value(f"tokenloom_{name}_total", labels) or 0.0
 
     async def until_idle(self) -> None:
         """Neither engine holds a block, nor a lease."""
         async with asyncio.timeout(5):
             for host in (self._prefill_host, self._decode_host):
                 labels = {"engine": host.settings.instance_id, "model_name": "tokenloom-demo"}
-                for gauge in ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "tokenloom:kv_leases"):
+                for gauge in ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "tokenloom_kv_leases"):
                     while host.metrics.get_sample_value(gauge, labels):  # noqa: ASYNC110  # the core tells in its time
                         await asyncio.sleep(0.005)
 
     def num_leases(self) -> float | None:
         labels = {"engine": "prefill-0", "model_name": "tokenloom-demo"}
-        return self._prefill_host.metrics.get_sample_value("tokenloom:kv_leases", labels)
+        return self._prefill_host.metrics.get_sample_value("tokenloom_kv_leases", labels)
 
 
 def make_engine(settings: EngineSettings, *, own_process: bool) -> EngineService:

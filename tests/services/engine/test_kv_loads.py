@@ -54,7 +54,7 @@ class Pair:
         return make_add(slot, PROMPT, 5, **{"kv_source": source, "accepted_token_ids": [7], **fields})
 
     def recomputes(self, reason: str) -> float | None:
-        return counted(self.reader_host.metrics, "tokenloom:kv_recompute_total", reason=reason)
+        return counted(self.reader_host.metrics, "tokenloom_kv_recompute_total", reason=reason)
 
 
 def counted(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -233,7 +233,7 @@ async def test_memory_is_not_shared_across_hosts(
             request = await reader.noted(EngineCoreRequest)
             if asked is None:
                 assert request.remote_kv is None
-                assert counted(host.metrics, "tokenloom:kv_recompute_total", reason="transport") == 1
+                assert counted(host.metrics, "tokenloom_kv_recompute_total", reason="transport") == 1
             else:
                 assert (await owner.noted(KVAcquire)).transports == asked
 

@@ -163,4 +163,4 @@ async def test_what_the_core_counts_is_shown(front: Front) -> None:
         ("kv_recompute_total", {"reason": "lease_expired"}, 0),
         ("kv_leases", {}, 2),
     ):
-        assert front.host.metrics.get_sample_value(f"tokenloom:{name}", {**labels, **more}) == value
+        assert front.host.metrics.get_sample_value(f"tokenloom_{name}", {**labels, **more}) == value

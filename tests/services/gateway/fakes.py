@@ -105,7 +105,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[coordinator_pb2.Snapshot]:
         while True:
-            identity = coordinator_pb2.EngineIdentity(engine_id="engine-0", fingerprint=FINGERPRINT, limits=LIMITS)
+            identity = coordinator_pb2.EngineIdentity(
+                engine_id="engine-0", fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
+            )
             report = coordinator_pb2.EngineReport(state=self.state, running=3, waiting=2, kv_usage=0.25)
             entry = coordinator_pb2.EngineEntry(identity=identity, report=report)
             yield coordinator_pb2.Snapshot(complete=True, engines=[entry])

@@ -60,9 +60,14 @@ async def test_metrics_of_requests_and_engines(mesh: FakeMesh, http: httpx.Async
     await http.post("/v1/completions", json={"prompt": "four"})
     text = (await http.get("/metrics")).text
     for line in (
-        f'vllm:num_requests_running{{engine="engine-0",model_name="{MODEL}"}} 3.0',
-        f'vllm:num_requests_waiting{{engine="engine-0",model_name="{MODEL}"}} 2.0',
-        f'vllm:kv_cache_usage_perc{{engine="engine-0",model_name="{MODEL}"}} 0.25',
+        f'vllm:num_requests_running{{model_name="{MODEL}"}} 3.0',
+        f'vllm:num_requests_waiting{{model_name="{MODEL}"}} 2.0',
+        f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.25',
+        f'tokenloom_engine_requests_running{{engine="engine-0",model_name="{MODEL}"}} 3.0',
+        f'tokenloom_engine_requests_waiting{{engine="engine-0",model_name="{MODEL}"}} 2.0',
+        f'tokenloom_engine_kv_cache_usage_ratio{{engine="engine-0",model_name="{MODEL}"}} 0.25',
+        'tokenloom_part_missing{part="engine"} 0.0',
+        "tokenloom_serving 1.0",
         f'vllm:prompt_tokens_total{{model_name="{MODEL}"}} 4.0',
         f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 3.0',
         f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}} 1.0',
@@ -70,3 +75,13 @@ async def test_metrics_of_requests_and_engines(mesh: FakeMesh, http: httpx.Async
     ):
         assert line in text
     assert (await http.head("/metrics")).status_code == 200
+
+
+async def test_load(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/load")).json() == {"server_load": 0}
+    asking = asyncio.create_task(http.post("/v1/completions", json={"prompt": "four", "n": 2}))
+    async with asyncio.timeout(5):
+        while (await http.get("/load")).json() != {"server_load": 2}:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.wait([asking])

@@ -1,0 +1,1 @@
+"""The Open Inference Protocol (KServe's v2) over gRPC."""

@@ -1,0 +1,129 @@
+"""Runs the clients that users have, as they are, against one mesh: ``python -m tests.clients.run [NAME…]``.
+
+Prints a table, writes each client's output to ``build/clients/logs``, and fails when one of them does.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.clients import environments
+from tests.clients.table import CLIENTS, Client
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CHECKPOINT = Path("tokenloom/demo_model").absolute()
+LOGS = environments.BUILD / "logs"
+TIMEOUT = 900.0
+"""Seconds for one client."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one client."""
+
+    client: Client
+    version: str
+    ok: bool
+    seconds: float
+    said: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="clients to run; all by default")
+    parser.add_argument("--log", type=Path, default=LOGS)
+    args = parser.parse_args()
+    chosen = [client for client in CLIENTS if not args.names or client.name in args.names]
+    if unknown := set(args.names) - {client.name for client in CLIENTS}:
+        parser.error(f"no client named {', '.join(unknown)}; there are {', '.join(c.name for c in CLIENTS)}")
+    args.log.mkdir(parents=True, exist_ok=True)
+    with serving(args.log / "mesh.log") as mesh:
+        results = [run(client, mesh, args.log) for client in chosen]
+    print(table(results))
+    return 0 if all(result.ok for result in results) else 1
+
+
+@contextmanager
+def serving(log: Path) -> Iterator[dict[str, str]]:
+    """A mesh of two engines with the demo model; what its clients' environment holds."""
+    directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
+    tokenloom = (sys.executable, "-m", "tokenloom.cli.main")
+    command = (*tokenloom, "serve", "--port", "0", "--prefill", "1", "--decode", "1")
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
+    try:
+        assert process.stdout is not None
+        url = "".join(re.findall(r"http://[\w.:]+", process.stdout.readline()))
+        if not url:
+            raise SystemExit(f"the mesh did not come up: {log}")
+        parts = json.loads(subprocess.check_output((*tokenloom, "ps", "--json"), env=environment))
+        grpc = next(part["address"] for part in parts if part["service"] == "gateway")
+        yield {
+            "TOKENLOOM_URL": url,
+            "TOKENLOOM_GRPC": grpc,
+            "TOKENLOOM_MODEL": "tokenloom-demo",
+            "TOKENLOOM_CHECKPOINT": str(CHECKPOINT),
+            "TOKENLOOM_PYTHON": sys.executable,
+        }
+    finally:
+        process.terminate()
+        process.wait(30)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
+    """Installs it if need be, and runs its script."""
+    print(f"{client.name} …", file=sys.stderr, flush=True)
+    started, version = time.monotonic(), "?"
+    log = logs / f"{Path(client.script).stem}.log"
+    with tempfile.TemporaryDirectory(prefix="tl-client-") as out, log.open("w+") as file:
+        try:
+            home = environments.interpreter(client)
+            version = environments.version(client, home)
+            started = time.monotonic()
+            ok = _run_script(client, home, {**mesh, "OUT": out}, file.fileno())
+        except (subprocess.SubprocessError, OSError) as error:
+            file.write(f"{error}\n")
+            ok = False
+        file.flush()
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1] if lines else "nothing"
+    return Result(client, version, ok, time.monotonic() - started, said if ok else f"FAILED: {log}")
+
+
+def _run_script(client: Client, home: Path, mesh: dict[str, str], output: int) -> bool:
+    script = SCRIPTS / client.script
+    environment = {**os.environ, **mesh, "HF_HUB_OFFLINE": "1" if client.offline else "0", "NO_COLOR": "1"}
+    environment["PATH"] = f"{home.parent}:{environment['PATH']}"
+    command = [str(home), str(script)]
+    if not client.is_python:  # node looks for modules beside the script only
+        script = Path(shutil.copy(script, home))
+        command = ["node", str(script)]
+    done = subprocess.run(
+        command, env=environment, cwd=mesh["OUT"], stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT, check=False
+    )
+    return done.returncode == 0
+
+
+def table(results: list[Result]) -> str:
+    """In Markdown."""
+    lines = ["| client | version | result | seconds | what it did |", "|---|---|---|---|---|"]
+    for each in results:
+        outcome = "passes" if each.ok else "fails"
+        lines.append(f"| {each.client.name} | {each.version} | {outcome} | {each.seconds:.1f} | {each.said} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

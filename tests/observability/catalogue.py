@@ -1,0 +1,145 @@
+"""Every metric of every part, read off the ``/metrics`` of a running mesh: ``python -m tests.observability.catalogue``
+writes docs/metrics.md, ``--check`` has promtool look at each page."""
+
+import argparse
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.mesh.harness import Mesh
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "metrics.md"
+ALLOWED = re.compile(r"^vllm:\S+ metric names should not contain ':'$|^vllm:iteration_tokens_total non-counter ")
+"""What promtool says of names that are vLLM's, and have to stay."""
+_BY_PYTHON = ("process_", "python_", "tokenloom_engine_core_process_")
+"""Prefixes of what prometheus_client tells of any process."""
+_SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+
+Pages = Mapping[str, str]
+"""What each service shows under ``/metrics``."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A metric of a service."""
+
+    service: str
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+    @property
+    def series(self) -> Iterator[str]:
+        """Names that an expression may use."""
+        return (self.name.removesuffix(suffix) + suffix for suffix in _SUFFIXES[self.kind])
+
+
+async def read_pages(directory: Path) -> Pages:
+    """Runs a mesh in ``directory``, sends it a few requests, and reads every part's metrics."""
+    mesh = Mesh(directory, common={"metrics_listen": "127.0.0.1:0"}, engine={"kv_transports": ["shm"]})
+    async with mesh.running(), mesh.http() as http:
+        for _ in range(2):
+            chat = {"messages": [{"role": "user", "content": "Who made the lamp?"}], "max_tokens": 4}
+            (await http.post("/v1/chat/completions", json=chat)).raise_for_status()
+        (await http.post("/v1/completions", json={"prompt": "four", "echo": True, "n": 2})).raise_for_status()
+        pages = {}
+        for part in mesh.parts:
+            assert part.host is not None
+            url = f"http://{part.host.metrics_address}/metrics"
+            pages[part.settings.service] = await asyncio.to_thread(_get, url)
+        return pages
+
+
+def entries(pages: Pages) -> list[Entry]:
+    """All metrics but those that prometheus_client tells of any process."""
+    return [
+        Entry(service, _name(family), family.type, _labels(family), family.documentation)
+        for service, page in pages.items()
+        for family in text_string_to_metric_families(page)
+        if not family.name.startswith(_BY_PYTHON)
+    ]
+
+
+def markdown(pages: Pages) -> str:
+    """docs/metrics.md."""
+    lines = [_HEAD]
+    for service in pages:
+        lines += [f"\n## {service.replace('_', ' ').capitalize()}\n", "| metric | kind | labels | what it is |"]
+        lines.append("|---|---|---|---|")
+        lines += [
+            f"| `{entry.name}` | {entry.kind} | {', '.join(entry.labels)} | {entry.text} |"
+            for entry in sorted(entries(pages), key=lambda entry: entry.name)
+            if entry.service == service
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def objections(page: str) -> list[str]:
+    """What promtool has against a page, but for vLLM's names."""
+    checked = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=30)
+    said = [line for line in (checked.stdout + checked.stderr).splitlines() if line.strip()]
+    return [line for line in said if not ALLOWED.match(line)]
+
+
+def _get(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return str(response.read().decode())
+
+
+def _name(family: Metric) -> str:
+    return family.name + "_total" if family.type == "counter" else family.name
+
+
+def _labels(family: Metric) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le"))
+
+
+_HEAD = """# Metrics
+
+Every part serves `/metrics` where `--metrics-listen` says; the gateway serves its own at its HTTP address too. Names
+that begin with `vllm:` are vLLM's, so that dashboards made for it work; the rest is the mesh's own. Beside these,
+every part shows CPU time, memory and file descriptors of its process (`process_…`), engines those of their core's
+process too (`tokenloom_engine_core_process_…`).
+
+The gateway's gauges under vLLM's names are of the whole mesh and have no label `engine`: they are what an endpoint
+picker of the Gateway API Inference Extension reads. An engine shows the same names for itself.
+
+`observability/` holds what reads them: a Grafana dashboard, alerts with their tests, and the scrapes of
+docker-compose.yml, whose profile `observability` runs it all; `k8s/monitoring` has the same for the Prometheus
+operator.
+
+This page is written by `make metrics-docs` from a running mesh; a test keeps it current. `make metrics-check` has
+promtool look at every page and at the rules in `observability/`."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="look, and write nothing")
+    check = parser.parse_args().check
+    directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
+    try:
+        pages = asyncio.run(read_pages(directory))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    if not check:
+        DOCUMENT.write_text(markdown(pages))
+        return 0
+    found = [f"{service}: {line}" for service, page in pages.items() for line in objections(page)]
+    print("\n".join(found) or f"promtool has nothing against the metrics of {', '.join(pages)}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Responses put together."""
+
+import pytest
+
+from tokenloom.client.request import prompt_request
+from tokenloom.client.results import Collector
+from tokenloom.outputs import Logprob
+from tokenloom.v1 import inference_pb2, types_pb2
+
+
+def test_samples_with_log_probabilities() -> None:
+    request = prompt_request("x", None, {"n": 2, "logprobs": 1, "logprob_token_ids": [9], "prompt_logprobs": 0})
+    assert request.return_prompt_token_ids
+    collector = Collector(request)
+    told = types_pb2.Logprobs(sampled=[-1.0], rank=[2], top=2, token_id=[4, 9], logprob=[-0.5, -3.0])
+    prompt = types_pb2.Logprobs(sampled=[-2.0], rank=[1])
+    response = inference_pb2.GenerateResponse
+    collector.add(response(index=1, text="b", token_ids=[5], logprobs=told, prompt_token_ids=[7, 8]))
+    collector.add(response(index=0, text="a", token_ids=[4], logprobs=told, prompt_logprobs=prompt))
+    collector.add(response(index=0, finish_reason=types_pb2.FINISH_REASON_LENGTH))
+    last = response(index=1, text="c", finish_reason=types_pb2.FINISH_REASON_STOP, request_id="id")
+    last.usage.prompt_tokens = 2
+    collector.add(last)
+    answer = collector.result()
+    assert [output.text for output in answer.outputs] == ["a", "bc"]
+    assert [output.finish_reason for output in answer.outputs] == ["length", "stop"]
+    first, second = answer.outputs
+    assert first.logprobs == [{4: Logprob(-1.0, 2), 9: Logprob(-3.0, None)}]
+    assert second.logprobs == [{5: Logprob(-1.0, 2), 4: Logprob(-0.5, 1), 9: Logprob(-3.0, None)}]
+    assert second.cumulative_logprob == pytest.approx(-1.0)
+    assert answer.prompt_token_ids == [7, 8]
+    assert answer.prompt_logprobs == [None, {8: Logprob(-2.0, 1)}]
+    assert (answer.request_id, answer.usage.prompt_tokens) == ("id", 2)

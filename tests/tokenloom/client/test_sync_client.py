@@ -1,0 +1,78 @@
+"""The client that blocks, in a thread beside a real gateway."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.services.gateway.fakes import MODEL, FakeMesh
+from tokenloom.client import Chunk, Client, errors
+
+
+@pytest.fixture
+def blocking(mesh: FakeMesh) -> Iterator[Client]:
+    with Client(mesh.grpc_address, timeout=5) as client:
+        yield client
+
+
+async def test_models_and_answers(mesh: FakeMesh, blocking: Client) -> None:
+    mesh.outputs.auto = ["Hi", " you"]
+    assert (await asyncio.to_thread(blocking.models))[0].name == MODEL
+    answer = await asyncio.to_thread(blocking.generate, "abc", max_tokens=6)
+    assert (answer.text, answer.usage.completion_tokens) == ("Hi you", 6)
+    answer = await asyncio.to_thread(blocking.chat, [{"role": "user", "content": "hi"}])
+    assert answer.text == "Hi you"
+    chunks = await asyncio.to_thread(lambda: list(blocking.stream_chat([{"role": "user", "content": "hi"}])))
+    assert "".join(chunk.text for chunk in chunks) == "Hi you"
+    assert chunks[-1].usage is not None
+
+
+@pytest.mark.parametrize("leaving", ["break", "close", "with"])
+async def test_who_leaves_cancels_the_request(mesh: FakeMesh, blocking: Client, leaving: str) -> None:
+    def listen() -> Chunk | None:
+        if leaving == "break":
+            for chunk in blocking.stream("abc"):
+                return chunk
+        elif leaving == "with":
+            with blocking.stream("abc"):
+                pass
+        else:
+            blocking.stream("abc").close()
+        return None
+
+    listening = asyncio.create_task(asyncio.to_thread(listen))
+    submitted = await mesh.outputs.next_request()
+    submitted.send("Hi", [1, 2])
+    async with asyncio.timeout(2.0):
+        await submitted.cancelled.wait()
+    await listening
+
+
+async def test_errors_and_retries(mesh: FakeMesh, blocking: Client) -> None:
+    asking = asyncio.create_task(asyncio.to_thread(blocking.generate, "abc"))
+    (await mesh.outputs.next_request()).fail(errors.ResourceExhausted("full", retry_after=0.01))
+    (await mesh.outputs.next_request()).answer("x")
+    assert (await asking).text == "x"
+    with pytest.raises(errors.InvalidArgument, match="top_p") as caught:
+        await asyncio.to_thread(blocking.generate, "abc", top_p=2)
+    assert isinstance(caught.value.__cause__, grpc.RpcError)
+    streaming = asyncio.create_task(asyncio.to_thread(lambda: list(blocking.stream("abc"))))
+    submitted = await mesh.outputs.next_request()
+    submitted.send("Hi", [1, 2])
+    submitted.fail(errors.Internal())
+    with pytest.raises(errors.Internal):
+        await streaming
+
+
+def test_nobody_there(socket_dir: Path) -> None:
+    with Client(f"unix:{socket_dir}/none", timeout=0.5) as client, pytest.raises(errors.Unavailable):
+        client.models()
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, tokenloom.client; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,31 @@
+"""Clients of a running mesh, over the gateway's public gRPC API (``tokenloom.v1.Inference``).
+
+:class:`Client` blocks, :class:`AsyncClient` is for asyncio; both have ``models``, ``generate``, ``stream``, ``chat``
+and ``stream_chat``. What a mesh refuses is raised as one of :mod:`errors`, which name the field; what may go well at
+another time is tried again (:class:`Retries`). Needs neither torch nor a model.
+"""
+
+from ..outputs import CompletionOutput, Logprob
+from ..services.runtime import errors
+from .async_client import AsyncClient, AsyncStream
+from .request import Message, Options
+from .results import Chunk, Generation, Model, Usage
+from .retries import Retries
+from .sync_client import Client, Stream
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Chunk",
+    "Client",
+    "CompletionOutput",
+    "Generation",
+    "Logprob",
+    "Message",
+    "Model",
+    "Options",
+    "Retries",
+    "Stream",
+    "Usage",
+    "errors",
+]

@@ -1,0 +1,211 @@
+"""The client for asyncio."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+import grpc.aio
+
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc
+
+from ..services.runtime import errors
+from . import connection
+from .request import Message, Options, chat_request, prompt_request
+from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
+from .retries import Retries
+
+T = TypeVar("T")
+Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class AsyncStream(AsyncIterator[Chunk]):
+    """Chunks as they come. Leaving an ``async with`` block, :meth:`close` or the stream's end of life cancels what
+    still runs; so does a ``break`` out of ``async for chunk in await client.stream(…)``, which holds the only
+    reference."""
+
+    def __init__(self, call: Call, reader: ChunkReader) -> None:
+        self._call = call
+        self._responses = aiter(call)
+        self._first: inference_pb2.GenerateResponse | None = None
+        self._reader = reader
+
+    async def begin(self) -> None:
+        """Waits for the first response; what fails before it may be tried again."""
+        self._first = await anext(self._responses, None)
+
+    async def __anext__(self) -> Chunk:
+        response, self._first = self._first, None
+        if response is None:
+            try:
+                response = await anext(self._responses)
+            except grpc.aio.AioRpcError as error:
+                raise errors.from_rpc(error) from error
+        return self._reader.read(response)
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended. Idempotent."""
+        self._call.cancel()
+
+    def __del__(self) -> None:
+        if not self._call.done():
+            self._call.cancel()  # the call itself is part of a cycle, and would live until that is collected
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """Talks to a gateway, within one event loop; ``close`` it, or use ``async with``. Cancelling a task that waits for
+    an answer cancels the request.
+
+    Args:
+        address: The gateway's gRPC ``host:port``, or ``unix:/path``.
+        api_key: Sent with every call.
+        tls: As :data:`connection.TLS`.
+        timeout: Seconds that a call may take, retries included, unless it says otherwise.
+        retries: None: the default ones.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: connection.TLS = False,
+        timeout: float = 600.0,
+        retries: Retries | None = None,
+    ) -> None:
+        options = connection.channel_options(address)
+        credentials = connection.credentials(tls)
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._metadata = connection.metadata(api_key)
+        self._timeout = timeout
+        self._retries = retries or Retries()
+
+    async def models(self, *, timeout: float | None = None) -> list[Model]:
+        """Those that are served."""
+
+        async def attempt(left: float) -> inference_pb2.ListModelsResponse:
+            request = inference_pb2.ListModelsRequest()
+            return await self._stub.ListModels(request, timeout=left, metadata=self._metadata)
+
+        return list(map(read_model, (await self._retrying(attempt, timeout)).models))
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Continues a text, or token ids. ``model``: None: the one that is served.
+
+        Raises any of :mod:`errors`.
+        """
+        return await self._generate(prompt_request(prompt, model, options), timeout)
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """The same, piece by piece. Returns with the first one."""
+        return await self._stream(prompt_request(prompt, model, options), timeout)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """A conversation's next turn. ``template_kwargs``: variables of the model's chat template, as JSON has them."""
+        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
+        return await self._generate(request, timeout)
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """The same, piece by piece. Returns with the first one."""
+        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
+        return await self._stream(request, timeout)
+
+    async def close(self) -> None:
+        """Ends every call. Idempotent."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _generate(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Generation:
+        async def attempt(left: float) -> Generation:
+            collector = Collector(request)
+            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
+            try:
+                async for response in call:
+                    collector.add(response)
+            finally:
+                call.cancel()  # of an exception from elsewhere: nobody waits any more
+            return collector.result()
+
+        return await self._retrying(attempt, timeout)
+
+    async def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
+        if request.sampling_params.HasField("prompt_logprobs"):
+            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+
+        async def attempt(left: float) -> AsyncStream:
+            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
+            stream = AsyncStream(call, ChunkReader(request))
+            await stream.begin()
+            return stream
+
+        return await self._retrying(attempt, timeout)
+
+    async def _retrying(self, attempt: Callable[[float], Awaitable[T]], timeout: float | None) -> T:
+        """``attempt`` gets the seconds that are left."""
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        for failures in itertools.count():
+            try:
+                result = await attempt(deadline - time.monotonic())
+            except grpc.aio.AioRpcError as failed:
+                error = errors.from_rpc(failed)
+                wait = self._retries.wait(error, failures, deadline - time.monotonic())
+                if wait is None:
+                    raise error from failed
+                await asyncio.sleep(wait)
+            else:
+                self._retries.succeeded()
+                return result
+        raise AssertionError("count ended")

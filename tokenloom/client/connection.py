@@ -1,0 +1,41 @@
+"""How a client reaches a gateway."""
+
+from pathlib import Path
+
+import grpc
+
+from ..services.runtime.channels import MAX_MESSAGE_BYTES
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+TLS = bool | Path
+"""False: plain text. True: certificates of well-known authorities. A file: those of the authorities in it, PEM."""
+
+
+def channel_options(address: str) -> list[tuple[str, int | str]]:
+    """Of a channel to ``host:port`` or ``unix:/path``."""
+    options: list[tuple[str, int | str]] = [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A gateway that is silent while it should be streaming is noticed within 15 s.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+    ]
+    if address.startswith("unix:"):
+        options.append(("grpc.default_authority", "localhost"))  # a path is no host name
+    return options
+
+
+def credentials(tls: TLS) -> grpc.ChannelCredentials | None:
+    """None for plain text. Raises ``OSError`` for a file that cannot be read."""
+    if tls is False:
+        return None
+    return grpc.ssl_channel_credentials(None if tls is True else tls.read_bytes())
+
+
+def metadata(api_key: str | None) -> Metadata:
+    """Of every call."""
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)

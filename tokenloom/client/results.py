@@ -1,0 +1,180 @@
+"""What a client gets: pieces as they come, and whole answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenloom.v1 import inference_pb2, types_pb2
+
+from ..outputs import CompletionOutput, Logprob
+
+_FINISH_REASONS = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_ABORT: "abort",
+    types_pb2.FINISH_REASON_REPETITION: "repetition",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """One that requests may name."""
+
+    name: str
+    max_model_len: int
+    """Tokens of prompt and output together."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    """Of all samples."""
+    cached_tokens: int
+    """Of the prompt, found in a cache."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What is new of one sample."""
+
+    index: int
+    """Which of ``n``."""
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token, by token id: itself first, then the others. None unless asked for."""
+    finish_reason: str | None = None
+    """In the last chunk of the sample: ``stop``, ``length``, ``repetition`` or ``abort``."""
+    stop_reason: int | str | None = None
+    """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
+    usage: Usage | None = None
+    """In the last chunk of all."""
+
+
+@dataclass
+class Generation:
+    """A whole answer."""
+
+    request_id: str
+    """The mesh's own, as in its logs and traces."""
+    outputs: list[CompletionOutput]
+    """[n] samples."""
+    usage: Usage
+    timeline: types_pb2.Timeline | None = None
+    """Where the time went, with ``return_timeline``."""
+    prompt_token_ids: list[int] | None = None
+    """With ``return_prompt_token_ids`` or ``prompt_logprobs``."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token; None for the first, which follows nothing. With ``prompt_logprobs``."""
+
+    @property
+    def text(self) -> str:
+        """Of the first sample."""
+        return self.outputs[0].text
+
+
+def read_model(model: inference_pb2.Model) -> Model:
+    return Model(model.name, model.max_model_len)
+
+
+class ChunkReader:
+    """Turns the responses to one request into chunks."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
+        params = request.sampling_params
+        self._stop = frozenset(request.stop)
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._num_also = len(params.logprob_token_ids)
+        self._tells_logprobs = params.HasField("logprobs")
+
+    def read(self, response: inference_pb2.GenerateResponse) -> Chunk:
+        token_ids = list(response.token_ids)
+        told = self._tells_logprobs and token_ids
+        return Chunk(
+            index=response.index,
+            text=response.text,
+            token_ids=token_ids,
+            logprobs=_logprobs(response.logprobs, token_ids, self._num_also) if told else None,
+            finish_reason=_FINISH_REASONS.get(response.finish_reason),
+            stop_reason=self._stop_reason(response.stop_reason),
+            usage=_usage(response.usage) if response.HasField("usage") else None,
+        )
+
+    def _stop_reason(self, reason: str) -> int | str | None:
+        if reason in self._stop:
+            return reason
+        return int(reason) if reason.isdecimal() and int(reason) in self._stop_token_ids else None
+
+
+class Collector:
+    """Puts the responses to one request together."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
+        self._reader = ChunkReader(request)
+        self._outputs = [CompletionOutput(index, "", []) for index in range(max(request.n, 1))]
+        if request.sampling_params.HasField("logprobs"):
+            for output in self._outputs:
+                output.logprobs, output.cumulative_logprob = [], 0.0
+        self._prompt_token_ids: list[int] | None = [] if request.return_prompt_token_ids else None
+        tells_prompt = request.sampling_params.HasField("prompt_logprobs")
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if tells_prompt else None
+        self._with_timeline = request.return_timeline
+        self._last = inference_pb2.GenerateResponse()
+
+    def add(self, response: inference_pb2.GenerateResponse) -> None:
+        chunk = self._reader.read(response)
+        output = self._outputs[chunk.index]
+        output.text += chunk.text
+        output.token_ids += chunk.token_ids
+        output.finish_reason = chunk.finish_reason or output.finish_reason
+        output.stop_reason = chunk.stop_reason if chunk.finish_reason else output.stop_reason
+        if chunk.logprobs:
+            self._add_logprobs(output, chunk)
+        self._add_prompt(response)
+        self._last = response
+
+    def result(self) -> Generation:
+        """Once the last response was added."""
+        return Generation(
+            request_id=self._last.request_id,
+            outputs=self._outputs,
+            usage=_usage(self._last.usage),
+            timeline=self._last.timeline if self._with_timeline else None,
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+    def _add_logprobs(self, output: CompletionOutput, chunk: Chunk) -> None:
+        assert output.logprobs is not None
+        assert output.cumulative_logprob is not None
+        output.logprobs += chunk.logprobs or []
+        for token_id, told in zip(chunk.token_ids, chunk.logprobs or [], strict=True):
+            output.cumulative_logprob += told[token_id].logprob
+
+    def _add_prompt(self, response: inference_pb2.GenerateResponse) -> None:
+        if self._prompt_token_ids is not None:
+            self._prompt_token_ids += response.prompt_token_ids
+        if self._prompt_logprobs is not None and (count := len(response.prompt_logprobs.sampled)):
+            assert self._prompt_token_ids is not None
+            start = len(self._prompt_logprobs)
+            token_ids = self._prompt_token_ids[start : start + count]
+            self._prompt_logprobs += _logprobs(response.prompt_logprobs, token_ids, 0)
+
+
+def _usage(usage: inference_pb2.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+
+
+def _logprobs(columns: types_pb2.Logprobs, token_ids: Sequence[int], num_also: int) -> list[dict[int, Logprob]]:
+    """Of each of ``token_ids``, [n], first itself, then the best, best first, then ``num_also`` that were asked for."""
+    positions = []
+    for index, token_id in enumerate(token_ids):
+        told = {token_id: Logprob(columns.sampled[index], columns.rank[index])}
+        for place in range(columns.top):
+            at = index * columns.top + place
+            rank = place + 1 if place < columns.top - num_also else None
+            told.setdefault(columns.token_id[at], Logprob(columns.logprob[at], rank))
+        positions.append(told)
+    return positions

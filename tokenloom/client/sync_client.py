@@ -1,0 +1,197 @@
+"""The client that blocks."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar, Unpack, cast
+
+import grpc
+
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc
+
+from ..services.runtime import errors
+from . import connection
+from .request import Message, Options, chat_request, prompt_request
+from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
+from .retries import Retries
+
+T = TypeVar("T")
+Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
+
+
+class Stream(Iterator[Chunk]):
+    """Chunks as they come. Leaving a ``with`` block, :meth:`close` or the stream's end of life cancels what still runs;
+    so does a ``break`` out of ``for chunk in client.stream(…)``, which holds the only reference."""
+
+    def __init__(self, call: Call, first: inference_pb2.GenerateResponse | None, reader: ChunkReader) -> None:
+        self._call = call
+        self._first = first
+        self._reader = reader
+
+    def __next__(self) -> Chunk:
+        response, self._first = self._first, None
+        if response is None:
+            try:
+                response = next(self._call)
+            except grpc.RpcError as error:
+                raise _translated(error) from error
+        return self._reader.read(response)
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended. Idempotent."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Client:
+    """Talks to a gateway. May be shared by threads; ``close`` it, or use ``with``.
+
+    Args:
+        address: The gateway's gRPC ``host:port``, or ``unix:/path``.
+        api_key: Sent with every call.
+        tls: As :data:`connection.TLS`.
+        timeout: Seconds that a call may take, retries included, unless it says otherwise.
+        retries: None: the default ones.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        api_key: str | None = None,
+        tls: connection.TLS = False,
+        timeout: float = 600.0,
+        retries: Retries | None = None,
+    ) -> None:
+        options = connection.channel_options(address)
+        credentials = connection.credentials(tls)
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._metadata = connection.metadata(api_key)
+        self._timeout = timeout
+        self._retries = retries or Retries()
+
+    def models(self, *, timeout: float | None = None) -> list[Model]:
+        """Those that are served."""
+
+        def attempt(left: float) -> inference_pb2.ListModelsResponse:
+            request = inference_pb2.ListModelsRequest()
+            return self._stub.ListModels(request, timeout=left, metadata=self._metadata)
+
+        return list(map(read_model, self._retrying(attempt, timeout).models))
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Continues a text, or token ids. ``model``: None: the one that is served.
+
+        Raises any of :mod:`errors`.
+        """
+        return self._generate(prompt_request(prompt, model, options), timeout)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """The same, piece by piece. Returns with the first one."""
+        return self._stream(prompt_request(prompt, model, options), timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """A conversation's next turn. ``template_kwargs``: variables of the model's chat template, as JSON has them."""
+        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
+        return self._generate(request, timeout)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """The same, piece by piece. Returns with the first one."""
+        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
+        return self._stream(request, timeout)
+
+    def close(self) -> None:
+        """Ends every call. Idempotent."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _generate(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Generation:
+        def attempt(left: float) -> Generation:
+            collector = Collector(request)
+            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
+            try:
+                for response in call:
+                    collector.add(response)
+            finally:
+                call.cancel()  # of an exception from elsewhere: nobody waits any more
+            return collector.result()
+
+        return self._retrying(attempt, timeout)
+
+    def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
+        if request.sampling_params.HasField("prompt_logprobs"):
+            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+
+        def attempt(left: float) -> Stream:
+            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
+            return Stream(call, next(call, None), ChunkReader(request))
+
+        return self._retrying(attempt, timeout)
+
+    def _retrying(self, attempt: Callable[[float], T], timeout: float | None) -> T:
+        """``attempt`` gets the seconds that are left."""
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        for failures in itertools.count():
+            try:
+                result = attempt(deadline - time.monotonic())
+            except grpc.RpcError as failed:
+                error = _translated(failed)
+                wait = self._retries.wait(error, failures, deadline - time.monotonic())
+                if wait is None:
+                    raise error from failed
+                time.sleep(wait)
+            else:
+                self._retries.succeeded()
+                return result
+        raise AssertionError("count ended")
+
+
+def _translated(error: grpc.RpcError) -> errors.TokenloomError:
+    return errors.from_rpc(cast(grpc.Call, error))  # as every error of a call is

@@ -55,7 +55,7 @@ async def test_a_killed_worker_fails_requests_with_an_error_worth_a_retry(socket
         (worker,) = workers_of(process.pid)
         whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
         streamed = asyncio.create_task(stream_lines(http))
-        while await mesh.gauge("num_requests_running") < 2:  # noqa: ASYNC110
+        while await mesh.gauge("requests_running") < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         started = time.monotonic()
         os.kill(worker, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Some schedules of faults; ``make soak`` runs more than ten times as many."""
+"""Some schedules of faults; ``make soak`` runs many times as many."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,11 +15,11 @@ EVENTS = ("kill prefill", "kill decode", "cut prefill")
 @pytest.mark.timeout(300)
 async def test_no_wrong_token_no_leaked_block_no_hang(socket_dir: Path) -> None:
     seen: Counter[str] = Counter()
-    async for _, happened in soak(socket_dir, range(100)):
+    async for _, happened in soak(socket_dir, range(60)):
         seen += happened
     print(dict(sorted(seen.items())))
     assert not [name for name in (*OWNER_FAULTS, *READER_FAULTS, *EVENTS) if not seen[name]], "these never happened"
-    assert seen["answered"] > 300
+    assert seen["answered"] > 180
 
 
 @pytest.mark.slow

@@ -193,7 +193,7 @@ class ArenaReader:
         self._opened[slot] = generation
         view = np.frombuffer(self._data, np.uint8, nbytes, offset)
         self._views[slot] = weakref.ref(view, functools.partial(self._give_back, slot, generation))
-        return memoryview(view)
+        return view.data
 
     def _give_back(self, slot: int, generation: int, _: object) -> None:
         with self._fence:  # a lock, for on some processors the sender might hear of it before all has been read

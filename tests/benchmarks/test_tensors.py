@@ -20,5 +20,5 @@ def test_a_wrong_sum_ends_the_benchmark() -> None:
         other.send(b"1.5")
         arena = ArrayArena(1 << 20, min_bytes=0)
         with pytest.raises(SystemExit, match="arrived wrong"):
-            tensors._send(socket, FrameSender(socket), np.ones(5, np.float32), arena)
+            tensors._send(socket, FrameSender(socket), np.ones(500, np.float32), arena)
         arena.close()

@@ -161,7 +161,7 @@ async def test_a_failed_step_is_the_end(tmp_path: Path) -> None:
         await client.start()
         await client.add_request(make_request("a", [1]))
         # Of its last words and its end either may be heard first.
-        with pytest.raises(EngineDeadError, match="the engine core failed|ended with status 1"):
+        with pytest.raises(EngineDeadError, match=r"the engine core failed|ended with status 1"):
             await client.get_output()
         with pytest.raises(EngineDeadError):
             await client.add_request(make_request("b", [1]))

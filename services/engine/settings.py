@@ -68,7 +68,11 @@ class EngineSettings(ServiceSettings):
     )
     max_num_seqs: int = Field(128, ge=1, description="Requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in a step.")
-    decode_batched_tokens: int | None = Field(128, ge=1, description="Tokens in a step while any request decodes.")
+    prefill_tokens_beside_decode: int | None = Field(
+        128,
+        ge=1,
+        description="Prompt tokens in a step where others decode, for each request whose prompt waits; none: no limit.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="Who goes first: who came first, or requests of the lowest priority."
     )
@@ -174,7 +178,7 @@ class EngineSettings(ServiceSettings):
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
-                decode_batched_tokens=self.decode_batched_tokens,
+                prefill_tokens_beside_decode=self.prefill_tokens_beside_decode,
                 policy=self.scheduling_policy,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 reserve_full_prompt=self.reserve_full_prompt,

@@ -99,6 +99,14 @@ class EngineSettings(ServiceSettings):
     )
     max_waiting: int = Field(2048, ge=1, description="Requests that may wait beyond those in the batch.")
 
+    frame_interval: float = Field(
+        0.008,
+        ge=0,
+        le=0.1,
+        description="Seconds between frames to an output processor, but for first tokens and ends: quick steps "
+        "share one; 0: a frame for each step.",
+    )
+
     block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
     num_kv_blocks: int | None = Field(None, ge=1, description="KV blocks; by default as many as memory allows.")
     kv_cache_memory: int | None = Field(None, ge=1, description="Bytes of the KV pool; by default from free memory.")

@@ -1,4 +1,4 @@
-"""The openai package: models, completions, chats, streams, samples, logprobs, parsed outputs, tools, headers, errors."""
+"""The openai package: chats, streams, samples, logprobs, parsed outputs, tools, completions, headers, errors."""
 
 import asyncio
 import os
@@ -55,7 +55,7 @@ def main() -> None:
     errors(client)
     asyncio.run(many())
     print(
-        "models, chats, streams, n, logprobs, parse, tools, completions, headers, errors, 16 at a time, half of them left"
+        "models, chats, streams, n, logprobs, parse, tools, completions, headers, errors, 16 at a time, half left early"
     )
 
 

@@ -29,7 +29,7 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 	@$(BIN)/tokenloom demo
 
 test: install ## all tests: no GPU, no network
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 soak: install ## a thousand random schedules of faults while KV moves between engines; 300 random JSON schemas
 	$(BIN)/python -m tests.soak --schedules 1000

@@ -104,7 +104,10 @@ def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
 
 def _run_script(client: Client, home: Path, mesh: dict[str, str], output: int) -> bool:
     script = SCRIPTS / client.script
-    environment = {**os.environ, **mesh, "HF_HUB_OFFLINE": "1" if client.offline else "0", "NO_COLOR": "1"}
+    environment = {**os.environ, **mesh, "NO_COLOR": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    if client.offline:
+        environment["HF_HUB_OFFLINE"] = "1"
     environment["PATH"] = f"{home.parent}:{environment['PATH']}"
     command = [str(home), str(script)]
     if not client.is_python:  # node looks for modules beside the script only

@@ -22,7 +22,7 @@ class Client:
     torch: bool = False
     """It draws torch; only texts are handled, so any build of it will do."""
     offline: bool = True
-    """False: it insists on a hub that it then does not use."""
+    """False: it takes the word that there is no hub for one that a local tokenizer is none."""
     environment: str = ""
     """An environment under ``$PEERS_ROOT`` that serves as well, where there is one."""
 
@@ -44,7 +44,7 @@ CLIENTS = (
     Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
     Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
     Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),
-    Client("litellm", "litellm_client.py", ("litellm==1.106.2",)),
+    Client("litellm", "litellm_client.py", ("litellm[mcp]==1.106.2",)),
     Client("tritonclient", "triton_client.py", ("tritonclient[grpc]==2.73.0",)),
     Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),
     Client("schemathesis", "schemathesis_client.py", ("schemathesis==4.32.5",)),

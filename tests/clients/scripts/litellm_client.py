@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks the internet for prices otherwise
 import litellm
 
 URL, MODEL = os.environ["TOKENLOOM_URL"] + "/v1", os.environ["TOKENLOOM_MODEL"]

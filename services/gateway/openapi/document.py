@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from . import requests, responses
+from . import constraints, requests, responses
 
 TITLE = "Tokenloom"
 _REF = "#/components/schemas/{name}"
@@ -80,6 +80,8 @@ def document() -> dict[str, Any]:
     types = {type_ for each in OPERATIONS for type_ in (each.answer, each.body) if type_ is not None}
     types.add(responses.ErrorResponse)
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REF)
+    for name, constraint in constraints.OF_BODIES.items():
+        schemas[name].update(constraint)
     paths: dict[str, dict[str, Any]] = {}
     for each in OPERATIONS:
         paths.setdefault(each.path, {})[each.method] = _operation(each)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-_INTEGER_OR_FALSE = {"anyOf": [{"type": "integer"}, {"const": False}, {"type": "null"}]}
+from .constraints import INTEGER_OR_FALSE, PROMPT, TURN
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -50,7 +50,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         Any,
         Meta(
             description="Alternatives to tell for each token of the prompt; not in a stream.",
-            extra_json_schema=_INTEGER_OR_FALSE,
+            extra_json_schema=INTEGER_OR_FALSE,
         ),
     ] = None
     logprob_token_ids: Annotated[
@@ -108,18 +108,7 @@ class CompletionRequest(CommonFields, kw_only=True):
         Any,
         Meta(
             description="One prompt or several, as text or token ids.",
-            extra_json_schema={  # of which msgspec has no type: lists of several kinds
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                    {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                        "minItems": 1,
-                    },
-                ]
-            },
+            extra_json_schema=dict(PROMPT),  # of which msgspec has no type: lists of several kinds
         ),
     ] = None
     prompt_embeds: Annotated[
@@ -129,7 +118,7 @@ class CompletionRequest(CommonFields, kw_only=True):
     best_of: Annotated[int | None, Meta(description="Only equal to n.")] = None
     logprobs: Annotated[
         Any,
-        Meta(description="Alternatives to tell at each position; false: none.", extra_json_schema=_INTEGER_OR_FALSE),
+        Meta(description="Alternatives to tell at each position; false: none.", extra_json_schema=INTEGER_OR_FALSE),
     ] = None
     echo: Annotated[bool | None, Meta(description="The prompt before the output.")] = None
 
@@ -143,6 +132,7 @@ class ChatCompletionRequest(CommonFields, kw_only=True):
             min_length=1,
             description="Turns: role (system, developer, user, assistant, tool), content (text or parts of text), "
             "tool_calls, tool_call_id, name, reasoning_content.",
+            extra_json_schema={"items": TURN},
         ),
     ]
     max_completion_tokens: Annotated[int | None, Meta(description="Newer name of max_tokens, and wins.")] = None
@@ -170,7 +160,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: Annotated[str | None, Meta(description="The served model; null: that one.")] = None
     prompt: Annotated[str | None, Meta(description="A text.")] = None
-    messages: Annotated[list[dict[str, Any]] | None, Meta(description="A conversation.")] = None
+    messages: Annotated[
+        list[dict[str, Any]] | None,
+        Meta(description="A conversation.", extra_json_schema={"items": TURN, "minItems": 1}),
+    ] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Of texts; for chats only false.")] = None
     return_token_strs: Annotated[bool | None, Meta(description="Tell the tokens' strings.")] = None
     add_generation_prompt: Annotated[bool | None, Meta(description="End with the assistant's opening.")] = None

@@ -11,17 +11,13 @@ from .document import document
 
 
 @cache
-def _document() -> bytes:
-    return encode_json(document())
+def _document(*, admin: bool) -> bytes:
+    return encode_json(document(admin=admin))
 
 
 @cache
 def _page() -> bytes:
     return resources.files(__package__).joinpath("page.html").read_bytes()
-
-
-async def _openapi(exchange: Exchange) -> None:
-    await exchange.respond(200, _document())
 
 
 async def _docs(exchange: Exchange) -> None:
@@ -31,7 +27,10 @@ async def _docs(exchange: Exchange) -> None:
     await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
 
 
-DOCUMENT_ROUTES: Mapping[str, Mapping[str, Handler]] = {
-    "/openapi.json": {"GET": _openapi},
-    "/docs": {"GET": _docs},
-}
+def document_routes(*, admin: bool) -> Mapping[str, Mapping[str, Handler]]:
+    """``admin``: there are admin routes."""
+
+    async def openapi(exchange: Exchange) -> None:
+        await exchange.respond(200, _document(admin=admin))
+
+    return {"/openapi.json": {"GET": openapi}, "/docs": {"GET": _docs}}

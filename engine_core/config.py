@@ -56,8 +56,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Requests in a batch."""
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
-    decode_batched_tokens: int | None = None
-    """Budget while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
+    prefill_tokens_beside_decode: int | None = None
+    """Of the budget, what prompts get in a step where others decode, for each request whose prompt waits; None: all."""
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
     """Whether the next step is scheduled while one runs, before its tokens are known."""

@@ -90,7 +90,7 @@ class GatewayService:
         app = App(
             {
                 **status.routes(),
-                **document_routes(admin=settings.has_admin),
+                **document_routes(health, admin=settings.has_admin),
                 **self._endpoints(generator, tokenizers, model, plans),
             },
             keys,

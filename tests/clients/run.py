@@ -59,7 +59,8 @@ def serving(log: Path) -> Iterator[dict[str, str]]:
     directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
     tokenloom = (sys.executable, "-m", "tokenloom.cli.main")
-    command = (*tokenloom, "serve", "--port", "0", "--prefill", "1", "--decode", "1")
+    # In float32, so that likelihoods can be held to another library's.
+    command = (*tokenloom, "serve", "--port", "0", "--prefill", "1", "--decode", "1", "--dtype", "float32")
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
     try:

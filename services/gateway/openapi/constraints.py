@@ -5,14 +5,15 @@ from typing import Any
 
 INTEGER_OR_FALSE = {"anyOf": [{"type": "integer"}, {"const": False}, {"type": "null"}]}
 
+_TOKEN_ID = {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**32}
 PROMPT: Mapping[str, Any] = {
     "anyOf": [
         {"type": "string", "minLength": 1},
         {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {"type": "array", "items": _TOKEN_ID, "minItems": 1},
         {
             "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "items": {"type": "array", "items": _TOKEN_ID, "minItems": 1},
             "minItems": 1,
         },
         {"type": "null"},
@@ -26,9 +27,14 @@ _CONTENT = {
             "type": "array",
             "minItems": 1,
             "items": {
-                "type": "object",
-                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                "required": ["type", "text"],
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                ]
             },
         },
     ]
@@ -52,9 +58,9 @@ _CALL = {
     "required": ["function"],
 }
 TURN: Mapping[str, Any] = {
+    "type": "object",
     "anyOf": [
         {
-            "type": "object",
             "properties": {
                 "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
                 "content": _CONTENT,
@@ -64,7 +70,6 @@ TURN: Mapping[str, Any] = {
             "required": ["role", "content"],
         },
         {
-            "type": "object",
             "properties": {
                 "role": {"const": "assistant"},
                 "content": {"anyOf": [_CONTENT, {"type": "null"}]},
@@ -73,7 +78,23 @@ TURN: Mapping[str, Any] = {
             },
             "required": ["role", "tool_calls"],
         },
-    ]
+    ],
+}
+TOOL: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+                "description": _TEXT_OR_NULL,
+                "parameters": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
 }
 
 
@@ -81,8 +102,23 @@ def _given(name: str) -> dict[str, Any]:
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
-OF_BODIES: Mapping[str, Mapping[str, Any]] = {
-    "CompletionRequest": {"anyOf": [_given("prompt"), _given("prompt_embeds")]},
-    "TokenizeRequest": {"oneOf": [_given("prompt"), _given("messages")]},
+NO_EMBEDS: Mapping[str, Any] = {
+    "type": "null",
+    "description": "Not here: no engine takes any (--enable-prompt-embeds).",
 }
-"""By name: fields of which one must be there."""
+"""``prompt_embeds`` where there is no way to send them."""
+
+
+_OF_CHATS: dict[str, Any] = {"add_special_tokens": {"enum": [False, None]}}
+
+
+def of_bodies(*, embeds: bool) -> Mapping[str, Mapping[str, Any]]:
+    """By name: what holds of several fields together. ``embeds``: engines take prompts that have embeddings."""
+    prompt = {"anyOf": [_given("prompt"), _given("prompt_embeds")]} if embeds else _given("prompt")
+    chat = _given("messages")
+    chat["properties"] |= _OF_CHATS
+    return {
+        "ChatCompletionRequest": {"properties": _OF_CHATS},
+        "CompletionRequest": prompt,
+        "TokenizeRequest": {"oneOf": [_given("prompt"), chat]},
+    }

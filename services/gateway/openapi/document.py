@@ -1,6 +1,6 @@
 """The description of the HTTP API, OpenAPI 3.1, generated from the types of its bodies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -16,14 +16,16 @@ _KEY: list[dict[str, list[str]]] = [{"key": []}]
 _ADMIN_KEY: list[dict[str, list[str]]] = [{"adminKey": []}]
 
 
-def document(*, admin: bool) -> dict[str, Any]:
-    """The whole description. ``admin``: with the admin routes."""
+def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
+    """The whole description. ``admin``: with the admin routes; ``embeds``: engines take embeddings as prompts."""
     operations = OPERATIONS + ADMIN_OPERATIONS if admin else OPERATIONS
     types = {type_ for each in operations for type_ in (each.answer, each.body) if type_ is not None}
     types.add(responses.ErrorResponse)
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REF)
-    for name, constraint in constraints.OF_BODIES.items():
-        schemas[name].update(constraint)
+    for name, constraint in constraints.of_bodies(embeds=embeds).items():
+        _add(schemas[name], constraint)
+    if not embeds:
+        schemas["CompletionRequest"]["properties"]["prompt_embeds"] = constraints.NO_EMBEDS
     paths: dict[str, dict[str, Any]] = {}
     for each in operations:
         paths.setdefault(each.path, {})[each.method] = _operation(each)
@@ -52,6 +54,11 @@ def document(*, admin: bool) -> dict[str, Any]:
             },
         },
     }
+
+
+def _add(schema: dict[str, Any], constraint: Mapping[str, Any]) -> None:
+    """Beside what it says already."""
+    schema.setdefault("allOf", []).append(constraint)
 
 
 def _operation(each: Operation) -> dict[str, Any]:
@@ -88,7 +95,12 @@ def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
         content = {_JSON: {"schema": _ref(each.answer)}}
     if each.streams:
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "Events with pieces of the answer, then [DONE]."}
+            "schema": {
+                "type": "object",
+                "description": "Each event: a piece of the answer or an error, as JSON; at last [DONE].",
+                "properties": {"data": {"type": "string"}},
+                "required": ["data"],
+            }
         }
     yield "200", {"description": each.summary, "content": content}
     if each.may_be_away and each.answer is not None:

@@ -6,13 +6,14 @@ from importlib import resources
 
 from ..app import Handler
 from ..exchange import Exchange
+from ..health import MeshHealth
 from ..sse import encode_json
 from .document import document
 
 
 @cache
-def _document(*, admin: bool) -> bytes:
-    return encode_json(document(admin=admin))
+def _document(*, admin: bool, embeds: bool) -> bytes:
+    return encode_json(document(admin=admin, embeds=embeds))
 
 
 @cache
@@ -27,10 +28,12 @@ async def _docs(exchange: Exchange) -> None:
     await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
 
 
-def document_routes(*, admin: bool) -> Mapping[str, Mapping[str, Handler]]:
+def document_routes(health: MeshHealth, *, admin: bool) -> Mapping[str, Mapping[str, Handler]]:
     """``admin``: there are admin routes."""
 
     async def openapi(exchange: Exchange) -> None:
-        await exchange.respond(200, _document(admin=admin))
+        limits = health.limits()
+        embeds = limits is not None and limits.hidden_size > 0
+        await exchange.respond(200, _document(admin=admin, embeds=embeds))
 
     return {"/openapi.json": {"GET": openapi}, "/docs": {"GET": _docs}}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
     found = []
     for context, continuation in json.load(sys.stdin):
         before = tokenizer(context).input_ids

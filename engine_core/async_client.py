@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import zmq
 import zmq.asyncio
 
+from .array_arena import ArrayArena
 from .async_socket import AsyncSocket
 from .client import utility_result
 from .config import EngineConfig
@@ -111,6 +112,7 @@ class AsyncMPClient:
         self._config = config
         self._grace = grace
         self._process = CoreProcess(command)
+        self._arena = ArrayArena(config.parallel.array_arena_bytes)
         self._context = zmq.asyncio.Context()
         # Sockets keep ZMQ's own bound of 1000 messages: beyond, a send waits.
         self._input = self._bind(zmq.PUSH, self._process.input_address)
@@ -132,7 +134,7 @@ class AsyncMPClient:
 
     async def start(self) -> CoreReady:
         try:
-            ready = await asyncio.to_thread(self._process.start, self._config)
+            ready = await asyncio.to_thread(self._process.start, self._config, self._arena.address)
         except BaseException:
             self._process.kill()  # also ends the wait in the thread when it was us who were cancelled
             raise
@@ -178,11 +180,13 @@ class AsyncMPClient:
         await asyncio.to_thread(self._process.stop, self._grace)
         self._fail(EngineDeadError("the client was closed"))
         self._context.destroy(linger=0)
+        self._arena.close()
 
     async def _send(self, kind: RequestType, message: object) -> None:
-        frames = [kind.value, *encode(message)]
-        is_small = len(frames) == 2  # no arrays: copying is cheaper
-        await self._input.send(frames, copy=is_small)
+        with self._arena.lend() as loan:
+            frames = [kind.value, *encode(message, loan)]
+            is_small = len(frames) == 2  # no arrays: copying is cheaper
+            await self._input.send(frames, copy=is_small)
 
     def _bind(self, kind: int, address: str) -> AsyncSocket:
         context: Any = self._context  # pyzmq's types know no plain socket of such a context

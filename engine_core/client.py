@@ -8,6 +8,7 @@ from typing import Protocol
 
 import zmq
 
+from .array_arena import ArrayArena
 from .config import EngineConfig
 from .core import EngineCore
 from .core_calls import CoreCalls
@@ -98,11 +99,12 @@ class SyncMPClient:
         self._input.bind(self._process.input_address)
         self._output.bind(self._process.output_address)
         self._sender = FrameSender(self._input)
+        self._arena = ArrayArena(config.parallel.array_arena_bytes)
         self._decoder = Decoder(EngineCoreOutputs)
         self._call_ids = itertools.count(1)
         self._early: deque[EngineCoreOutputs] = deque()  # steps that ended while a utility call was awaited
         try:
-            self.ready = self._process.start(config)
+            self.ready = self._process.start(config, self._arena.address)
         except BaseException:
             self.close()
             raise
@@ -135,11 +137,13 @@ class SyncMPClient:
         self._context.destroy(linger=0)
         self._process.kill()  # an offline client has nobody left who could want an answer
         self._process.stop(grace=0)
+        self._arena.close()
 
     def _send(self, kind: RequestType, message: object) -> None:
         while not self._input.poll(_POLL_MS, zmq.POLLOUT):
             self._check_alive()
-        self._sender.send(message, kind.value)
+        with self._arena.lend() as loan:
+            self._sender.send(message, kind.value, loan=loan)
 
     def _receive(self) -> EngineCoreOutputs:
         while not self._output.poll(_POLL_MS):

@@ -127,10 +127,13 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True):
-    """Where the workers are."""
+    """Where the workers are, and how arrays get from process to process."""
 
     distributed_executor_backend: str = "uni"
     """``uni``: one, in the core's process; ``mp``: in processes of their own."""
+    array_arena_bytes: int = 256 << 20
+    """Shared memory for large arrays that a client lends its core, and as much again for those that an executor lends
+    its workers. What has no room there travels in frames; 0: everything does."""
 
 
 class ObservabilityConfig(msgspec.Struct, frozen=True):

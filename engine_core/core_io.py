@@ -8,6 +8,7 @@ from typing import Final
 
 import zmq
 
+from .array_arena import ArenaReader
 from .frames import FrameSender, receive_frames
 from .messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType
 from .serialization import Decoder, Frame
@@ -32,14 +33,17 @@ InputQueue = queue.Queue[InputItem]
 class InputThread:
     """Socket → queues. Ends when its ZMQ context is terminated."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, arrays: ArenaReader | None = None
+    ) -> None:
+        """``arrays``: where arrays of requests may lie."""
         self.input_queue: InputQueue = queue.Queue(INPUT_QUEUE_SIZE)
         # The fast lane, read while a step's results come in; what it loses comes by the other queue, behind its ADD.
         self._aborts_queue: queue.Queue[list[str]] = queue.Queue(INPUT_QUEUE_SIZE)
         self._socket = context.socket(zmq.PULL)
         self._socket.connect(address)
         self._thread = threading.Thread(target=self._run, name="core-input", daemon=True)
-        self._requests = Decoder(EngineCoreRequest)
+        self._requests = Decoder(EngineCoreRequest, arrays)
         self._calls = Decoder(UtilityCall)
         self._accepts = Decoder(AcceptTokens)
         self._aborts: Decoder[list[str]] = Decoder(list[str])

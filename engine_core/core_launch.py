@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 
+from .array_arena import ArenaAddress
 from .config import EngineConfig
 from .errors import EngineConfigError, EngineStartError
 from .messages import CoreFailed, CoreHello, CoreInit, CoreReady
@@ -46,8 +47,9 @@ class CoreProcess:
         """Of the process, once it was spawned."""
         return self._process.pid if self._process else None
 
-    def start(self, config: EngineConfig) -> CoreReady:
-        """Spawns the process and leads it through HELLO → INIT → READY. Blocks while the model loads.
+    def start(self, config: EngineConfig, arrays: ArenaAddress | None) -> CoreReady:
+        """Spawns the process, which inherits the memory of ``arrays``, and leads it through HELLO → INIT → READY.
+        Blocks while the model loads.
 
         Raises ``EngineStartError`` with the core's own words, or with the exit status when it left none;
         ``EngineConfigError`` when the configuration or the checkpoint is at fault.
@@ -57,12 +59,16 @@ class CoreProcess:
             socket.bind(self._handshake_address)
             # A session of its own: the terminal's Ctrl-C is for the parent, which decides how the core ends.
             self._process = subprocess.Popen(
-                [*self._command, "--handshake", self._handshake_address], stdin=subprocess.PIPE, start_new_session=True
+                [*self._command, "--handshake", self._handshake_address],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=() if arrays is None else (arrays.fd,),
             )
             hello = self._receive(socket)
             assert isinstance(hello, CoreHello), hello
             kv_address = self.kv_address if config.kv.transports else ""
-            socket.send_multipart(encode(CoreInit(self.input_address, self.output_address, config, kv_address)))
+            init = CoreInit(self.input_address, self.output_address, config, kv_address, arrays)
+            socket.send_multipart(encode(init))
             ready = self._receive(socket)
             assert isinstance(ready, CoreReady), ready
             return ready

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from .array_arena import ArenaReader
 from .config import EngineConfig
 from .core import EngineCore
 from .core_calls import CoreCalls
@@ -49,7 +50,8 @@ class EngineCoreProc:
     def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
         self._core = core
         self._calls = CoreCalls(core)
-        self._input = InputThread(context, init.input_address)
+        arrays = ArenaReader(init.arrays) if init.arrays is not None else None
+        self._input = InputThread(context, init.input_address, arrays)
         self._output = OutputThread(context, init.output_address)
         self.state = ProcState.RUNNING
 

@@ -4,6 +4,7 @@ from collections import deque
 
 import zmq
 
+from .array_arena import Loan
 from .serialization import Frame, encode_into
 
 _COPY_BYTES = 64 << 10
@@ -25,10 +26,11 @@ class FrameSender:
         """Buffers that ZMQ may still read."""
         return len(self._sending)
 
-    def send(self, message: object, *head: bytes) -> None:
-        """Sends ``head``, a frame each, and ``message``, whose arrays nobody may write to any more."""
+    def send(self, message: object, *head: bytes, loan: Loan | None = None) -> None:
+        """Sends ``head``, a frame each, and ``message``, whose arrays nobody may write to any more, those aside that
+        ``loan`` took."""
         body = self._take_buffer()
-        frames = [*head, *encode_into(message, body)]
+        frames = [*head, *encode_into(message, body, loan)]
         if len(frames) == len(head) + 1 and len(body) < _COPY_BYTES:
             self._socket.send_multipart(frames)
             self._give_back(body)

@@ -115,11 +115,18 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def _register_blocks(self, request: Request, num_full_blocks: int) -> None:
-        for index in range(request.num_registered_blocks, num_full_blocks):
+        for index in range(self._first_to_register(request), num_full_blocks):
             is_new = self.pool.register(request.block_ids[index], self._block_hash(request, index))
             if is_new and self._events is not None:
                 self._events.stored(*self._content(request, index))
         request.num_registered_blocks = num_full_blocks
+
+    def _first_to_register(self, request: Request) -> int:
+        """Behind the last block that is found: an equal one of somebody else had the name of ours, and went."""
+        index = request.num_registered_blocks
+        while index and self.pool.find(request.block_hashes[index - 1]) is None:
+            index -= 1
+        return index
 
     def _content(self, request: Request, index: int) -> tuple[bytes, bytes | None, list[int]]:
         """Hash, hash of the block before, token ids of a full block."""

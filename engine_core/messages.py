@@ -4,6 +4,7 @@ import enum
 
 import msgspec
 
+from .array_arena import ArenaAddress
 from .config import EngineConfig
 from .kv_events import KVCacheEvent
 from .kv_messages import KVTarget
@@ -229,6 +230,8 @@ class CoreInit(msgspec.Struct, tag="INIT"):
     config: EngineConfig
     kv_address: str = ""
     """Of the socket pair that ``kv_messages`` travel over; empty: this core moves no KV."""
+    arrays: ArenaAddress | None = None
+    """Where large arrays of requests lie; None: in frames."""
 
 
 class CoreReady(msgspec.Struct, tag="READY"):

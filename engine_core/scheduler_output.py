@@ -53,21 +53,13 @@ class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
     """Which tokens grammars allow in a step, of the requests that have one and draw a token."""
 
     req_ids: list[str]
-    bitmask: memoryview
-    """[n, ceil(vocab_size / 32)] int32, little-endian: bit i of word w stands for token 32 * w + i; set: allowed."""
-
-    @classmethod
-    def of(cls, req_ids: list[str], bitmask: npt.NDArray[np.int32]) -> "GrammarOutput":
-        """``bitmask`` as an array of that shape; it must not change before the step's tokens are drawn."""
-        return cls(req_ids, np.ascontiguousarray(bitmask, dtype="<i4").data.cast("B"))
-
-    def words(self) -> npt.NDArray[np.int32]:
-        """The bitmask as an array, without a copy."""
-        return np.frombuffer(self.bitmask, dtype="<i4").reshape(len(self.req_ids), -1)
+    bitmask: npt.NDArray[np.int32]
+    """[n, ceil(vocab_size / 32)]: bit i of word w stands for token 32 * w + i; set: allowed. It must not change before
+    the step's tokens are drawn."""
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """[n, vocab_size] whether each token may be drawn."""
-        bits = np.unpackbits(self.words().view(np.uint8), axis=1, bitorder="little", count=vocab_size)
+        bits = np.unpackbits(self.bitmask.view(np.uint8), axis=1, bitorder="little", count=vocab_size)
         return bits.astype(np.bool_)
 
 

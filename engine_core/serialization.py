@@ -1,8 +1,9 @@
 """msgpack on every socket of the core. The receiver names the type it expects, so nothing but plain data can arrive.
 
 A message is a list of ZMQ frames: the msgpack body, and one frame for each array of the message that is too large to
-lie in the body. In the body an array is (dtype, shape, bytes), or (dtype, shape, number of its frame from 1). Nobody
-may write to an array that was encoded: it is sent, and received, without a copy.
+lie in the body. In the body an array is (dtype, shape, bytes), (dtype, shape, number of its frame from 1), or, where
+sender and receiver share memory and it has room, (dtype, shape, region). Nobody may write to an array that was encoded:
+it may be sent, and is received, without a copy.
 """
 
 import inspect
@@ -16,6 +17,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from .array_arena import ArenaReader, Loan, Region
 
 T = TypeVar("T")
 Frame = bytes | bytearray | memoryview
@@ -32,16 +35,19 @@ class _ArrayFrames(threading.local):
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        self.loan: Loan | None = None
 
 
 _arrays = _ArrayFrames()
 
 
-def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes | int]:
+def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes | int | Region]:
     if not isinstance(value, np.ndarray) or value.dtype.str not in _DTYPES:
         raise NotImplementedError(f"{type(value).__name__} is not data that a message may carry")
     if value.nbytes <= MAX_INLINE_BYTES:
         return value.dtype.str, value.shape, value.tobytes()
+    if _arrays.loan is not None and (region := _arrays.loan.put(value)) is not None:
+        return value.dtype.str, value.shape, region
     _arrays.frames.append(np.ascontiguousarray(value).data.cast("B"))
     return value.dtype.str, value.shape, len(_arrays.frames)
 
@@ -49,16 +55,19 @@ def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes | int]:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
-def encode(message: object) -> list[Frame]:
-    """The frames of ``message``; those after the first are the memory of its arrays."""
+def encode(message: object, loan: Loan | None = None) -> list[Frame]:
+    """The frames of ``message``; those after the first are the memory of its arrays, of those that ``loan`` did not
+    take."""
+    _arrays.loan = loan
     try:
         return [_encoder.encode(message), *_arrays.frames]
     finally:
         _forget_arrays()
 
 
-def encode_into(message: object, body: bytearray) -> list[Frame]:
+def encode_into(message: object, body: bytearray, loan: Loan | None = None) -> list[Frame]:
     """The same, with ``body``, whose content is replaced, as the first frame."""
+    _arrays.loan = loan
     try:
         _encoder.encode_into(message, body)
         return [body, *_arrays.frames]
@@ -67,6 +76,7 @@ def encode_into(message: object, body: bytearray) -> list[Frame]:
 
 
 def _forget_arrays() -> None:
+    _arrays.loan = None
     if _arrays.frames:
         _arrays.frames = []
 
@@ -74,11 +84,12 @@ def _forget_arrays() -> None:
 class Decoder(Generic[T]):
     """Decodes messages of one type (or union), in one thread. Raises ``msgspec.DecodeError`` for anything else.
 
-    Arrays are read-only views of their frames. Their dtype must be the annotated one, their frame as long as their
-    shape says, and each frame must be used once.
+    Arrays are read-only views of their frames and regions. Their dtype must be the annotated one, their bytes as many
+    as their shape says, and each frame, and region, must be used once.
     """
 
-    def __init__(self, message_type: type[T] | UnionType) -> None:
+    def __init__(self, message_type: type[T] | UnionType, arena: ArenaReader | None = None) -> None:
+        self._arena = arena
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type, dec_hook=self._decode_array)
         self._frames: Sequence[Frame] = ()
         self._unused: set[int] = set()
@@ -99,19 +110,23 @@ class Decoder(Generic[T]):
         return message
 
     def _decode_array(self, kind: type, value: object) -> Array:
-        dtype, shape, body = msgspec.convert(value, tuple[str, tuple[int, ...], bytes | int])
+        dtype, shape, body = msgspec.convert(value, tuple[str, tuple[int, ...], bytes | int | Region])
         if dtype not in _DTYPES or len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0:
             raise ValueError(f"no array of dtype {dtype!r} and shape {shape} may come")
         if (wanted := _annotated_dtype(kind)) is not None and _DTYPES[dtype] != wanted:
             raise ValueError(f"an array of dtype {dtype}, not {wanted.str}")
-        frame = self._take_frame(body) if isinstance(body, int) else body
+        frame = body if isinstance(body, bytes) else self._take_frame(body)
         if len(frame) != math.prod(shape) * _DTYPES[dtype].itemsize:
             raise ValueError(f"{len(frame)} bytes for an array of dtype {dtype} and shape {shape}")
         array: Array = np.frombuffer(frame, _DTYPES[dtype]).reshape(shape)
         array.flags.writeable = False
         return array
 
-    def _take_frame(self, index: int) -> Frame:
+    def _take_frame(self, index: int | Region) -> Frame:
+        if isinstance(index, Region):
+            if self._arena is None:
+                raise ValueError("an array in shared memory, of which there is none here")
+            return self._arena.open(index)
         if index not in self._unused:
             raise ValueError(f"frame {index} is not there, or belongs to another array")
         self._unused.remove(index)

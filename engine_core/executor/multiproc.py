@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from ..array_arena import ArrayArena
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError
 from ..kv_transport import KVPool
@@ -61,7 +62,8 @@ class MultiprocExecutor:
         self._poller = zmq.Poller()
         self._wake_read, self._wake_write = os.pipe()
         self._poller.register(self._wake_read, zmq.POLLIN)
-        self.workers = [WorkerProcess(self._context, command, rank) for rank in range(world_size)]
+        self._arena = arena = ArrayArena(config.parallel.array_arena_bytes, num_readers=world_size)
+        self.workers = [WorkerProcess(self._context, command, rank, arena.address) for rank in range(world_size)]
         try:
             for worker in self.workers:
                 worker.shake_hands(config, world_size)
@@ -112,6 +114,7 @@ class MultiprocExecutor:
         for worker in self.workers:
             worker.stop()
         self._context.destroy(linger=0)
+        self._arena.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -142,9 +145,10 @@ class MultiprocExecutor:
 
     def _send(self, kind: WorkerRequestType, message: object) -> None:
         self._check_alive()
-        frames = encode(message)
-        for worker in self.workers:
-            worker.socket.send_multipart([kind.value, *frames])
+        with self._arena.lend() as loan:
+            frames = [kind.value, *encode(message, loan)]
+            for worker in self.workers:
+                worker.socket.send_multipart(frames)
 
     def _check_alive(self) -> None:
         if self._failure:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 
+from ..array_arena import ArenaAddress
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError
 from ..serialization import Decoder, encode
@@ -27,15 +28,26 @@ _decoder: Decoder[_Message] = Decoder(_Message)
 class WorkerProcess:
     """A worker's process and the socket to it. It reads its standard input only to learn that this one is gone."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", command: Sequence[str], rank: int) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        command: Sequence[str],
+        rank: int,
+        arrays: ArenaAddress | None,
+    ) -> None:
+        """Spawns the process, which inherits the memory of ``arrays``."""
         self.rank = rank
+        self._arrays = arrays
         # mkdtemp makes it 0700: nobody else can connect.
         self._address = f"ipc://{tempfile.mkdtemp(prefix='tl-worker-')}/worker"
         self.socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
         self.socket.bind(self._address)
         self._process = subprocess.Popen(
-            [*command, "--address", self._address], stdin=subprocess.PIPE, start_new_session=True
+            [*command, "--address", self._address],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=() if arrays is None else (arrays.fd,),
         )
 
     @property
@@ -46,7 +58,7 @@ class WorkerProcess:
         """HELLO → INIT → READY. Raises ``ValueError`` when the configuration is at fault, else
         ``ExecutorFailedError``."""
         assert isinstance(self._receive(), WorkerHello)
-        self.socket.send_multipart(encode(WorkerInit(config, self.rank, world_size)))
+        self.socket.send_multipart(encode(WorkerInit(config, self.rank, world_size, self._arrays)))
         assert isinstance(self._receive(), WorkerReady)
 
     def wait(self) -> int:

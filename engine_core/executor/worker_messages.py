@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from ..array_arena import ArenaAddress
 from ..config import EngineConfig
 from ..scheduler_output import GrammarOutput, ModelRunnerOutput
 
@@ -25,6 +26,8 @@ class WorkerInit(msgspec.Struct, tag="INIT"):
     rank: int
     """In [0, world_size)."""
     world_size: int
+    arrays: ArenaAddress | None
+    """Where large arrays of steps lie, which each rank reads; None: in frames."""
 
 
 class WorkerReady(msgspec.Struct, tag="READY"):

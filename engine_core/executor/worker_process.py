@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from ..array_arena import ArenaReader
 from ..config import EngineConfig
 from ..process_guard import ProcessGuard
 from ..scheduler_output import SchedulerOutput
@@ -33,13 +34,14 @@ log = logging.getLogger(__name__)
 class WorkerProc:
     """Runs one worker for one executor."""
 
-    def __init__(self, worker: Worker, socket: "zmq.Socket[bytes]", rank: int) -> None:
+    def __init__(self, worker: Worker, socket: "zmq.Socket[bytes]", init: WorkerInit) -> None:
+        arrays = ArenaReader(init.arrays, init.rank) if init.arrays is not None else None
         self._worker = worker
         self._socket = socket
-        self._rank = rank
+        self._rank = init.rank
         self._failure: Exception | None = None  # of the step executed last
-        self._steps = Decoder(SchedulerOutput)
-        self._samples = Decoder(SampleCall)
+        self._steps = Decoder(SchedulerOutput, arrays)
+        self._samples = Decoder(SampleCall, arrays)
         self._calls = Decoder(WorkerCall)
 
     def run(self) -> None:
@@ -105,7 +107,7 @@ def run_worker(address: str, make_worker: Callable[[EngineConfig], Worker]) -> i
             _send(socket, WorkerFailed(str(error), is_config=isinstance(error, ValueError)))
             return 1
         _send(socket, WorkerReady())
-        WorkerProc(worker, socket, init.rank).run()
+        WorkerProc(worker, socket, init).run()
     raise AssertionError("a worker runs until its process is ended")
 
 

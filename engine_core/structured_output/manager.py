@@ -158,4 +158,4 @@ def _fill(work: list[tuple[ConstrainedRow, RequestGrammar]], num_words: int) -> 
             ended[row.request_id] = f"{FIELD}: {error}"
         if row.request_id in ended:
             bits[:] = -1
-    return GrammarOutput.of([row.request_id for row, _ in work], bitmask), ended
+    return GrammarOutput([row.request_id for row, _ in work], bitmask), ended

@@ -84,6 +84,12 @@ class EngineSettings(ServiceSettings):
     distributed_executor_backend: Literal["uni", "mp"] = Field(
         "uni", description="Where the worker is: uni: in the core's process; mp: in a process of its own."
     )
+    array_arena_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="Shared memory through which large arrays (prompt embeddings, masks) get from process to process, "
+        "as far as they need it; 0: they go over sockets.",
+    )
     async_scheduling: bool = Field(
         False, description="Schedule the next step while one runs; no gain where the processor is what computes."
     )
@@ -199,7 +205,10 @@ class EngineSettings(ServiceSettings):
             structured_output=structured_output_config(Path(checkpoint), self.structured_outputs_backend)
             if checkpoint
             else None,
-            parallel=ParallelConfig(distributed_executor_backend=self.distributed_executor_backend),
+            parallel=ParallelConfig(
+                distributed_executor_backend=self.distributed_executor_backend,
+                array_arena_bytes=self.array_arena_bytes,
+            ),
             observability=ObservabilityConfig(
                 log_iterations=self.enable_logging_iteration_details,
                 dump_dir=self.dump_dir,

@@ -14,8 +14,7 @@ from .job import Chat, Job
 from .message_plans import MessagePlans
 from .messages import read_messages
 from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
-from .tools.forced import constraint_of
-from .tools.request import ToolChoice, ToolRequest, read_tool_request, tools_json
+from .tools.request import ToolRequest, read_tool_request, tools_json
 
 
 class ChatFields(CommonFields, frozen=True, kw_only=True):
@@ -49,16 +48,8 @@ class ChatApi:
             )
         request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         sampling = _sampling(body, fields)
-        _constrain(sampling, request)
-        plan = self._plans.plan(
-            request,
-            include_reasoning=fields.include_reasoning is not False,
-            constrained=sampling.HasField("structured_outputs"),
-        )
         job = make_job(fields, _prompt(fields, request), "messages", sampling)
-        formats = self._plans.tools
-        if request.choice is ToolChoice.AUTO and formats is not None and formats.keeps_special_tokens:
-            job.text.skip_special_tokens = False
+        plan = self._plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
         return job, replace(Options.of(fields, sampling), plan=plan)
 
     def answer(self, generation: Generation, options: Options) -> ChatAnswer:
@@ -72,17 +63,6 @@ def _prompt(fields: ChatFields, request: ToolRequest) -> Chat:
         template_kwargs_json=sse.encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
         add_generation_prompt=fields.add_generation_prompt is not False,
     )
-
-
-def _constrain(sampling: types_pb2.SamplingParams, request: ToolRequest) -> None:
-    """A call that must be made is decoded under its schema."""
-    if (constraint := constraint_of(request)) is None:
-        return
-    if sampling.HasField("structured_outputs"):
-        raise errors.InvalidArgument(
-            "a tool_choice that forces a call excludes response_format and structured_outputs", "tool_choice"
-        )
-    sampling.structured_outputs.CopyFrom(constraint)
 
 
 def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:

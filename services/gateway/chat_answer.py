@@ -4,7 +4,7 @@ from tokenloom.v1 import output_processor_pb2
 
 from . import sse
 from .answer import AnswerBase, finish_reason
-from .assistant_message import Message, PlainMessage
+from .assistant_message import AssistantMessage
 from .collector import Delta
 from .logprobs import chat_content
 from .parsed_message import ParsedMessage
@@ -87,16 +87,14 @@ class ChatAnswer:
             choice["token_ids"] = self._token_ids[index]
         return choice
 
-    def _message(self) -> Message:
-        plan = self._base.options.plan
-        if plan is None:
-            return PlainMessage()
-        return ParsedMessage(plan, reasoning_is_open=self._base.generation.opens_reasoning)
+    def _message(self) -> AssistantMessage:
+        plan, is_open = self._base.options.plan, self._base.generation.opens_reasoning
+        return AssistantMessage(None if plan is None else ParsedMessage(plan, reasoning_is_open=is_open))
 
     def _finish_reason(self, index: int, finished: output_processor_pb2.RequestFinished) -> str:
         """An output that came to its end by itself, and calls tools, ends with them."""
         reason = finish_reason(finished)
-        return "tool_calls" if reason == "stop" and self._messages[index].num_calls else reason
+        return "tool_calls" if reason == "stop" and self._messages[index].has_calls else reason
 
     def _content(self, delta: Delta) -> list[dict[str, object]]:
         return chat_content(self._base.positions(delta), as_ids=self._base.options.tokens_as_ids)

@@ -4,19 +4,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from tokenloom.v1 import types_pb2
+
 from ..runtime.errors import InvalidArgument
+from .job import Job
 from .parsed_message import MessagePlan
 from .reasoning.registry import FORMATS as REASONING_FORMATS
 from .reasoning.registry import ReasoningFormat
 from .tools.call_id import new_call_id
-from .tools.forced import NamedCall, RequiredCalls
+from .tools.forced import NamedCall, RequiredCalls, constraint_of
 from .tools.parser import ToolFormat, ToolParser
 from .tools.registry import find_format
 from .tools.request import ToolChoice, ToolRequest
 
 AUTO = "auto"
 """As the chat template tells."""
-NO_PARSER = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,14 @@ class MessagePlans:
             REASONING_FORMATS.get(told_reasoning if reasoning_parser == AUTO else reasoning_parser),
         )
 
-    def plan(self, request: ToolRequest, *, include_reasoning: bool, constrained: bool) -> MessagePlan | None:
-        """How one request's turns are read; None: as they are. ``constrained``: they are JSON or the like throughout,
-        so that there is no reasoning. Raises ``InvalidArgument`` where calls could not be read."""
-        reasoning = None if constrained else self.reasoning
+    def apply(self, request: ToolRequest, job: Job, *, include_reasoning: bool) -> MessagePlan | None:
+        """Puts what a chat's tools ask of its output into ``job``, and tells how its turns are read; None: as they are.
+        Raises ``InvalidArgument`` for calls that cannot be forced beside what else is asked, or could not be read."""
+        _constrain(job.sampling, request)
+        if request.choice is ToolChoice.AUTO and self.tools is not None and self.tools.keeps_special_tokens:
+            job.text.skip_special_tokens = False
+        # What is JSON or the like throughout has no reasoning.
+        reasoning = None if job.sampling.HasField("structured_outputs") else self.reasoning
         plan = MessagePlan(open_reasoning=reasoning, include_reasoning=include_reasoning)
         if request.choice is ToolChoice.NONE:
             return None if reasoning is None else plan
@@ -60,3 +66,14 @@ class MessagePlans:
                 )
             return partial(self.tools.parser, [tool.name for tool in request.tools])
         return RequiredCalls if request.named is None else partial(NamedCall, request.named.name)
+
+
+def _constrain(sampling: types_pb2.SamplingParams, request: ToolRequest) -> None:
+    """A call that must be made is decoded under its schema."""
+    if (constraint := constraint_of(request)) is None:
+        return
+    if sampling.HasField("structured_outputs"):
+        raise InvalidArgument(
+            "a tool_choice that forces a call excludes response_format and structured_outputs", "tool_choice"
+        )
+    sampling.structured_outputs.CopyFrom(constraint)

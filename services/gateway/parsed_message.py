@@ -1,8 +1,7 @@
-"""An assistant's turn of which reasoning and tool calls are told apart, in OpenAI's form."""
+"""An assistant's turn of which reasoning and tool calls are told apart, as it grows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from .parts import CallArguments, CallBegin, Content, Part, Reasoning
 from .reasoning.think import ThinkParser
@@ -22,8 +21,29 @@ class MessagePlan:
     include_reasoning: bool = True
 
 
+@dataclass(slots=True)
+class CallDelta:
+    """What is new of one call."""
+
+    index: int
+    """Counts the calls of the turn."""
+    call_id: str = ""
+    """With the first piece, like the name."""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class MessageDelta:
+    """What is new of a turn; empty while nothing is certain."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
 class ParsedMessage:
-    """One output's turn, as it grows.
+    """One output's turn.
 
     Attributes:
         num_calls: That began.
@@ -34,33 +54,22 @@ class ParsedMessage:
         self._plan = plan
         self._tools = plan.open_tools and plan.open_tools()
         self._thoughts = plan.open_reasoning and plan.open_reasoning(reasoning_is_open)
-        self._content = ""
-        self._reasoning = ""
-        self._calls: list[dict[str, Any]] = []
         self._skips_call = False
 
-    def feed(self, text: str, *, ends: bool) -> dict[str, object]:
-        """What some more text adds, as a ``delta``; empty when nothing is certain yet. ``ends``: it is the last."""
-        delta: dict[str, Any] = {}
-        calls: list[dict[str, Any]] = []
+    def feed(self, text: str, *, ends: bool) -> MessageDelta:
+        """What some more text adds. ``ends``: it is the last."""
+        delta = MessageDelta()
         for part in self._parts(text, ends=ends):
             match part:
                 case Content(words):
-                    self._content += words
-                    delta["content"] = delta.get("content", "") + words
+                    delta.content += words
                 case Reasoning(words):
-                    self._add_reasoning(delta, words)
-                case CallBegin() | CallArguments():
-                    self._add_call(calls, part)
-        return delta | {"tool_calls": calls} if calls else delta
-
-    def whole(self) -> dict[str, object]:
-        """All of it, as a ``message``."""
-        content = None if self._calls and not self._content else self._content
-        message: dict[str, object] = {"role": "assistant", "content": content}
-        if self._reasoning:
-            message |= {"reasoning": self._reasoning, "reasoning_content": self._reasoning}
-        return message | {"tool_calls": self._calls} if self._calls else message
+                    delta.reasoning += words if self._plan.include_reasoning else ""
+                case CallBegin(name):
+                    self._begin_call(delta.calls, name)
+                case CallArguments(more):
+                    self._add_arguments(delta.calls, more)
+        return delta
 
     def _parts(self, text: str, *, ends: bool) -> Sequence[Part]:
         parts: list[Part] = []
@@ -83,27 +92,16 @@ class ParsedMessage:
         elif text:
             parts.append(Content(text))
 
-    def _add_reasoning(self, delta: dict[str, Any], words: str) -> None:
-        if not self._plan.include_reasoning:
-            return
-        self._reasoning += words
-        for name in ("reasoning", "reasoning_content"):  # vLLM's name, and the one that clients knew before
-            delta[name] = delta.get(name, "") + words
-
-    def _add_call(self, told: list[dict[str, Any]], part: CallBegin | CallArguments) -> None:
-        """``told``: what the delta says of calls so far, one entry each."""
-        if isinstance(part, CallBegin):
-            self._skips_call = self.num_calls > 0 and not self._plan.parallel_calls
-            if self._skips_call:
-                return
-            call_id = self._plan.new_call_id()
-            function = {"name": part.name, "arguments": ""}
-            self._calls.append({"id": call_id, "type": "function", "function": function})
-            told.append({"index": self.num_calls, "id": call_id, "type": "function", "function": dict(function)})
+    def _begin_call(self, told: list[CallDelta], name: str) -> None:
+        self._skips_call = self.num_calls > 0 and not self._plan.parallel_calls
+        if not self._skips_call:
+            told.append(CallDelta(self.num_calls, self._plan.new_call_id(), name))
             self.num_calls += 1
-        elif not self._skips_call:
-            self._calls[-1]["function"]["arguments"] += part.text
-            index = self.num_calls - 1
-            if not told or told[-1]["index"] != index:
-                told.append({"index": index, "function": {"arguments": ""}})
-            told[-1]["function"]["arguments"] += part.text
+
+    def _add_arguments(self, told: list[CallDelta], text: str) -> None:
+        if self._skips_call:
+            return
+        index = self.num_calls - 1
+        if not told or told[-1].index != index:
+            told.append(CallDelta(index))
+        told[-1].arguments += text

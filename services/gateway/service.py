@@ -80,13 +80,15 @@ class GatewayService:
             model=model,
         )
         host.authorize_calls(keys.authorize_call)
-        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(generator, health, model), host.server)
+        plans = self._plans(tokenizers)
+        inference = InferenceServicer(generator, health, model, plans)
+        inference_pb2_grpc.add_InferenceServicer_to_server(inference, host.server)
         completions = CompletionsApi(BodyReader(strict=settings.strict), model)
         kserve = KServeServicer(completions, generator, health, model)
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, host.server)
         status = StatusRoutes(health, mesh, generator, host.metrics, model)
         app = App(
-            {**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model)},
+            {**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model, plans)},
             keys,
             await self._admin_routes(mesh, host),
             ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file),
@@ -119,10 +121,10 @@ class GatewayService:
             await self._http.stop()
             self._http = None
 
-    def _endpoints(self, generator: Generator, tokenizers: TokenizerClient, model: str) -> Routes:
+    def _endpoints(self, generator: Generator, tokenizers: TokenizerClient, model: str, plans: MessagePlans) -> Routes:
         reader = BodyReader(strict=self._settings.strict)
         limit = self._settings.max_body_bytes
-        chat = Endpoint(ChatApi(reader, model, self._plans(tokenizers)), generator, model, max_body_bytes=limit)
+        chat = Endpoint(ChatApi(reader, model, plans), generator, model, max_body_bytes=limit)
         completions = Endpoint(CompletionsApi(reader, model), generator, model, max_body_bytes=limit)
         assert self._health is not None
         tokenize = TokenizeRoutes(

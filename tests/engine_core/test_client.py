@@ -6,9 +6,11 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import make_config, make_request
-from tests.engine_core.processes import collect
+from tests.engine_core.processes import collect, wait_until
+from tests.engine_core.test_prompt_embeds import expected, make_mixed, make_wide
+from tokenloom.engine_core.array_arena import MIN_BYTES
 from tokenloom.engine_core.client import InprocClient, SyncClient, SyncMPClient
-from tokenloom.engine_core.config import WorkerConfig
+from tokenloom.engine_core.config import ParallelConfig, WorkerConfig
 from tokenloom.engine_core.errors import UtilityError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
@@ -98,3 +100,21 @@ def test_a_pause_that_waits_answers_when_nobody_runs(client: SyncClient) -> None
     assert collect(client, 1)["queues"].new_token_ids == expected_tokens([4, 5, 6], 3)
     with pytest.raises(UtilityError, match="mode 'never' is unknown"):
         client.call_utility("pause", "never")
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_large_arrays_are_lent_to_the_core_and_its_worker_while_there_is_room(backend: str) -> None:
+    parallel = ParallelConfig(distributed_executor_backend=backend, array_arena_bytes=5 * MIN_BYTES)
+    client = SyncMPClient(msgspec.structs.replace(CONFIG, parallel=parallel))
+    for around in range(2):
+        requests = [make_mixed(str(seed), make_wide(2, 20, seed + around), length=25) for seed in range(4)]
+        for request in requests:
+            client.add_request(request)
+        assert client._arena.num_lent == 2, "each takes two units: the others went in frames"
+        ended = collect(client, 4)
+        for request in requests:
+            assert ended[request.request_id].new_token_ids == expected(request, DEFAULT_VOCAB_SIZE)
+        client.add_request(make_request("next", [1]))  # with its step the worker hears that the others have ended
+        collect(client, 1)
+        assert wait_until(lambda: client._arena.num_lent == 0, 5.0)
+    client.close()

@@ -83,7 +83,7 @@ def test_a_block_taken_by_another_changes_the_token() -> None:
 def test_a_grammar_leaves_only_what_it_allows() -> None:
     bitmask = np.zeros((1, -(-VOCAB_SIZE // 32)), dtype=np.int32)
     bitmask[0, 2] = 1 << 5
-    assert run(make_worker(), block_ids=[0, 1], grammar=GrammarOutput.of(["a"], bitmask)) == [[2 * 32 + 5]]
+    assert run(make_worker(), block_ids=[0, 1], grammar=GrammarOutput(["a"], bitmask)) == [[2 * 32 + 5]]
 
 
 def test_logprobs_tell_the_token_and_the_best() -> None:

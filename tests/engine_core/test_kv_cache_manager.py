@@ -5,6 +5,7 @@ from tests.engine_core.invariants import check_pool
 from tokenloom.engine_core import kv_cache_manager
 from tokenloom.engine_core.block_hash import hash_block
 from tokenloom.engine_core.kv_cache_manager import KVCacheManager
+from tokenloom.engine_core.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.request import Request
 
 
@@ -103,6 +104,22 @@ def test_freed_blocks_are_hit_until_they_are_needed() -> None:
     assert kv.find_cached_blocks(again) == blocks[:2]
     compute(kv, make_request_of([2] * 5), 5)
     assert kv.find_cached_blocks(again) == blocks[:1]
+
+
+def test_an_equal_block_is_found_when_the_first_one_has_gone() -> None:
+    events = KVEventLog(4, "CPU")
+    kv = KVCacheManager(3, 4, events=events)
+    first, second = make_request_of([1] * 4 + [2]), make_request_of([1] * 4 + [3] * 5, request_id="s")
+    compute(kv, first, 4)
+    compute(kv, second, 4)
+    events.take()
+    kv.free(first)
+    compute(kv, second, 5)
+    removed, stored = events.take()
+    assert isinstance(removed, BlockRemoved)
+    assert isinstance(stored, BlockStored)
+    assert (stored.block_hashes, stored.parent_block_hash) == (second.block_hashes, None)
+    assert kv.find_cached_blocks(make_request_of([1] * 4 + [3] * 5)) == second.block_ids[:2]
 
 
 @pytest.mark.parametrize(("mine", "theirs", "hits"), [(b"a", b"a", 2), (b"a", b"b", 0), (b"a", b"", 0)])

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
+from tokenloom.engine_core.array_arena import MIN_BYTES
 from tokenloom.engine_core.hash_worker import HIDDEN_SIZE, embeds_ids, expected_tokens
 from tokenloom.engine_core.messages import EngineCoreRequest
 from tokenloom.engine_core.prompt_embeds import EmbedsSpan, content_salt
@@ -10,6 +11,11 @@ from tokenloom.engine_core.serialization import Decoder, encode
 
 def make_span(position: int, length: int, seed: int = 0) -> EmbedsSpan:
     return EmbedsSpan(position, np.random.default_rng(seed).random((length, HIDDEN_SIZE), dtype=np.float32))
+
+
+def make_wide(position: int, length: int, seed: int = 0) -> EmbedsSpan:
+    """Too large to lie in a frame where there is shared memory."""
+    return EmbedsSpan(position, np.random.default_rng(seed).random((length, MIN_BYTES // 40), dtype=np.float32))
 
 
 def make_mixed(request_id: str, *spans: EmbedsSpan, length: int = 30, max_tokens: int = 5) -> EngineCoreRequest:
@@ -22,11 +28,11 @@ def make_mixed(request_id: str, *spans: EmbedsSpan, length: int = 30, max_tokens
     return request
 
 
-def expected(request: EngineCoreRequest) -> list[int]:
+def expected(request: EngineCoreRequest, vocab_size: int = VOCAB_SIZE) -> list[int]:
     prompt = list(request.prompt_token_ids)
     for span in request.prompt_embeds:
         prompt[span.position : span.position + len(span.rows)] = embeds_ids(span)
-    return expected_tokens(prompt, request.sampling_params.max_tokens, VOCAB_SIZE)
+    return expected_tokens(prompt, request.sampling_params.max_tokens, vocab_size)
 
 
 @pytest.mark.parametrize("budget", [8, 64])

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tests.engine_core.test_array_arena import reader_of
+from tokenloom.engine_core.array_arena import MIN_BYTES, ArrayArena
 from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.sampling_params import SamplingParams
 from tokenloom.engine_core.serialization import (
@@ -111,6 +113,53 @@ def body(*first: object) -> bytes:
 def test_arrays_that_are_not_what_they_say_are_refused(frames: list[Frame], error: str) -> None:
     with pytest.raises(msgspec.DecodeError, match=error):
         Decoder(Tables).decode(frames)
+
+
+LARGE = np.arange(MIN_BYTES // 4, dtype=np.float32).reshape(2, -1)
+
+
+def test_large_arrays_lie_in_shared_memory_as_long_as_it_has_room() -> None:
+    arena = ArrayArena(2 * MIN_BYTES)
+    decoder = Decoder(Tables, reader_of(arena))
+    with arena.lend() as loan:
+        frames = encode(Tables("a", LARGE, [FIRST, LARGE * 2, LARGE * 3]), loan)
+    assert [len(frame) for frame in frames[1:]] == [FIRST.nbytes, LARGE.nbytes], "the last has no room"
+    tables = decoder.decode([bytes(frame) for frame in frames])
+    for found, sent in zip([tables.first, *tables.others], [LARGE, FIRST, LARGE * 2, LARGE * 3], strict=True):
+        np.testing.assert_array_equal(found, sent)
+        assert not found.flags.writeable
+    assert arena.num_lent == 2
+    tables.others.clear()
+    del found
+    assert arena.num_lent == 1
+    with pytest.raises(msgspec.DecodeError, match="belongs to another array"):
+        decoder.decode(frames)
+    with pytest.raises(NotImplementedError), arena.lend() as loan:
+        encode([LARGE, object()], loan)
+    assert arena.num_lent == 1, "a message that cannot be sent leaves nothing"
+    assert len(encode([LARGE])) == 2, "nor does the loan outlive it"
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("region", "error"),
+    [
+        ([0, 1, 0, MIN_BYTES - 4], f"{MIN_BYTES - 4} bytes for an array"),
+        ([0, 1, 0], "at least|length 4|Expected"),
+        ([0, 1, 0, "all"], "Expected `int`"),
+        ([0, 1, MIN_BYTES, MIN_BYTES], "is not within"),
+        ([0, 7, 0, MIN_BYTES], "is not lent"),
+    ],
+)
+def test_regions_that_are_not_what_they_say_are_refused(region: list[object], error: str) -> None:
+    arena = ArrayArena(MIN_BYTES)
+    frames: list[Frame] = [body("<f4", LARGE.shape, region)]
+    assert arena.put(LARGE) == (0, 1, 0, MIN_BYTES)
+    with pytest.raises(msgspec.DecodeError, match=error):
+        Decoder(Tables, reader_of(arena)).decode(frames)
+    with pytest.raises(msgspec.DecodeError, match=r"of which there is none here|Expected"):
+        Decoder(Tables).decode(frames)
+    arena.close()
 
 
 @pytest.mark.parametrize("value", [object(), np.array(["text"]), np.array([object()]), np.array([1j])])

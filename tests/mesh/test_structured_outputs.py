@@ -111,6 +111,22 @@ async def test_bombs_harm_nobody(http: httpx.AsyncClient) -> None:
     assert (await complete(http, structured_outputs={"regex": CODE})).status_code == 200
 
 
+async def test_a_neighbours_stream_flows_on_while_a_bomb_is_compiled(http: httpx.AsyncClient) -> None:
+    """How late its tokens come at most, and the answer: ``python -m tests.soak.bombs``."""
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    bomb: asyncio.Task[httpx.Response] | None = None
+    meanwhile = 0
+    while bomb is None or not bomb.done():
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            async for line in response.aiter_lines():
+                if bomb is None:
+                    bomb = asyncio.create_task(complete(http, structured_outputs=BOMBS[0]))
+                elif line.startswith("data: {") and not bomb.done():
+                    meanwhile += 1
+    assert bomb.result().status_code == 400
+    assert meanwhile > 20, "it takes its compiler hundreds of steps"
+
+
 @pytest.fixture
 async def split(socket_dir: Path) -> AsyncIterator[SplitMesh]:
     async with SplitMesh(socket_dir).running() as mesh:

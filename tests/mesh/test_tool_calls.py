@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from tests.mesh.harness import MODEL, Mesh
+from tokenloom.client import AsyncClient, Message
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -62,6 +63,21 @@ async def test_required_calls_obey_their_schemas(http: httpx.AsyncClient) -> Non
 async def test_a_call_that_is_cut_off_ends_with_length(http: httpx.AsyncClient) -> None:
     choice = await answer(http, tool_choice="required", max_tokens=3)
     assert choice["finish_reason"] == "length"
+
+
+async def test_grpc_calls_obey_their_schemas_too(mesh: Mesh) -> None:
+    conversation: list[Message] = [{"role": "user", "content": "Wake me."}]
+    async with AsyncClient(mesh.gateway.settings.listen, timeout=30) as client:
+        answer = await client.chat(conversation, tools=TOOLS, tool_choice="required", max_tokens=120, seed=1)
+        assert answer.outputs[0].finish_reason == "tool_calls", answer
+        first = answer.tool_calls[0]
+        result: Message = {"role": "tool", "content": "done", "tool_call_id": first.id}
+        conversation += [answer.message, result]
+        named = {"type": "function", "function": {"name": "set_alarm"}}
+        answer = await client.chat(conversation, tools=TOOLS, tool_choice=named, max_tokens=60, seed=2)
+        (call,) = answer.tool_calls
+        assert call.name == "set_alarm"
+        jsonschema.validate(json.loads(call.arguments), PARAMETERS)
 
 
 async def test_the_template_writes_the_tools(mesh: Mesh, http: httpx.AsyncClient) -> None:

@@ -5,27 +5,31 @@ and ``stream_chat``. What a mesh refuses is raised as one of :mod:`errors`, whic
 another time is tried again (:class:`Retries`). Needs neither torch nor a model.
 """
 
-from ..outputs import CompletionOutput, Logprob
+from ..outputs import Logprob
 from ..services.runtime import errors
 from .async_client import AsyncClient, AsyncStream
-from .request import Message, Options
-from .results import Chunk, Generation, Model, Usage
+from .request import ChatOptions, Message, Options
+from .results import Chunk, Generation, Model, Output, Usage
 from .retries import Retries
 from .sync_client import Client, Stream
+from .tools import ToolCall, ToolCallDelta
 
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "ChatOptions",
     "Chunk",
     "Client",
-    "CompletionOutput",
     "Generation",
     "Logprob",
     "Message",
     "Model",
     "Options",
+    "Output",
     "Retries",
     "Stream",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "errors",
 ]

@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc.aio
 
@@ -13,7 +13,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from ..services.runtime import errors
 from . import connection
-from .request import Message, Options, chat_request, prompt_request
+from .request import ChatOptions, Message, Options, chat_request, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -134,13 +134,10 @@ class AsyncClient:
         *,
         model: str | None = None,
         timeout: float | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> Generation:
-        """A conversation's next turn. ``template_kwargs``: variables of the model's chat template, as JSON has them."""
-        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
-        return await self._generate(request, timeout)
+        """A conversation's next turn."""
+        return await self._generate(chat_request(messages, model, options), timeout)
 
     async def stream_chat(
         self,
@@ -148,13 +145,10 @@ class AsyncClient:
         *,
         model: str | None = None,
         timeout: float | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> AsyncStream:
         """The same, piece by piece. Returns with the first one."""
-        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
-        return await self._stream(request, timeout)
+        return await self._stream(chat_request(messages, model, options), timeout)
 
     async def close(self) -> None:
         """Ends every call. Idempotent."""

@@ -10,6 +10,7 @@ from tokenloom.v1 import inference_pb2, types_pb2
 from ..services.runtime import validation
 from ..services.runtime.errors import InvalidArgument
 from ..structured_outputs import StructuredOutputsParams
+from .tools import Tool, ToolCall, ToolChoice, write_call, write_choice, write_tools
 
 
 class Message(TypedDict):
@@ -17,8 +18,14 @@ class Message(TypedDict):
 
     role: str
     """``system``, ``user``, ``assistant`` or ``tool``."""
-    content: str
+    content: NotRequired[str | None]
     name: NotRequired[str]
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """Of an assistant's turn: what it called."""
+    tool_call_id: NotRequired[str]
+    """Of a tool's turn: the call that this is the result of."""
+    reasoning: NotRequired[str]
+    """Of an assistant's turn, for templates that tell it."""
 
 
 class Options(TypedDict, total=False):
@@ -62,6 +69,23 @@ class Options(TypedDict, total=False):
     """Echoed in the call's metadata and in logs; never an identity."""
 
 
+class ChatOptions(Options, total=False):
+    """Of chats: what the template and the model are told beside the conversation."""
+
+    template_kwargs: Mapping[str, Any]
+    """Variables of the model's chat template, as JSON has them."""
+    add_generation_prompt: bool
+    """False: do not open the assistant's turn."""
+    tools: Sequence[Tool]
+    """What the model may call."""
+    tool_choice: ToolChoice
+    """Left out: ``auto`` where there are tools."""
+    parallel_tool_calls: bool
+    """False: one call at most."""
+    include_reasoning: bool
+    """False: what the model reasons is not told."""
+
+
 _STRINGS = ("stop", "bad_words")
 _FIELDS = {"request_id": "user_request_id"}
 """Options whose field has another name."""
@@ -83,6 +107,7 @@ _PLAIN = frozenset(
     }
 )
 _KNOWN = frozenset(get_type_hints(Options))
+_OF_CHATS = frozenset(get_type_hints(ChatOptions)) - _KNOWN
 
 
 def prompt_request(
@@ -98,21 +123,29 @@ def prompt_request(
 
 
 def chat_request(
-    messages: Sequence[Message],
-    model: str | None,
-    template_kwargs: Mapping[str, Any] | None,
-    add_generation_prompt: bool,
-    options: Mapping[str, Any],
+    messages: Sequence[Message], model: str | None, options: Mapping[str, Any]
 ) -> inference_pb2.GenerateRequest:
     """For a conversation. Raises ``InvalidArgument``."""
-    request = _request(model, options)
-    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(**message) for message in messages])
-    if template_kwargs:
-        chat.template_kwargs.CopyFrom(_struct(template_kwargs))
-    if not add_generation_prompt:
-        chat.add_generation_prompt = False
+    own = {name: options[name] for name in _OF_CHATS if options.get(name) is not None}
+    request = _request(model, {name: value for name, value in options.items() if name not in _OF_CHATS})
+    chat = inference_pb2.ChatPrompt(messages=map(_message, messages))
+    if "template_kwargs" in own:
+        chat.template_kwargs.CopyFrom(_struct(own["template_kwargs"]))
+    if "tools" in own:
+        chat.tools.extend(write_tools(own["tools"]))
+    if "tool_choice" in own:
+        chat.tool_choice.CopyFrom(write_choice(own["tool_choice"]))
+    for name in ("add_generation_prompt", "parallel_tool_calls", "include_reasoning"):
+        if name in own:
+            _set(chat, name, own[name])
     request.chat.CopyFrom(chat)
     return request
+
+
+def _message(message: Message) -> inference_pb2.ChatMessage:
+    calls = message.get("tool_calls", ())
+    texts: dict[str, Any] = {name: value for name, value in message.items() if name != "tool_calls"}
+    return inference_pb2.ChatMessage(**texts, tool_calls=map(write_call, calls))
 
 
 def _request(model: str | None, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
@@ -140,9 +173,9 @@ def _sampling(given: dict[str, Any]) -> types_pb2.SamplingParams:
     return params
 
 
-def _set(request: inference_pb2.GenerateRequest, name: str, value: object) -> None:
+def _set(message: inference_pb2.GenerateRequest | inference_pb2.ChatPrompt, name: str, value: object) -> None:
     try:
-        setattr(request, _FIELDS.get(name, name), value)
+        setattr(message, _FIELDS.get(name, name), value)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{name}: {error}", name) from None
 

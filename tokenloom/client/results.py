@@ -1,17 +1,20 @@
 """What a client gets: pieces as they come, and whole answers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from ..outputs import CompletionOutput, Logprob
+from .request import Message
+from .tools import ToolCall, ToolCallDelta, add_delta, read_delta
 
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
     types_pb2.FINISH_REASON_ABORT: "abort",
     types_pb2.FINISH_REASON_REPETITION: "repetition",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -46,11 +49,35 @@ class Chunk:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token, by token id: itself first, then the others. None unless asked for."""
     finish_reason: str | None = None
-    """In the last chunk of the sample: ``stop``, ``length``, ``repetition`` or ``abort``."""
+    """In the last chunk of the sample: ``stop``, ``tool_calls``, ``length``, ``repetition`` or ``abort``."""
     stop_reason: int | str | None = None
     """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
     usage: Usage | None = None
     """In the last chunk of all."""
+    reasoning: str = ""
+    """Of a chat: how the model comes to its answer; not part of the text."""
+    tool_calls: Sequence[ToolCallDelta] = ()
+    """Of a chat: what is new of the calls that the model makes."""
+
+
+@dataclass
+class Output(CompletionOutput):
+    """One sample; of a chat, the model's next turn."""
+
+    reasoning: str = ""
+    """How the model came to its answer; not part of the text."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """``finish_reason`` is ``tool_calls`` then, unless the output was cut off."""
+
+    @property
+    def message(self) -> Message:
+        """This turn, as a conversation goes on with it."""
+        message = Message(role="assistant", content=self.text)
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        if self.reasoning:
+            message["reasoning"] = self.reasoning
+        return message
 
 
 @dataclass
@@ -59,7 +86,7 @@ class Generation:
 
     request_id: str
     """The mesh's own, as in its logs and traces."""
-    outputs: list[CompletionOutput]
+    outputs: list[Output]
     """[n] samples."""
     usage: Usage
     timeline: types_pb2.Timeline | None = None
@@ -73,6 +100,16 @@ class Generation:
     def text(self) -> str:
         """Of the first sample."""
         return self.outputs[0].text
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """Likewise."""
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> Message:
+        """Likewise."""
+        return self.outputs[0].message
 
 
 def read_model(model: inference_pb2.Model) -> Model:
@@ -100,6 +137,8 @@ class ChunkReader:
             finish_reason=_FINISH_REASONS.get(response.finish_reason),
             stop_reason=self._stop_reason(response.stop_reason),
             usage=_usage(response.usage) if response.HasField("usage") else None,
+            reasoning=response.reasoning,
+            tool_calls=list(map(read_delta, response.tool_calls)),
         )
 
     def _stop_reason(self, reason: str) -> int | str | None:
@@ -113,7 +152,7 @@ class Collector:
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._reader = ChunkReader(request)
-        self._outputs = [CompletionOutput(index, "", []) for index in range(max(request.n, 1))]
+        self._outputs = [Output(index, "", []) for index in range(max(request.n, 1))]
         if request.sampling_params.HasField("logprobs"):
             for output in self._outputs:
                 output.logprobs, output.cumulative_logprob = [], 0.0
@@ -130,6 +169,9 @@ class Collector:
         output.token_ids += chunk.token_ids
         output.finish_reason = chunk.finish_reason or output.finish_reason
         output.stop_reason = chunk.stop_reason if chunk.finish_reason else output.stop_reason
+        output.reasoning += chunk.reasoning
+        for delta in chunk.tool_calls:
+            add_delta(output.tool_calls, delta)
         if chunk.logprobs:
             self._add_logprobs(output, chunk)
         self._add_prompt(response)
@@ -146,7 +188,7 @@ class Collector:
             prompt_logprobs=self._prompt_logprobs,
         )
 
-    def _add_logprobs(self, output: CompletionOutput, chunk: Chunk) -> None:
+    def _add_logprobs(self, output: Output, chunk: Chunk) -> None:
         assert output.logprobs is not None
         assert output.cumulative_logprob is not None
         output.logprobs += chunk.logprobs or []

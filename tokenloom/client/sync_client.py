@@ -2,9 +2,9 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar, Unpack, cast
+from typing import Self, TypeAlias, TypeVar, Unpack, cast
 
 import grpc
 
@@ -12,7 +12,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from ..services.runtime import errors
 from . import connection
-from .request import Message, Options, chat_request, prompt_request
+from .request import ChatOptions, Message, Options, chat_request, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -120,13 +120,10 @@ class Client:
         *,
         model: str | None = None,
         timeout: float | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> Generation:
-        """A conversation's next turn. ``template_kwargs``: variables of the model's chat template, as JSON has them."""
-        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
-        return self._generate(request, timeout)
+        """A conversation's next turn."""
+        return self._generate(chat_request(messages, model, options), timeout)
 
     def stream_chat(
         self,
@@ -134,13 +131,10 @@ class Client:
         *,
         model: str | None = None,
         timeout: float | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[ChatOptions],
     ) -> Stream:
         """The same, piece by piece. Returns with the first one."""
-        request = chat_request(messages, model, template_kwargs, add_generation_prompt, options)
-        return self._stream(request, timeout)
+        return self._stream(chat_request(messages, model, options), timeout)
 
     def close(self) -> None:
         """Ends every call. Idempotent."""

@@ -26,6 +26,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_ERROR: _ClassVar[FinishReason]
     FINISH_REASON_REPETITION: _ClassVar[FinishReason]
     FINISH_REASON_PREFILLED: _ClassVar[FinishReason]
+    FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
 ENGINE_ROLE_UNSPECIFIED: EngineRole
 ENGINE_ROLE_BOTH: EngineRole
 ENGINE_ROLE_PREFILL: EngineRole
@@ -37,6 +38,7 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 FINISH_REASON_PREFILLED: FinishReason
+FINISH_REASON_TOOL_CALLS: FinishReason
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "peer_id", "epoch", "expected_peer_id", "expected_epoch", "fingerprint", "max_message_bytes", "initial_credit", "features")

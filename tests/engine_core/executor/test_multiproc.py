@@ -14,6 +14,7 @@ import pytest
 from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.processes import has_ended, wait_until
+from tests.engine_core.test_prompt_embeds import expected, make_mixed, make_wide
 from tokenloom.engine_core.client import SyncMPClient
 from tokenloom.engine_core.config import EngineConfig, KVConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
@@ -62,6 +63,21 @@ def test_a_core_over_processes_gives_every_request_its_tokens(executor: Multipro
     for n in range(12):
         assert tokens_of(outputs[f"r{n}"]) == expected_tokens([n] * (n + 1), 12)
     check_idle(core.scheduler)
+
+
+def test_large_arrays_are_read_in_place_by_every_rank(executor: MultiprocExecutor) -> None:
+    core = EngineCore(make_config(async_scheduling=True, num_blocks=40), executor)
+    requests = [make_mixed(f"wide{seed}", make_wide(3, 20, seed)) for seed in range(3)]
+    for request in requests:
+        core.add_request(request)
+    core.step()
+    assert executor._arena.num_lent == 3
+    outputs = finish(core)
+    for request in requests:
+        assert tokens_of(outputs[request.request_id]) == expected(request, DEFAULT_VOCAB_SIZE)
+    core.add_request(make_request("next", [1]))  # with its step the workers hear that the others have ended
+    finish(core)
+    assert wait_until(lambda: executor._arena.num_lent == 0, 5.0)
 
 
 def test_calls_by_name_are_answered_by_every_rank(executor: MultiprocExecutor) -> None:

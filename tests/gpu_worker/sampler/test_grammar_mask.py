@@ -11,7 +11,7 @@ def test_only_what_the_bits_allow_is_left() -> None:
     bitmask[1, 2] = 0b11110  # tokens 65 to 68, of which the vocabulary has two
     logits = np.arange(3 * 67, dtype=np.float32).reshape(3, 67)
     untouched = logits[1].copy()
-    allow_only(GrammarOutput.of(["c", "a"], bitmask), ["a", "b", "c"], logits)
+    allow_only(GrammarOutput(["c", "a"], bitmask), ["a", "b", "c"], logits)
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == [63, 65, 66]
     assert np.flatnonzero(np.isfinite(logits[2])).tolist() == [0, 2]
     assert logits[2, 2] == 2 * 67 + 2

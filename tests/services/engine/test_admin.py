@@ -1,5 +1,4 @@
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -23,18 +22,6 @@ from tokenloom.v1.engine_pb2 import (
 )
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH
-
-
-@pytest.fixture
-async def host(socket_dir: Path) -> AsyncIterator[Host]:
-    async with running_engine(make_settings(socket_dir, max_model_len=500)) as host:
-        yield host
-
-
-@pytest.fixture
-async def admin(host: Host) -> AsyncIterator[EngineAdminStub]:
-    async with open_channel(host.address) as channel:
-        yield EngineAdminStub(channel)
 
 
 async def test_info_tells_the_engine_as_it_came_up(admin: EngineAdminStub, host: Host) -> None:

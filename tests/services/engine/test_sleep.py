@@ -1,12 +1,8 @@
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import grpc
 import pytest
 
-from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
+from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add
 from tokenloom.engine_core.hash_worker import expected_tokens
-from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.host import Host
 from tokenloom.v1 import engine_pb2
 from tokenloom.v1.engine_pb2 import (
@@ -22,18 +18,6 @@ from tokenloom.v1.engine_pb2 import (
     WakeUpRequest,
 )
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
-
-
-@pytest.fixture
-async def host(socket_dir: Path) -> AsyncIterator[Host]:
-    async with running_engine(make_settings(socket_dir, max_model_len=500)) as host:
-        yield host
-
-
-@pytest.fixture
-async def admin(host: Host) -> AsyncIterator[EngineAdminStub]:
-    async with open_channel(host.address) as channel:
-        yield EngineAdminStub(channel)
 
 
 async def is_sleeping(admin: EngineAdminStub) -> bool:

@@ -1,5 +1,4 @@
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -21,18 +20,6 @@ from tokenloom.v1.engine_pb2 import (
     WakeUpRequest,
 )
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
-
-
-@pytest.fixture
-async def host(socket_dir: Path) -> AsyncIterator[Host]:
-    async with running_engine(make_settings(socket_dir, max_model_len=500)) as host:
-        yield host
-
-
-@pytest.fixture
-async def admin(host: Host) -> AsyncIterator[EngineAdminStub]:
-    async with open_channel(host.address) as channel:
-        yield EngineAdminStub(channel)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -82,3 +84,70 @@ async def test_an_error_keeps_its_code(mesh: FakeMesh) -> None:
     error = errors.from_rpc(caught.value)
     assert isinstance(error, errors.ResourceExhausted)
     assert error.retry_after == 1.0
+
+
+def chat_request(**fields: Any) -> inference_pb2.GenerateRequest:
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")], **fields)
+    return inference_pb2.GenerateRequest(model=MODEL, chat=chat)
+
+
+TOOLS = [
+    inference_pb2.Tool(function=inference_pb2.Function(name="get_weather", parameters='{"type": "object"}')),
+    inference_pb2.Tool(function=inference_pb2.Function(name="get_time")),
+]
+
+
+async def test_calls_and_reasoning_are_told_apart_as_they_come(socket_dir: Path) -> None:
+    fake = FakeMesh(socket_dir)
+    async with fake.gateway(tool_call_parser="hermes", reasoning_parser="qwen3") as mesh, mesh.inference() as stub:
+        mesh.outputs.auto = (
+            "<think>Hm.</think>I ask.\n",
+            "<tool_call>\n",
+            '{"name": "get_time", "arguments": {"a"',
+            ": 1}}",
+        )
+        responses = [response async for response in stub.Generate(chat_request(tools=TOOLS))]
+    assert "".join(response.reasoning for response in responses) == "Hm."
+    assert "".join(response.text for response in responses) == "I ask."
+    calls = [call for response in responses for call in response.tool_calls]
+    assert {call.index for call in calls} == {0}
+    assert calls[0].id.startswith("call_")
+    assert "".join(call.id for call in calls[1:]) == ""
+    assert "".join(call.function.name for call in calls) == "get_time"
+    assert "".join(call.function.arguments for call in calls) == '{"a": 1}'
+    assert sum(len(response.token_ids) for response in responses) == sum(map(len, mesh.outputs.auto))
+    assert responses[-1].finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
+
+
+async def test_a_forced_call_constrains_the_output(mesh: FakeMesh) -> None:
+    named = inference_pb2.ToolChoice(function="get_weather")
+    async with mesh.inference() as stub:
+        call = stub.Generate(chat_request(tools=TOOLS, tool_choice=named))
+        submitted = await mesh.outputs.next_request()
+        assert json.loads(submitted.submit.sampling_params.structured_outputs.json) == {"type": "object"}
+        submitted.answer('{"a": ', reason=types_pb2.FINISH_REASON_LENGTH)
+        responses = [response async for response in call]
+    pieces = [piece for response in responses for piece in response.tool_calls]
+    assert pieces[0].function.name == "get_weather"
+    assert "".join(piece.function.arguments for piece in pieces) == '{"a": '
+    assert responses[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH, "it was cut off"
+
+
+async def test_reasoning_may_be_left_out(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(reasoning_parser="qwen3") as mesh, mesh.inference() as stub:
+        mesh.outputs.auto = ("<think>Hm.</think>Yes.",)
+        responses = [response async for response in stub.Generate(chat_request(include_reasoning=False))]
+        assert ("".join(response.text + response.reasoning for response in responses)) == "Yes."
+        text = inference_pb2.GenerateRequest(model=MODEL, text="hi")
+        told = "".join([response.text async for response in stub.Generate(text)])
+        assert told == "<think>Hm.</think>Yes.", "no chat: text is text"
+
+
+async def test_calls_that_nobody_could_read_are_refused(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Generate(chat_request(tools=TOOLS))))
+    error = errors.from_rpc(caught.value)
+    assert isinstance(error, errors.InvalidArgument)
+    assert error.field == "tool_choice"
+    assert mesh.outputs.requests.empty()

@@ -1,5 +1,6 @@
 """A command on a pseudo-terminal, as a person has it."""
 
+import codecs
 import contextlib
 import os
 import pty
@@ -19,6 +20,7 @@ class Terminal:
         self.process = process
         self._descriptor = descriptor
         self._text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end within a character
 
     def type(self, text: str) -> None:
         """``\\x03`` is Ctrl-C, ``\\x04`` Ctrl-D."""
@@ -37,12 +39,12 @@ class Terminal:
     def end(self) -> int:
         """Reads what is left until the command ends; its exit status."""
         with contextlib.suppress(OSError):  # how Linux tells that nobody is at the other end
-            while self._read():
-                pass
+            while True:
+                self._read()
         return self.process.wait(_PATIENCE_SECONDS)
 
     def _read(self) -> str:
-        return os.read(self._descriptor, 65536).decode(errors="replace")
+        return self._decoder.decode(os.read(self._descriptor, 65536))
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
 """What becomes of a caller's arguments."""
 
+import json
+import re
 from typing import Any, get_type_hints
 
 import pytest
 
-from tokenloom.client import errors
+from tokenloom.client import ToolCall, errors
 from tokenloom.client.request import Options, chat_request, prompt_request
 from tokenloom.structured_outputs import StructuredOutputsParams
 
@@ -82,4 +84,60 @@ def test_unknown_names_and_values() -> None:
     with pytest.raises(TypeError, match="'temprature' is no option"):
         prompt_request("abc", None, {"temprature": 1})
     with pytest.raises(errors.InvalidArgument, match="template_kwargs"):
-        chat_request([], None, {"x": object()}, True, {})
+        chat_request([], None, {"template_kwargs": {"x": object()}})
+
+
+def test_tools_and_past_calls_reach_their_fields() -> None:
+    parameters = {"type": "object", "properties": {"z": {}, "a": {}}}
+    function = {"name": "get_weather", "description": "It.", "parameters": parameters}
+    request = chat_request(
+        [
+            {"role": "assistant", "content": None, "tool_calls": [ToolCall("c1", "f", "{}")], "reasoning": "Hm."},
+            {"role": "tool", "content": "noon", "tool_call_id": "c1"},
+        ],
+        "m",
+        {
+            "tools": [{"type": "function", "function": function}, {"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "parallel_tool_calls": False,
+            "include_reasoning": False,
+            "add_generation_prompt": False,
+            "max_tokens": 3,
+        },
+    )
+    assistant, tool = request.chat.messages
+    assert (assistant.tool_calls[0].id, assistant.tool_calls[0].function.name, assistant.reasoning) == (
+        "c1",
+        "f",
+        "Hm.",
+    )
+    assert tool.tool_call_id == "c1"
+    first, second = (tool.function for tool in request.chat.tools)
+    assert (first.name, first.description, list(json.loads(first.parameters)["properties"])) == (
+        "get_weather",
+        "It.",
+        ["z", "a"],
+    )
+    assert [field.name for field, _ in second.ListFields()] == ["name"]
+    assert request.chat.tool_choice.function == "f"
+    for name in ("parallel_tool_calls", "include_reasoning", "add_generation_prompt"):
+        assert request.chat.HasField(name)
+        assert not getattr(request.chat, name)
+    assert request.sampling_params.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"tools": [{"name": "f"}]}, "tools[0].function"),
+        ({"tools": [{"function": {"name": 5}}]}, "tools[0].function"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"a": object()}}}]}, "tools[0].function"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"function": "f"}}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+    ],
+)
+def test_wrong_tools_are_named(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=f"^{re.escape(word)}") as caught:
+        chat_request([{"role": "user", "content": "hi"}], None, options)
+    assert caught.value.field == word

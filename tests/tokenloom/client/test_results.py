@@ -2,6 +2,7 @@
 
 import pytest
 
+from tokenloom.client import ToolCall
 from tokenloom.client.request import prompt_request
 from tokenloom.client.results import Collector
 from tokenloom.outputs import Logprob
@@ -31,3 +32,21 @@ def test_samples_with_log_probabilities() -> None:
     assert answer.prompt_token_ids == [7, 8]
     assert answer.prompt_logprobs == [None, {8: Logprob(-2.0, 1)}]
     assert (answer.request_id, answer.usage.prompt_tokens) == ("id", 2)
+
+
+def test_calls_and_reasoning() -> None:
+    collector = Collector(prompt_request("x", None, {}))
+    response = inference_pb2.GenerateResponse
+    for number, pieces in enumerate(((("c1", "f", ""),), (("", "", '{"a"'),), (("", "", ": 1}"), ("c2", "g", "{}")))):
+        message = response(reasoning=str(number))
+        for call_id, name, arguments in pieces:
+            index = 1 if call_id == "c2" else 0
+            function = inference_pb2.FunctionCall(name=name, arguments=arguments)
+            message.tool_calls.add(index=index, id=call_id, function=function)
+        collector.add(message)
+    collector.add(response(text="Yes.", finish_reason=types_pb2.FINISH_REASON_TOOL_CALLS))
+    answer = collector.result()
+    calls = [ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "g", "{}")]
+    assert answer.outputs[0].finish_reason == "tool_calls"
+    assert (answer.text, answer.tool_calls) == ("Yes.", calls)
+    assert answer.message == {"role": "assistant", "content": "Yes.", "tool_calls": calls, "reasoning": "012"}

@@ -1,0 +1,217 @@
+"""Shared memory in which a process lends arrays to others on its host, which read them in place and are done with them
+in any order.
+
+The memory is a sealed memfd that the readers inherit: it has no name, and goes with the last process that maps it.
+
+    generations  [1 + num_readers, NUM_SLOTS] uint64; row 0 is the sender's, row 1 + r that of reader r
+    data         regions, each from the beginning of a cache line
+
+A region belongs to a slot. The sender writes the region's generation into its row when it lends it; a reader writes the
+same into its own when nothing refers to the region any more. A slot whose rows agree is free, with its region. So each
+cell has one writer, and who dies leaves nothing behind but what the memory itself takes with it.
+"""
+
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .free_space import FreeSpace
+
+log = logging.getLogger(__name__)
+
+MIN_BYTES = 64 << 10
+"""Of an array that is lent: below, a frame costs no more."""
+NUM_SLOTS = 256
+"""Regions lent at once; of arrays of the least size, 16 MiB."""
+_ALIGNMENT = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Region(NamedTuple):
+    """An array's bytes, as a message names them."""
+
+    slot: int
+    generation: int
+    offset: int
+    """In the data."""
+    nbytes: int
+
+
+class ArenaAddress(msgspec.Struct, frozen=True):
+    """What a reader needs besides the descriptor itself, which it inherits."""
+
+    fd: int
+    nbytes: int
+    """Of the data."""
+    num_readers: int
+
+    @property
+    def header_bytes(self) -> int:
+        """In whole pages, for the data is mapped by itself."""
+        return _round_up((1 + self.num_readers) * NUM_SLOTS * 8, mmap.ALLOCATIONGRANULARITY)
+
+
+class ArrayArena:
+    """The sender's side; belongs to one thread. Who has none, or no room left, sends frames instead."""
+
+    def __init__(self, nbytes: int, num_readers: int = 1, min_bytes: int = MIN_BYTES) -> None:
+        """Args:
+        nbytes: At most so many are lent at once; pages that were never used take no memory. 0: none are.
+        min_bytes: Of an array that is lent.
+        """
+        self._min_bytes = max(min_bytes, 1)
+        self.address: ArenaAddress | None = None
+        self._space = FreeSpace(0)
+        self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
+        self._lent: dict[int, Region] = {}
+        if nbytes:
+            try:
+                self._allocate(_round_up(nbytes, _ALIGNMENT), num_readers)
+            except OSError as error:  # no memfd here, or none may be made: frames do
+                log.warning("no shared memory for arrays, they go over sockets: %s", error)
+
+    def lend(self) -> "Loan":
+        """The arrays of one message."""
+        return Loan(self)
+
+    def put(self, array: npt.NDArray[Any]) -> Region | None:
+        """Copies an array into a region; None: it is too small to be worth it, or there is no room."""
+        if self.address is None or array.nbytes < self._min_bytes:
+            return None
+        self._reclaim()
+        if not self._free_slots or (offset := self._space.take(_round_up(array.nbytes, _ALIGNMENT))) is None:
+            return None
+        slot = self._free_slots.pop()
+        region = self._lent[slot] = Region(slot, int(self._cells[0, slot]) + 1, offset, array.nbytes)
+        self._data[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        self._cells[0, slot] = region.generation
+        return region
+
+    def take_back(self, regions: Iterable[Region]) -> None:
+        """Frees regions that no reader was told of."""
+        for region in regions:
+            self._free(region)
+
+    @property
+    def num_lent(self) -> int:
+        """Regions that readers have not given back."""
+        self._reclaim()
+        return len(self._lent)
+
+    def close(self) -> None:
+        """Nothing can be lent any more; readers keep what they have. Idempotent."""
+        if self.address is not None:
+            os.close(self.address.fd)
+            self.address = None
+
+    def _allocate(self, nbytes: int, num_readers: int) -> None:
+        fd = os.memfd_create("tokenloom-arrays", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        address = ArenaAddress(fd, nbytes, num_readers)
+        try:
+            os.ftruncate(fd, address.header_bytes + nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody's mapping can end in a bus error
+            memory = mmap.mmap(fd, address.header_bytes + nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+        self.address = address
+        self._cells = _cells_of(memory, num_readers)
+        self._data = np.frombuffer(memory, np.uint8, offset=address.header_bytes)
+        self._space = FreeSpace(nbytes)
+
+    def _reclaim(self) -> None:
+        if self._lent:
+            are_free = (self._cells[1:] == self._cells[0]).all(axis=0)
+            for region in [region for slot, region in self._lent.items() if are_free[slot]]:
+                self._free(region)
+
+    def _free(self, region: Region) -> None:
+        del self._lent[region.slot]
+        self._free_slots.append(region.slot)
+        self._space.give_back(region.offset, _round_up(region.nbytes, _ALIGNMENT))
+
+
+class Loan:
+    """The regions of one message. Left with an error, the message was not sent, and they are free again."""
+
+    def __init__(self, arena: ArrayArena) -> None:
+        self._arena = arena
+        self.regions: list[Region] = []
+
+    def put(self, array: npt.NDArray[Any]) -> Region | None:
+        """As that of the arena."""
+        if (region := self._arena.put(array)) is not None:
+            self.regions.append(region)
+        return region
+
+    def __enter__(self) -> "Loan":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None) -> None:
+        if kind is not None:
+            self._arena.take_back(self.regions)
+
+
+class ArenaReader:
+    """A reader's side. Regions are opened in one thread, and given back in whichever drops them."""
+
+    def __init__(self, address: ArenaAddress, index: int = 0) -> None:
+        """Takes over the descriptor. ``index``: which of the readers this is. Raises ``ValueError`` for a descriptor
+        of something else."""
+        if not 0 <= index < address.num_readers or not _is_arena(address):
+            raise ValueError(f"reader {index}: descriptor {address.fd} is not that of {address}")
+        header = mmap.mmap(address.fd, address.header_bytes)
+        self._data = mmap.mmap(address.fd, address.nbytes, prot=mmap.PROT_READ, offset=address.header_bytes)
+        os.close(address.fd)  # the mappings stay
+        self._cells = _cells_of(header, address.num_readers)
+        self._given_back = self._cells[1 + index]
+        self._opened = [0] * NUM_SLOTS  # generations
+        self._views: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}  # the last of each slot; its end is heard of
+        self._fence = threading.RLock()
+
+    def open(self, region: Region) -> memoryview:
+        """A region's bytes, read-only. They are given back when nothing refers to this view, nor to an array over it.
+
+        Raises ``ValueError`` for a region that was not lent, or was opened already.
+        """
+        slot, generation, offset, nbytes = region
+        if not (0 <= slot < NUM_SLOTS and self._opened[slot] < generation == int(self._cells[0, slot])):
+            raise ValueError(f"{region} is not lent, or belongs to another array")
+        if not (0 <= offset < offset + nbytes <= len(self._data)):
+            raise ValueError(f"{region} is not within {len(self._data)} bytes")
+        self._opened[slot] = generation
+        view = np.frombuffer(self._data, np.uint8, nbytes, offset)
+        self._views[slot] = weakref.ref(view, functools.partial(self._give_back, slot, generation))
+        return view.data
+
+    def _give_back(self, slot: int, generation: int, _: object) -> None:
+        with self._fence:  # a lock, for on some processors the sender might hear of it before all has been read
+            self._given_back[slot] = generation
+
+
+def _round_up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+def _cells_of(memory: mmap.mmap, num_readers: int) -> npt.NDArray[np.uint64]:
+    num_rows = 1 + num_readers
+    return np.frombuffer(memory, np.uint64, num_rows * NUM_SLOTS).reshape(num_rows, NUM_SLOTS)
+
+
+def _is_arena(address: ArenaAddress) -> bool:
+    try:
+        size, seals = os.fstat(address.fd).st_size, fcntl.fcntl(address.fd, fcntl.F_GET_SEALS)
+        return size == address.header_bytes + address.nbytes and seals & _SEALS == _SEALS
+    except OSError:  # no memfd, or nothing at all
+        return False

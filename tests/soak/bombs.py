@@ -1,0 +1,145 @@
+"""``python -m tests.soak.bombs``: constraints that are meant to hurt, against a mesh of processes, beside a neighbour.
+
+The neighbour streams one text after the other while each bomb is sent by itself, and, to another mesh, which has seen
+none of them yet, while all are sent at once. A bomb must be answered within 2.5 s when it is alone, and no token of the
+neighbour may come more than 100 ms late. Times are of this machine: run it where nothing else runs.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.local_mesh import http_url, with_mesh
+from tests.mesh.test_structured_outputs import BOMBS
+from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.supervisor.layout import MeshOptions
+from tokenloom.supervisor.mesh import Mesh
+
+STEP_SECONDS = 0.01
+MAX_ANSWER_SECONDS = 2.5
+MAX_LATE_SECONDS = 0.1
+_STREAM_TOKENS = 200
+
+Check = Callable[[httpx.AsyncClient, Sequence[dict[str, Any]]], Awaitable[list[str]]]
+
+
+@dataclass
+class Neighbour:
+    """What an innocent stream saw."""
+
+    late: float = 0.0
+    """Seconds by which its latest token came after its step should have brought it."""
+    num_tokens: int = 0
+    _ends: bool = field(default=False, repr=False)
+
+    async def read(self, http: httpx.AsyncClient) -> None:
+        """Streams until told to end, at a stream's end."""
+        body = {"max_tokens": _STREAM_TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
+        while not self._ends:
+            last: float | None = None
+            async with http.stream("POST", "/v1/completions", json=_completion(**body)) as response:
+                assert response.status_code == 200, await response.aread()
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        now = time.monotonic()
+                        self.late = max(self.late, now - (last or now) - STEP_SECONDS)
+                        self.num_tokens, last = self.num_tokens + 1, now
+                    if self._ends:
+                        break
+
+    @asynccontextmanager
+    async def beside(self, http: httpx.AsyncClient) -> AsyncIterator[None]:
+        """Streams for as long as the block takes."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.read(http))
+            while not self.num_tokens:  # noqa: ASYNC110  # of a stream that has not begun nothing can be late
+                await asyncio.sleep(STEP_SECONDS)
+            try:
+                yield
+            finally:
+                self._ends = True
+
+
+def _completion(**fields: Any) -> dict[str, Any]:
+    return {"model": DEMO_MODEL_NAME, "prompt": "Once", **fields}
+
+
+async def throw(http: httpx.AsyncClient, bomb: dict[str, Any]) -> tuple[int, float]:
+    """The status of a bomb's answer, and after how many seconds it came."""
+    began = time.monotonic()
+    response = await http.post("/v1/completions", json=_completion(structured_outputs=bomb, max_tokens=20))
+    return response.status_code, time.monotonic() - began
+
+
+async def one_by_one(http: httpx.AsyncClient, bombs: Sequence[dict[str, Any]]) -> list[str]:
+    """Prints what happened; what should not have, in words."""
+    wrong: list[str] = []
+    for bomb in bombs:
+        neighbour = Neighbour()
+        async with neighbour.beside(http):
+            status, seconds = await throw(http, bomb)
+        wrong += _judge(str(bomb)[:44], neighbour, [(status, seconds)], MAX_ANSWER_SECONDS)
+    return wrong
+
+
+async def at_once(http: httpx.AsyncClient, bombs: Sequence[dict[str, Any]]) -> list[str]:
+    """The same, of all of them; they wait for each other, for a compiler takes one at a time."""
+    neighbour = Neighbour()
+    async with neighbour.beside(http):
+        answers = await asyncio.gather(*(throw(http, bomb) for bomb in bombs))
+    return _judge("all at once", neighbour, answers, MAX_ANSWER_SECONDS * len(bombs))
+
+
+async def in_a_mesh(check: Check) -> list[str]:
+    """What ``check`` finds wrong of a mesh of its own."""
+    engine = ("--worker", "hash", "--hash-step-seconds", str(STEP_SECONDS))
+    options = MeshOptions(
+        DEMO_MODEL, DEMO_MODEL_NAME, port=0, flags={"engine": engine}, common_flags=("--log-level", "error")
+    )
+    wrong: list[str] = []
+
+    async def work(mesh: Mesh) -> None:
+        async with httpx.AsyncClient(base_url=http_url(mesh), timeout=60.0) as http:
+            calm = Neighbour()
+            async with calm.beside(http):
+                await throw(http, {"regex": "[ab]{3}"})  # the compilers are up from here on
+                await asyncio.sleep(1)
+            _judge("no bomb", calm, [], 0.0)
+            wrong.extend(await check(http, BOMBS))
+
+    await with_mesh(options, work)
+    return wrong
+
+
+def _judge(name: str, neighbour: Neighbour, answers: Sequence[tuple[int, float]], max_seconds: float) -> list[str]:
+    slowest = max((seconds for _, seconds in answers), default=0.0)
+    statuses = sorted({status for status, _ in answers})
+    told = "/".join(map(str, statuses))
+    print(
+        f"{name:<44} {told:>7} {slowest:4.2f} s  neighbour at most {neighbour.late * 1e3:4.0f} ms late "
+        f"({neighbour.num_tokens} tokens)"
+    )
+    wrong = []
+    if not set(statuses) <= {200, 400}:
+        wrong.append(f"{name}: answered with {told}")
+    if slowest > max_seconds:
+        wrong.append(f"{name}: answered after {slowest:.2f} s")
+    if neighbour.late > MAX_LATE_SECONDS:
+        wrong.append(f"{name}: the neighbour waited {neighbour.late * 1e3:.0f} ms")
+    return wrong
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if wrong := [words for check in (one_by_one, at_once) for words in asyncio.run(in_a_mesh(check))]:
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,78 +1,38 @@
 """How fast KV blocks move, by every way there is, against a plain ``copy_`` of the same blocks in one process.
 
-    python -m benchmarks.kv                      # all transports that work here, all shapes
-    python -m benchmarks.kv shm socket --seconds 3
-
 The owner of the blocks is a process of its own. Blocks are scattered at random on both sides; every way takes its turn
 in each round, so that a disturbance meets all of them, and each is shown by its median.
 """
 
-import argparse
 import contextlib
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from rich.table import Table
 
-from tokenloom.engine_core.kv_transport import IntArray, KVPool, KVRegion, KVTransport
+from tokenloom.engine_core.kv_transport import KVPool
 from tokenloom.engine_core.offload_tier import OffloadTier, TierLoad, TierSave
-from tokenloom.engine_core.pool_memory import PoolMemory
 from tokenloom.gpu_worker.kv_connector import nixl
-from tokenloom.gpu_worker.kv_connector.registry import make_transports
-from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
+
+from . import kv_owner, machine
+from .kv_shape import SHAPES, Shape
 
 BASELINE = "copy_"
-WAYS = ("shm", "socket (unix)", "socket (tcp)", "nixl", "offload")
-_MIB = 1 << 20
+OFFLOAD = "offload"
+WAYS = ("shm", "socket (unix)", "socket (tcp)", "nixl", OFFLOAD)
+"""Those with brackets are one transport over two kinds of sockets."""
 
 Move = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A pool's layout, and how much of the pool moves at once."""
-
-    name: str
-    num_regions: int
-    block_bytes: int
-    """Of each region."""
-    pool_bytes: int = 256 << 20
-
-    @property
-    def num_blocks(self) -> int:
-        return self.pool_bytes // (self.num_regions * self.block_bytes)
-
-    def make_pool(self, shared: bool) -> KVPool:
-        size = self.num_blocks * self.block_bytes
-        memory = PoolMemory.allocate(self.num_regions * size, shared)
-        regions = tuple(KVRegion(index * size, self.block_bytes) for index in range(self.num_regions))
-        return KVPool(memory, regions, self.num_blocks, self.name)
-
-    def fill(self, pool: KVPool) -> None:
-        """Each block says in every region which it is."""
-        for region, view in enumerate(pool.views):
-            view.view(np.uint32)[:] = (np.arange(self.num_blocks, dtype=np.uint32) * 64 + region)[:, None]
-
-    def scatter(self, seed: int) -> IntArray:
-        """A quarter of the blocks, in any order."""
-        return np.random.default_rng(seed).permutation(self.num_blocks)[: self.num_blocks // 4]
-
-
-SHAPES = (
-    Shape("28 layers x 2 x 32 KiB (0.6b)", 56, 32 << 10),
-    Shape("6 layers x 2 x 4 KiB", 12, 4 << 10),
-    Shape("2 MiB in one piece", 1, 2 << 20),
-    Shape("64 KiB in one piece", 1, 64 << 10),
-)
 
 
 @dataclass(frozen=True)
@@ -140,21 +100,13 @@ def _check(shape: Shape, target: KVPool, way: str, move: Move) -> None:
 
 @contextlib.contextmanager
 def _moves(shape: Shape, target: KVPool, ways: list[str]) -> Iterator[dict[str, Move]]:
-    transports = _transports([way for way in ways if way != "offload"])
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.kv",
-        "--serve",
-        shape.name,
-        "--pool-mib",
-        str(shape.pool_bytes // _MIB),
-        *transports,
-    ]
+    transports = kv_owner.transports([way for way in ways if way != OFFLOAD])
     with contextlib.ExitStack() as stack:
         moves: dict[str, Move] = {}
         if transports:
-            owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            owner = subprocess.Popen(
+                kv_owner.command(shape, [*transports]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             stack.callback(owner.wait)
             assert owner.stdin is not None
             assert owner.stdout is not None
@@ -165,8 +117,8 @@ def _moves(shape: Shape, target: KVPool, ways: list[str]) -> Iterator[dict[str, 
                 stack.callback(transport.close)
                 reader = transport.open(bytes.fromhex(endpoints[way]), shape.name)
                 moves[way] = lambda reader=reader: reader.read(shape.scatter(0), shape.scatter(1), target)  # type: ignore[misc]
-        if "offload" in ways:
-            moves["offload"] = stack.enter_context(_offload(shape, target))
+        if OFFLOAD in ways:
+            moves[OFFLOAD] = stack.enter_context(_offload(shape, target))
         yield moves
 
 
@@ -202,57 +154,36 @@ def _offload(shape: Shape, target: KVPool) -> Iterator[Move]:
         yield move
 
 
-def _transports(ways: list[str]) -> dict[str, KVTransport]:
-    made: dict[str, KVTransport] = {}
-    for way in ways:
-        if way == "socket (tcp)":
-            made[way] = SocketTransport("127.0.0.1:0")
-        else:
-            (made[way],) = make_transports([way.partition(" ")[0]])
-    return made
+def run(ways: Sequence[str], pool_bytes: int, seconds: float, done: Callable[[], object]) -> dict[str, Any]:
+    """All shapes by the ways named (all that work here if none is). Calls ``done`` after each shape.
 
-
-def serve(shape: Shape, ways: list[str]) -> None:
-    """The owner: says where its blocks are, and stays until its input ends."""
-    pool = shape.make_pool(shared=True)
-    shape.fill(pool)
-    transports = _transports(ways)
-    print(json.dumps({way: (transport.serve(pool) or b"").hex() for way, transport in transports.items()}), flush=True)
-    sys.stdin.read()
-    for transport in transports.values():
-        transport.close()
-
-
-def show(results: list[Result]) -> None:
-    """A table by shape."""
-    for shape in dict.fromkeys(result.shape for result in results):
-        print(f"\n{shape}: a quarter of the pool\n")
-        print(f"  {'':<14}{'GiB/s':>8}{'ms':>9}{'of copy_':>10}")
-        for result in (result for result in results if result.shape == shape):
-            print(f"  {result.way:<14}{result.gib_per_second:>8.1f}{result.ms:>9.2f}{result.share:>10.0%}")
-
-
-def main(arguments: list[str] | None = None) -> None:
+    Raises:
+        ValueError: A way is not known, or does not work here.
+    """
     working = [way for way in WAYS if way != "nixl" or nixl.is_available()]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", help=f"of {', '.join(WAYS)}; all that work here if none is named")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each way and shape")
-    parser.add_argument("--json", action="store_true", help="print results as JSON instead of tables")
-    parser.add_argument("--pool-mib", type=int, default=256, help="size of each pool; a quarter of it moves")
-    parser.add_argument("--serve", metavar="SHAPE", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    known = {*working, *(way.partition(" ")[0] for way in working)}
+    if unknown := [way for way in ways if way not in known]:
+        raise ValueError(f"no way {unknown[0]!r} works here; there are {', '.join(working)}")
+    chosen = [way for way in working if not ways or way in ways or way.partition(" ")[0] in ways]
     torch.set_num_threads(1)
-    shapes = [replace(shape, pool_bytes=options.pool_mib * _MIB) for shape in SHAPES]
-    if options.serve:
-        serve(next(shape for shape in shapes if shape.name == options.serve), options.ways)
-        return
-    ways = [way for way in working if not options.ways or way in options.ways or way.partition(" ")[0] in options.ways]
-    results = [result for shape in shapes for result in measure(shape, ways, options.seconds)]
-    if options.json:
-        print(json.dumps([vars(result) for result in results], indent=2))
-    else:
-        show(results)
+    results = []
+    for shape in SHAPES:
+        results += measure(replace(shape, pool_bytes=pool_bytes), chosen, seconds)
+        done()
+    return {"machine": machine.describe(), "results": [asdict(result) for result in results]}
 
 
-if __name__ == "__main__":
-    main()
+def tables(report: dict[str, Any]) -> list[Table]:
+    """One for each shape."""
+    shown: dict[str, Table] = {}
+    for result in report["results"]:
+        table = shown.get(result["shape"])
+        if table is None:
+            title = f"{result['shape']}: a quarter of the pool"
+            table = shown[result["shape"]] = Table(title=title, title_justify="left", title_style="bold")
+            table.add_column("")
+            for name in ("GiB/s", "ms", f"of {BASELINE}"):
+                table.add_column(name, justify="right")
+        figures = (f"{result['gib_per_second']:.1f}", f"{result['ms']:.2f}", f"{result['share']:.0%}")
+        table.add_row(result["way"], *figures)
+    return list(shown.values())

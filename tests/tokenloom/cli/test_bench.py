@@ -11,11 +11,17 @@ from tokenloom.cli.main import app
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "throughput", "mesh", "step", "disaggregated", "peers", "model", "--help"]
+    "command", ["serve", "throughput", "mesh", "step", "kv", "disaggregated", "peers", "model", "--help"]
 )
 def test_every_command_explains_itself(command: str) -> None:
     result = CliRunner().invoke(app, ["bench", command, *(["--help"] if command != "--help" else [])])
     assert result.exit_code == 0, result.output
+
+
+def test_ways_that_blocks_cannot_go() -> None:
+    result = CliRunner().invoke(app, ["bench", "kv", "pigeon"])
+    assert result.exit_code == 1
+    assert "no way 'pigeon' works here; there are shm, " in result.output
 
 
 def test_objectives_may_follow_each_other_as_in_vllm() -> None:

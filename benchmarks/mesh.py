@@ -61,7 +61,7 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         "hash-step-seconds": case.step_ms / 1e3,
         "max-num-seqs": case.batch,
         "max-num-batched-tokens": 8192,
-        "decode-batched-tokens": 8192,
+        "prefill-tokens-beside-decode": 8192,
         "num-kv-blocks": 2 * blocks,
     }
     flags = tuple(text for name, value in engine.items() for text in (f"--{name}", str(value)))

@@ -43,8 +43,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     """KV pool size in bytes; None: from the memory that is free after the profile run."""
     engines_on_host: int = 1
     """How many engines share this host's memory."""
-    kv_events: str = ""
-    """The medium (``CPU``, ``GPU``) that events of the prefix cache name; empty: there are none."""
+    kv_events: bool = False
+    """Whether outputs tell what the prefix cache gains and loses."""
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 
@@ -56,8 +56,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     """Requests in a batch."""
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
-    decode_batched_tokens: int | None = None
-    """Budget while anything decodes (128 on a CPU server keeps inter-token latency flat); None: the same."""
+    prefill_tokens_beside_decode: int | None = None
+    """Of the budget, what prompts get in a step where others decode, for each request whose prompt waits; None: all."""
     enable_chunked_prefill: bool = True
     async_scheduling: bool = False
     """Whether the next step is scheduled while one runs, before its tokens are known."""

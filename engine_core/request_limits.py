@@ -23,8 +23,10 @@ def check_config(config: SchedulerConfig, max_model_len: int) -> None:
         raise ValueError("long_prefill_token_threshold needs chunked prefill")
     if not 0 <= config.watermark < 1:
         raise ValueError(f"watermark is {config.watermark}; it is a share of the blocks, below 1")
-    if config.decode_batched_tokens is not None and config.decode_batched_tokens < 1:
-        raise ValueError(f"decode_batched_tokens is {config.decode_batched_tokens}; it must be at least 1")
+    if config.prefill_tokens_beside_decode is not None and config.prefill_tokens_beside_decode < 1:
+        raise ValueError(
+            f"prefill_tokens_beside_decode is {config.prefill_tokens_beside_decode}; it must be at least 1"
+        )
     if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
         raise ValueError(
             f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "

@@ -38,7 +38,8 @@ class StepPlanner:
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Empty when nobody can run."""
-        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._budget.of_step(self.running))
+        budget = self._budget.of_step(self.running, len(self._waiting))
+        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else budget)
         self._plan_running(plan)
         if not plan.preempted_req_ids:
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)

@@ -1,7 +1,5 @@
 """How many tokens a step computes, and how many of them one request gets."""
 
-from collections.abc import Iterable
-
 from .config import SchedulerConfig
 from .request import Request
 
@@ -11,23 +9,38 @@ class TokenBudget:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_tokens = config.max_num_batched_tokens
-        self._decode_tokens = config.decode_batched_tokens if config.enable_chunked_prefill else None
+        self._max_rows = config.max_num_seqs
+        self._beside_decode = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
 
-    def of_step(self, running: list[Request]) -> int:
-        """Smaller while anything decodes, so that a long prompt does not hold up everybody's next token."""
-        if self._decode_tokens is None or not _is_decoding(running):
+    def of_step(self, running: list[Request], num_waiting: int) -> int:
+        """Smaller while anything decodes: each prompt token holds up everybody's next token.
+
+        It brings forward all whose prompts wait, so it grows with them: one long prompt comes in small chunks, a burst
+        of prompts at once.
+        """
+        if self._beside_decode is None:
             return self._max_tokens
-        return min(self._max_tokens, max(self._decode_tokens, len(running)))
+        num_prompts = _num_begun_prompts(running)
+        num_decoding = len(running) - num_prompts
+        if not num_decoding:
+            return self._max_tokens
+        num_prompts += min(num_waiting, self._max_rows - len(running))
+        return min(self._max_tokens, num_decoding + self._beside_decode * max(1, num_prompts))
 
     def chunk(self, request: Request, num_left: int) -> int:
         """Tokens of a request to compute in a step with room for ``num_left`` more."""
         return min(_num_missing(request), num_left, self._max_chunk)
 
 
-def _is_decoding(running: Iterable[Request]) -> bool:
-    # Few can have more than their next token left, so this looks at one request, two at most.
-    return any(_num_missing(request) == 1 for request in running)
+def _num_begun_prompts(running: list[Request]) -> int:
+    """Requests that were not computed to their end: the last ones, or a few among others when priorities differ."""
+    num_prompts = 0
+    for request in reversed(running):
+        if _num_missing(request) <= 1:
+            break
+        num_prompts += 1
+    return num_prompts
 
 
 def _num_missing(request: Request) -> int:

@@ -15,14 +15,17 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineCommand,
     EngineReport,
     EngineState,
+    PickBatch,
     PickRequest,
     PickResponse,
+    PickResult,
+    PickResults,
     Snapshot,
     WatchRequest,
 )
 from tokenloom.v1.types_pb2 import EngineRole
 
-from ..runtime.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError
+from ..runtime.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError, to_proto
 from ..runtime.hello import check_hello, make_hello
 from .engine_record import EngineRecord
 from .registry import Registry
@@ -82,7 +85,7 @@ class EngineStream:
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
-    """Join, Pick and Watch. Errors are raised; the edge makes statuses of them."""
+    """Join, Pick, PickStream and Watch. Errors are raised; the edge makes statuses of them."""
 
     def __init__(self, registry: Registry, changes: Changes, name: str, epoch: int, picks: Counter) -> None:
         self._registry = registry
@@ -94,13 +97,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._closing = False
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
-        try:
-            response = self._registry.pick(request)
-        except TokenloomError as error:
-            self._picks.labels(error.reason).inc()
-            raise
-        self._picks.labels("WHOLE" if response.whole_request else _name(request.role)).inc()
-        return response
+        return self._pick(request)
+
+    async def PickStream(self, requests: AsyncIterator[PickBatch], context: _Context) -> AsyncIterator[PickResults]:
+        yield PickResults()
+        async for batch in requests:
+            yield PickResults(result=[self._pick_result(request) for request in batch.pick])
 
     async def Watch(self, request: WatchRequest, context: _Context) -> AsyncIterator[Snapshot]:
         while True:
@@ -142,6 +144,21 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """To be called before the streams are cut. Then it is the coordinator that leaves, not the engines: watchers,
         who place by the last snapshot from now on, must not be told of an empty one."""
         self._closing = True
+
+    def _pick_result(self, request: PickRequest) -> PickResult:
+        try:
+            return PickResult(response=self._pick(request))
+        except TokenloomError as error:  # one request's, not the stream's
+            return PickResult(error=to_proto(error))
+
+    def _pick(self, request: PickRequest) -> PickResponse:
+        try:
+            response = self._registry.pick(request)
+        except TokenloomError as error:
+            self._picks.labels(error.reason).inc()
+            raise
+        self._picks.labels("WHOLE" if response.whole_request else _name(request.role)).inc()
+        return response
 
     def _open(self, first: EngineReport) -> EngineStream:
         identity = first.identity

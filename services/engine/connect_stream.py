@@ -19,6 +19,7 @@ from .admission import Admission
 from .attempts import Attempts
 from .core_link import CoreLink
 from .frame_builder import FrameBuilder
+from .frame_pace import FramePace
 from .kv_front import KVFront
 from .task_group import task_group
 
@@ -41,8 +42,11 @@ class ConnectStream:
         core: CoreLink,
         admission: Admission,
         kv: KVFront | None = None,
+        *,
+        frame_interval: float = 0.0,
     ) -> None:
-        """``kv``: None when this engine moves no KV; what is held elsewhere is then computed here."""
+        """``kv``: None when this engine moves no KV; what is held elsewhere is then computed here;
+        ``frame_interval``: as in :class:`FramePace`."""
         self._core = core
         self._admission = admission
         self._kv = kv
@@ -51,6 +55,7 @@ class ConnectStream:
         self._attempts = Attempts(stream_id, limits, self._builder, kv_owner=owner, lease_seconds=lease_seconds)
         self._credit = Credit(peer.initial_credit)
         self._changed = asyncio.Event()  # something to write, a grant, an end
+        self._pace = FramePace(frame_interval, self._changed.set, asyncio.get_running_loop())
         self._idle = asyncio.Event()
         self._half_closed = False
         self._closing: TokenloomError | None = None
@@ -82,6 +87,7 @@ class ConnectStream:
             # Without an await: this also runs when the stream was reset and we are cancelled.
             self._core.end(self._attempts.drop_all())
             self._core.drop_leases(self._attempts.drop_leases())
+            self._pace.close()
             self._idle.set()
 
     def notify(self) -> None:
@@ -174,7 +180,8 @@ class ConnectStream:
     async def _write(self, context: Context, hello: types_pb2.Hello) -> None:
         await self._send(context, engine_pb2.EngineFrame(hello=hello, step=self._core.step))
         while not self._is_done():
-            if self._builder.has_data and self._credit.take():
+            if self._builder.has_data and self._is_frame_due() and self._credit.take():
+                self._pace.sent()
                 await self._send(context, self._builder.take(self._core.step))
             elif self._is_beat_due():
                 beat = engine_pb2.EngineFrame(step=self._core.step, paused=self._core.is_paused)
@@ -195,6 +202,9 @@ class ConnectStream:
         if self._closing is not None:
             return not (self._builder.has_data and self._credit.left)
         return self._half_closed and self.is_idle
+
+    def _is_frame_due(self) -> bool:
+        return self._pace.is_due(urgent=self._builder.is_urgent or self._half_closed or self._closing is not None)
 
     def _is_beat_due(self) -> bool:
         return not self.is_idle and time.monotonic() - self._written_at >= HEARTBEAT_SECONDS

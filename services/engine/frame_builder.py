@@ -47,6 +47,8 @@ class FrameBuilder:
         self._finished: dict[int, engine_pb2.Finished] = {}
         self._grants: dict[int, engine_pb2.KVGrant] = {}
         self._prompts: dict[int, tuple[int, types_pb2.Logprobs]] = {}  # with the position of the first
+        self.is_urgent = False
+        """Whether anything waits that somebody waits for: a first token, an end, a lease."""
 
     @property
     def has_data(self) -> bool:
@@ -60,6 +62,8 @@ class FrameBuilder:
         row = self._rows.get(slot)
         if row is None:
             self._rows[slot] = _Row(token_index, token_ids, logprobs)
+            if not token_index:
+                self.is_urgent = True
             return
         assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: a gap at token {token_index}"
         row.token_ids.extend(token_ids)
@@ -70,15 +74,18 @@ class FrameBuilder:
     def add_prompt(self, slot: int, logprobs: types_pb2.Logprobs) -> None:
         """The prompt's log probabilities, from its second token on, once; the slot's tokens follow them."""
         self._prompts[slot] = 1, logprobs
+        self.is_urgent = True
 
     def grant(self, slot: int, kv: engine_pb2.KVSource) -> None:
         """A lease was granted ahead of the slot's first token; not worth telling any more once the slot ended."""
         self._grants[slot] = engine_pb2.KVGrant(slot=slot, kv=kv)
+        self.is_urgent = True
 
     def finish(self, finished: engine_pb2.Finished) -> None:
         """Ends a slot, once; its tokens go first or in the same frame."""
         assert finished.slot not in self._finished, f"slot {finished.slot} finished twice"
         self._finished[finished.slot] = finished
+        self.is_urgent = True
         self._grants.pop(finished.slot, None)
         if finished.reason in _UNWANTED:
             self._prompts.pop(finished.slot, None)
@@ -117,13 +124,15 @@ class FrameBuilder:
             if row.logprobs is not None:
                 logprobs.append(_slot_logprobs(slot, row.token_index, row.logprobs))
                 room -= logprobs[-1].ByteSize() + 8
+        finished = self._take_finished(room, at_least=0 if slots or not is_empty else 1)
+        self.is_urgent = self.has_data  # what did not fit has waited enough
         return engine_pb2.EngineFrame(
             step=step,
             slot=slots,
             token_index=indices,
             num_tokens=counts if len(token_ids) != len(slots) else (),
             token_ids=token_ids,
-            finished=self._take_finished(room, at_least=0 if slots or not is_empty else 1),
+            finished=finished,
             logprobs=logprobs,
             kv_granted=grants,
         )

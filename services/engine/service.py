@@ -143,7 +143,9 @@ class EngineService:
             )
         max_live = settings.max_num_seqs + settings.max_waiting
         self._admission = Admission(self._load, self._coordinator, max_live=max_live)
-        self._servicer = EngineServicer(hello, limits, core, self._admission, self._kv)
+        self._servicer = EngineServicer(
+            hello, limits, core, self._admission, self._kv, frame_interval=settings.frame_interval
+        )
         engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, host.server)
         self._pause = Pause(self._client, self._load)
         sleep = Sleep(self._client, self._pause, self._kv.leases_ended if self._kv is not None else None)

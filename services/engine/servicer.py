@@ -27,13 +27,16 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         core: CoreLink,
         admission: Admission,
         kv: KVFront | None = None,
+        *,
+        frame_interval: float = 0.0,
     ) -> None:
-        """``hello``: this engine's own. ``kv``: None when it moves no KV."""
+        """``hello``: this engine's own. ``kv``: None when it moves no KV. ``frame_interval``: of every stream."""
         self._hello = hello
         self._limits = limits
         self._core = core
         self._admission = admission
         self._kv = kv
+        self._frame_interval = frame_interval
         self._stream_ids = itertools.count(1)
         self._streams: dict[ConnectStream, asyncio.Event] = {}  # with what tells that it ended
 
@@ -42,7 +45,15 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> None:
         """See the contract in engine.proto."""
         first = await self._receive_hello(request_iterator)
-        stream = ConnectStream(next(self._stream_ids), first.hello, self._limits, self._core, self._admission, self._kv)
+        stream = ConnectStream(
+            next(self._stream_ids),
+            first.hello,
+            self._limits,
+            self._core,
+            self._admission,
+            self._kv,
+            frame_interval=self._frame_interval,
+        )
         ended = self._streams[stream] = asyncio.Event()
         try:
             await stream.run(first, request_iterator, context, self._hello)

@@ -68,7 +68,11 @@ class EngineSettings(ServiceSettings):
     )
     max_num_seqs: int = Field(128, ge=1, description="Requests in a batch.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in a step.")
-    decode_batched_tokens: int | None = Field(128, ge=1, description="Tokens in a step while any request decodes.")
+    prefill_tokens_beside_decode: int | None = Field(
+        128,
+        ge=1,
+        description="Prompt tokens in a step where others decode, for each request whose prompt waits; none: no limit.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="Who goes first: who came first, or requests of the lowest priority."
     )
@@ -94,6 +98,14 @@ class EngineSettings(ServiceSettings):
         False, description="Schedule the next step while one runs; no gain where the processor is what computes."
     )
     max_waiting: int = Field(2048, ge=1, description="Requests that may wait beyond those in the batch.")
+
+    frame_interval: float = Field(
+        0.008,
+        ge=0,
+        le=0.1,
+        description="Seconds between frames to an output processor, but for first tokens and ends: quick steps "
+        "share one; 0: a frame for each step.",
+    )
 
     block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
     num_kv_blocks: int | None = Field(None, ge=1, description="KV blocks; by default as many as memory allows.")
@@ -172,7 +184,7 @@ class EngineSettings(ServiceSettings):
             cache=CacheConfig(
                 block_size=self.block_size,
                 enable_prefix_caching=self.enable_prefix_caching,
-                kv_events="CPU" if self.kv_events else "",
+                kv_events=self.kv_events,
                 num_blocks=self.num_kv_blocks,
                 memory_bytes=self.kv_cache_memory,
                 engines_on_host=self.engines_on_host,
@@ -180,7 +192,7 @@ class EngineSettings(ServiceSettings):
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,
                 max_num_batched_tokens=self.max_num_batched_tokens,
-                decode_batched_tokens=self.decode_batched_tokens,
+                prefill_tokens_beside_decode=self.prefill_tokens_beside_decode,
                 policy=self.scheduling_policy,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 reserve_full_prompt=self.reserve_full_prompt,

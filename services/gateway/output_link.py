@@ -3,9 +3,9 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -14,6 +14,7 @@ from tokenloom.v1 import output_processor_pb2, output_processor_pb2_grpc, types_
 
 from ..runtime import errors, hello
 from ..runtime.channels import Channels
+from ..runtime.tasks import first_of
 from .collector import Collector
 
 log = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ class OutputLink:
             greeted = True
             self._stream = stream
             log.info("connected to output processor %s", self.address)
-            await _first_to_end(stream.write(call), stream.watch(), _read(call, stream))
+            await first_of(stream.write(call), stream.watch(), _read(call, stream))
         except (grpc.aio.AioRpcError, errors.TokenloomError, asyncio.InvalidStateError, TimeoutError) as error:
             level = logging.WARNING if greeted else logging.DEBUG
             reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
@@ -244,13 +245,3 @@ async def _next(call: Call) -> output_processor_pb2.ProcessFrame:
     if not isinstance(frame, output_processor_pb2.ProcessFrame):
         raise errors.Unavailable("the output processor ended the stream")
     return frame
-
-
-async def _first_to_end(*coros: Coroutine[Any, Any, None]) -> None:
-    """Runs all until the first fails, cancels the others and raises its error."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for coro in coros:
-                group.create_task(coro)
-    except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None

@@ -8,15 +8,17 @@ from dataclasses import dataclass, replace
 
 import grpc.aio
 
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, WatchRequest
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 from ..runtime import errors
+from ..runtime.tasks import first_of
 from .engine_link import EngineLink, EngineLinks
 from .last_snapshot import EngineKey, LastSnapshot
+from .pick_stream import PickStream
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class Placer:
         """``coordinator``: a channel to it, closed by :meth:`close`."""
         self._channel = coordinator
         self._stub = CoordinatorStub(self._channel)
+        self._picks = PickStream(self._stub)
         self._fingerprint = fingerprint
         self._links = links
         self._snapshot = LastSnapshot(fingerprint)
@@ -66,7 +69,11 @@ class Placer:
             async with asyncio.timeout(seconds):
                 await self._known.wait()
 
-    async def watch(self) -> None:
+    async def run(self) -> None:
+        """Stays in touch with the coordinator, for ever."""
+        await first_of(self._watch(), self._picks.run())
+
+    async def _watch(self) -> None:
         """Follows the coordinator's snapshots, for ever: while it is away the last one stands."""
         while True:
             call = self._stub.Watch(WatchRequest())
@@ -124,7 +131,7 @@ class Placer:
         return replace(placement, pick=None, whole_request=True)
 
     async def close(self) -> None:
-        """Closes the channel; cancel ``watch`` before."""
+        """Closes the channel; cancel :meth:`run` before."""
         await self._channel.close()
 
     async def _pick(
@@ -133,15 +140,28 @@ class Placer:
         del request.exclude[:]
         request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
         try:
-            response = await self._stub.Pick(request, timeout=_PICK_SECONDS, metadata=metadata)
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise errors.from_rpc(error) from None
+            response = await self._ask(request, metadata)
+        except errors.TokenloomError as error:
+            if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise
             identity, whole = self._snapshot.pick(
                 request.role, request.prompt_tokens, pool=request.fingerprint, exclude=exclude
             )
             return identity, None, whole
         return response.engine, response.pick, response.whole_request
+
+    async def _ask(self, request: PickRequest, metadata: tuple[tuple[str, str], ...]) -> PickResponse:
+        """By a call of its own where a trace goes with it, or before the stream is open."""
+        if metadata or not self._picks.is_open:
+            try:
+                return await self._stub.Pick(request, timeout=_PICK_SECONDS, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                raise errors.from_rpc(error) from None
+        try:
+            async with asyncio.timeout(_PICK_SECONDS):
+                return await self._picks.pick(request)
+        except TimeoutError:
+            raise errors.DeadlineExceeded("the coordinator does not answer") from None
 
 
 def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint) -> PickRequest:

@@ -60,7 +60,7 @@ class OutputProcessorService:
             metrics=metrics,
             tracer=host.tracer,
         )
-        host.spawn(placer.watch(), name="coordinator-watch")
+        host.spawn(placer.run(), name="coordinator")
         add_OutputProcessorServicer_to_server(_Servicer(parts), host.server)
 
     async def drain(self) -> None:

@@ -9,8 +9,8 @@ import contextlib
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, TypeVar
 
 import uvloop
 
@@ -18,6 +18,7 @@ from . import logs
 from .errors import InvalidArgument, NotFound, TokenloomError
 from .host import Host
 from .settings import ServiceSettings
+from .tasks import first_of
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ async def _drain(service: Service, host: Host) -> None:
         return
     try:
         async with asyncio.timeout(host.settings.drain_timeout):
-            await _first_of(service.drain(), host.until_failed())
+            await first_of(service.drain(), host.until_failed())
     except TimeoutError:
         log.warning("work was still live after %g s of draining; it is dropped", host.settings.drain_timeout)
 
@@ -100,7 +101,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             starting.cancel()
             _freeze_heap()
             log.info("serving on %s", host.address)
-            await _first_of(stopping.wait(), host.until_failed())
+            await first_of(stopping.wait(), host.until_failed())
         return 1 if host.has_failed else 0
     except asyncio.CancelledError:
         if not stopping.is_set():
@@ -122,19 +123,6 @@ def _freeze_heap() -> None:
     """What is there once a service is ready mostly stays: the collector need not walk it in the middle of a step."""
     gc.collect()
     gc.freeze()
-
-
-async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Returns when the first of them does, and raises what it raised; the others are cancelled."""
-    tasks = [asyncio.create_task(wait) for wait in waits]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _cancel_on(stopping: asyncio.Event) -> "asyncio.Task[None]":

@@ -20,7 +20,7 @@ def make_config(
     caching: bool = True,
     max_num_seqs: int = 8,
     budget: int = 64,
-    decode_budget: int | None = None,
+    beside_decode: int | None = None,
     chunked: bool = True,
     max_model_len: int | None = None,
     async_scheduling: bool = False,
@@ -28,7 +28,7 @@ def make_config(
     long_prefill: int = 0,
     reserve_full_prompt: bool = True,
     watermark: float = 0.01,
-    kv_events: str = "",
+    kv_events: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
@@ -38,7 +38,7 @@ def make_config(
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            decode_batched_tokens=decode_budget,
+            prefill_tokens_beside_decode=beside_decode,
             enable_chunked_prefill=chunked,
             async_scheduling=async_scheduling,
             policy=policy,

@@ -29,7 +29,7 @@ def test_memory_settles_the_pool() -> None:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize(("num_blocks", "budget"), [(200, 256), (30, 256), (200, 8), (24, 9)])
 def test_tokens_are_those_of_the_prefix(caching: bool, num_blocks: int, budget: int) -> None:
-    core = make_core(num_blocks=num_blocks, budget=budget, decode_budget=budget // 2, caching=caching)
+    core = make_core(num_blocks=num_blocks, budget=budget, beside_decode=budget // 2, caching=caching)
     prompts = {f"r{n}": [7] * (n % 5 * 4) + list(range(n % 11 + 1)) for n in range(40)}
     for request_id, prompt in prompts.items():
         core.add_request(make_request(request_id, prompt, 5 + len(prompt)))

@@ -32,23 +32,6 @@ def test_running_requests_come_before_waiting_ones() -> None:
     assert scheduled.total_num_scheduled_tokens == 16
 
 
-def test_the_budget_is_smaller_while_anything_decodes() -> None:
-    scheduler = make_scheduler(decode_batched_tokens=8)
-    scheduler.add_request(make_request("a", [1] * 40))
-    assert step(scheduler)[0].total_num_scheduled_tokens == 32
-    scheduler.add_request(make_request("b", [2] * 40))
-    assert step(scheduler)[0].num_scheduled_tokens == {"a": 8, "b": 24}
-    assert step(scheduler)[0].num_scheduled_tokens == {"a": 1, "b": 7}
-
-
-def test_the_decode_budget_never_leaves_a_running_request_out() -> None:
-    scheduler = make_scheduler(decode_batched_tokens=2)
-    for request_id in "abcd":
-        scheduler.add_request(make_request(request_id, [1]))
-    step(scheduler)
-    assert len(step(scheduler)[0].num_scheduled_tokens) == 4
-
-
 def test_no_more_requests_than_rows() -> None:
     scheduler = make_scheduler(max_num_seqs=2)
     for request_id in "abc":
@@ -60,7 +43,7 @@ def test_no_more_requests_than_rows() -> None:
 
 def test_without_chunks_a_prompt_waits_for_a_whole_budget() -> None:
     scheduler = make_scheduler(
-        enable_chunked_prefill=False, max_num_batched_tokens=100, decode_batched_tokens=8, num_blocks=100
+        enable_chunked_prefill=False, max_num_batched_tokens=100, prefill_tokens_beside_decode=8, num_blocks=100
     )
     scheduler.add_request(make_request("a", [1] * 60))
     scheduler.add_request(make_request("b", [2] * 60))
@@ -252,7 +235,7 @@ def test_an_abort_overtakes_an_early_end() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"max_num_seqs": 33}, "max_num_batched_tokens 32 is below max_num_seqs 33"),
         ({"enable_chunked_prefill": False}, r"without chunked prefill max_num_batched_tokens \(32\) must reach .*100"),
-        ({"decode_batched_tokens": 0}, "decode_batched_tokens is 0"),
+        ({"prefill_tokens_beside_decode": 0}, "prefill_tokens_beside_decode is 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:

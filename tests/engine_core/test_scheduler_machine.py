@@ -112,7 +112,7 @@ class CoreMachine(RuleBasedStateMachine):
         chunked=st.booleans(),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 64),
-        decode_budget=st.none() | st.integers(1, 16),
+        beside_decode=st.none() | st.integers(1, 16),
         overlaps=st.booleans(),
         policy=st.sampled_from(SchedulingPolicy),
         long_prefill=st.sampled_from([0, 0, 1, 5]),
@@ -127,7 +127,7 @@ class CoreMachine(RuleBasedStateMachine):
         chunked: bool,
         max_num_seqs: int,
         budget: int,
-        decode_budget: int | None,
+        beside_decode: int | None,
         overlaps: bool,
         policy: SchedulingPolicy,
         long_prefill: int,
@@ -141,7 +141,7 @@ class CoreMachine(RuleBasedStateMachine):
             chunked=chunked,
             max_num_seqs=max_num_seqs,
             budget=budget if chunked else MAX_MODEL_LEN,
-            decode_budget=decode_budget,
+            beside_decode=beside_decode,
             max_model_len=MAX_MODEL_LEN,
             async_scheduling=overlaps,
             policy=policy,
@@ -149,7 +149,7 @@ class CoreMachine(RuleBasedStateMachine):
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
         )
-        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events="CPU"))
+        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events=True))
         self.policy = policy
         self.told_blocks: set[bytes] = set()
         """What can be hit, by the events alone."""

@@ -15,6 +15,11 @@ _ENVIRONMENT = {
     # Parts fork only to exec; without it gRPC prints a line at each.
     "GRPC_ENABLE_FORK_SUPPORT": "0",
 }
+_DEFAULTS = {
+    # gRPC's event engine hands each event from a thread of its own to the one that polls: 0.8 ms more to a first token.
+    "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener,-event_engine_callback_cq",
+}
+"""Unless the user's environment says otherwise."""
 _LAUNCH = str(Path(__file__).with_name("launch.py"))
 
 
@@ -38,7 +43,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
-                env={**os.environ, **_ENVIRONMENT, **spec.environment},
+                env={**_DEFAULTS, **os.environ, **_ENVIRONMENT, **spec.environment},
                 process_group=0,
             )
         finally:

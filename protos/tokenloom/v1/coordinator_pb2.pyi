@@ -129,6 +129,26 @@ class PickResponse(_message.Message):
     pick: _engine_pb2.PickId
     def __init__(self, engine: _Optional[_Union[EngineIdentity, _Mapping]] = ..., whole_request: _Optional[bool] = ..., pick: _Optional[_Union[_engine_pb2.PickId, _Mapping]] = ...) -> None: ...
 
+class PickBatch(_message.Message):
+    __slots__ = ("pick",)
+    PICK_FIELD_NUMBER: _ClassVar[int]
+    pick: _containers.RepeatedCompositeFieldContainer[PickRequest]
+    def __init__(self, pick: _Optional[_Iterable[_Union[PickRequest, _Mapping]]] = ...) -> None: ...
+
+class PickResults(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: _containers.RepeatedCompositeFieldContainer[PickResult]
+    def __init__(self, result: _Optional[_Iterable[_Union[PickResult, _Mapping]]] = ...) -> None: ...
+
+class PickResult(_message.Message):
+    __slots__ = ("response", "error")
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    response: PickResponse
+    error: _types_pb2.Error
+    def __init__(self, response: _Optional[_Union[PickResponse, _Mapping]] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
+
 class WatchRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -45,6 +45,11 @@ class CoordinatorStub:
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.PickRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.PickResponse.FromString,
                 _registered_method=True)
+        self.PickStream = channel.stream_stream(
+                '/tokenloom.v1.Coordinator/PickStream',
+                request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.PickBatch.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.PickResults.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/tokenloom.v1.Coordinator/Watch',
                 request_serializer=tokenloom_dot_v1_dot_coordinator__pb2.WatchRequest.SerializeToString,
@@ -73,6 +78,14 @@ class CoordinatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PickStream(self, request_iterator, context):
+        """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
+        sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """The registry, now and at each change: what output processors place by (adding their own picks) while the coordinator is away, how engines
         resolve each other's names, and what people watch.
@@ -93,6 +106,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Pick,
                     request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.PickRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.PickResponse.SerializeToString,
+            ),
+            'PickStream': grpc.stream_stream_rpc_method_handler(
+                    servicer.PickStream,
+                    request_deserializer=tokenloom_dot_v1_dot_coordinator__pb2.PickBatch.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_coordinator__pb2.PickResults.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -155,6 +173,33 @@ class Coordinator:
             '/tokenloom.v1.Coordinator/Pick',
             tokenloom_dot_v1_dot_coordinator__pb2.PickRequest.SerializeToString,
             tokenloom_dot_v1_dot_coordinator__pb2.PickResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PickStream(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tokenloom.v1.Coordinator/PickStream',
+            tokenloom_dot_v1_dot_coordinator__pb2.PickBatch.SerializeToString,
+            tokenloom_dot_v1_dot_coordinator__pb2.PickResults.FromString,
             options,
             channel_credentials,
             insecure,

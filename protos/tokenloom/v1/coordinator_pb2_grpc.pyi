@@ -42,6 +42,10 @@ class CoordinatorStub:
     tokens, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo when no engine may take it; UNAVAILABLE when there is none.
     Callers: output processors.
     """
+    PickStream: _grpc.StreamStreamMultiCallable[_coordinator_pb2.PickBatch, _coordinator_pb2.PickResults]
+    """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
+    sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]
     """The registry, now and at each change: what output processors place by (adding their own picks) while the coordinator is away, how engines
     resolve each other's names, and what people watch.
@@ -60,6 +64,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick counts at once in the engine's score, with its prompt
     tokens, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo when no engine may take it; UNAVAILABLE when there is none.
     Callers: output processors.
+    """
+    PickStream: _aio.StreamStreamMultiCallable[_coordinator_pb2.PickBatch, _coordinator_pb2.PickResults]  # type: ignore[assignment]
+    """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
+    sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
     """
     Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]  # type: ignore[assignment]
     """The registry, now and at each change: what output processors place by (adding their own picks) while the coordinator is away, how engines
@@ -88,6 +96,16 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick counts at once in the engine's score, with its prompt
         tokens, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo when no engine may take it; UNAVAILABLE when there is none.
         Callers: output processors.
+        """
+
+    @_abc_1.abstractmethod
+    def PickStream(
+        self,
+        request_iterator: _MaybeAsyncIterator[_coordinator_pb2.PickBatch],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.PickResults], _abc.AsyncIterator[_coordinator_pb2.PickResults]]:
+        """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
+        sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
         """
 
     @_abc_1.abstractmethod

@@ -1,4 +1,4 @@
-"""Join, Pick and Watch over a unix socket."""
+"""Join, Pick, PickStream and Watch over a unix socket."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,6 +21,7 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineReport,
     EngineState,
+    PickBatch,
     PickRequest,
     Snapshot,
     WatchRequest,
@@ -230,3 +231,21 @@ async def test_metrics(coordinator: Coordinator) -> None:
     assert value("tokenloom_engines") == 1
     assert value("tokenloom_picks_total", {"outcome": "WHOLE"}) == 1
     assert value("tokenloom_picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1
+
+
+async def test_picks_of_a_stream_are_counted_and_answered_in_their_order(coordinator: Coordinator) -> None:
+    await coordinator.join("a")
+    await coordinator.join("b")
+    request = PickRequest(fingerprint=Fingerprint(model="m"), role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=3)
+    call = coordinator.stub.PickStream()
+    coordinator.calls.append(call)
+    assert not (await call.read()).result  # it is open
+    await call.write(PickBatch(pick=[request, PickRequest(), request, request]))
+    results = (await call.read()).result
+    assert [result.WhichOneof("outcome") for result in results] == ["response", "error", "response", "response"]
+    placed = [result.response for result in results if result.HasField("response")]
+    assert {placed[0].engine.engine_id, placed[1].engine.engine_id} == {"a", "b"}  # each counts before the next
+    assert [response.pick.number for response in placed] == [1, 2, 3]
+    assert isinstance(errors.from_proto(results[1].error), errors.InvalidArgument)
+    await call.write(PickBatch(pick=[request]))
+    assert (await call.read()).result[0].response.pick.number == 4

@@ -40,6 +40,7 @@ def make_settings(directory: Path, **changes: Any) -> EngineSettings:
         "hash_step_seconds": STEP_SECONDS,
         "block_size": 4,
         "num_kv_blocks": 600,
+        "frame_interval": 0.0,
         "drain_timeout": 5.0,
     }
     return EngineSettings(**{**values, **changes})

@@ -88,6 +88,16 @@ class TestSteps:
         assert len(data) <= 13  # all in a step, but for those that came while the first one ran
         assert not any(frame.num_tokens for frame in data)
 
+    async def test_quick_steps_share_a_frame(self, socket_dir: Path) -> None:
+        settings = make_settings(socket_dir, frame_interval=0.1)
+        async with running_engine(settings) as host, Peer(host.address) as peer:
+            await peer.send(make_add(1, [1, 2], 20))
+            received = await peer.read_until_finished([1])
+        assert received.token_ids[1] == expected_tokens([1, 2], 20, VOCAB_SIZE)
+        data = [frame for frame in received.frames if frame.slot]
+        assert list(data[0].token_ids) == received.token_ids[1][:1]
+        assert len(data) < 10
+
     async def test_stop_tokens_end_a_request(self, peer: Peer) -> None:
         tokens = expected_tokens([7, 8], 4, VOCAB_SIZE)
         params = types_pb2.SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=[tokens[3]])

@@ -43,6 +43,26 @@ def test_steps_merge_until_they_are_taken() -> None:
     assert (list(frame.num_tokens), list(frame.token_ids)) == ([3, 1], [7, 8, 9, 1])
 
 
+def test_first_tokens_and_ends_are_urgent() -> None:
+    builder = FrameBuilder()
+    for first, urgent in ((0, True), (1, False)):
+        builder.add_tokens(1, first, [7])
+        assert builder.is_urgent is urgent
+        builder.take(1)
+    builder.finish(Finished(slot=1, reason=FINISH_REASON_LENGTH))
+    assert builder.is_urgent
+
+
+def test_what_did_not_fit_is_urgent() -> None:
+    builder = FrameBuilder(1024)
+    builder.add_tokens(1, 5, [7] * 1000)
+    assert not builder.is_urgent
+    builder.take(1)
+    assert builder.is_urgent
+    drain(builder)
+    assert not builder.is_urgent
+
+
 @given(
     rows=st.dictionaries(st.integers(1, 2**32 - 1), st.integers(1, 900), max_size=40),
     max_bytes=st.integers(1, 8192),

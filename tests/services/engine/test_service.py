@@ -149,10 +149,12 @@ async def test_metrics_have_the_names_that_dashboards_read(socket_dir: Path) -> 
 
 def test_settings_become_the_cores_configuration() -> None:
     flags = ["--dtype", "float32", "--no-enable-prefix-caching", "--kv-cache-memory", "1048576", "--num-threads", "2"]
-    config = EngineSettings.load([*flags, "--max-num-seqs", "7", "--decode-batched-tokens", "64"]).engine_config("/m")
+    config = EngineSettings.load([*flags, "--max-num-seqs", "7", "--prefill-tokens-beside-decode", "64"]).engine_config(
+        "/m"
+    )
     assert (config.worker.model, config.worker.dtype, config.worker.num_threads) == ("/m", "float32", 2)
     assert (config.cache.enable_prefix_caching, config.cache.memory_bytes) == (False, 1 << 20)
-    assert (config.scheduler.max_num_seqs, config.scheduler.decode_batched_tokens) == (7, 64)
+    assert (config.scheduler.max_num_seqs, config.scheduler.prefill_tokens_beside_decode) == (7, 64)
 
 
 def read_metrics(address: str) -> str:

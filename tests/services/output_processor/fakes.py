@@ -14,8 +14,11 @@ from tokenloom.v1.coordinator_pb2 import (
     EngineIdentity,
     EngineReport,
     EngineState,
+    PickBatch,
     PickRequest,
     PickResponse,
+    PickResult,
+    PickResults,
     Snapshot,
     WatchRequest,
 )
@@ -159,12 +162,30 @@ class FakeCoordinator(CoordinatorServicer):
         return await asyncio.wait_for(self._arrived.get(), SOON)
 
     async def Pick(self, request: PickRequest, context: grpc.aio.ServicerContext[Any, Any]) -> PickResponse:  # type: ignore[override]
+        try:
+            return await self._pick(request)
+        except errors.TokenloomError as error:
+            await errors.abort(context, error)
+
+    async def PickStream(  # type: ignore[override]
+        self, requests: AsyncIterator[PickBatch], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[PickResults]:
+        yield PickResults()
+        async for batch in requests:
+            for request in batch.pick:
+                try:
+                    result = PickResult(response=await self._pick(request))
+                except errors.TokenloomError as error:
+                    result = PickResult(error=errors.to_proto(error))
+                yield PickResults(result=[result])
+
+    async def _pick(self, request: PickRequest) -> PickResponse:
         self.requests.append(request)
         self._arrived.put_nowait(request)
         error = self.error
         await self.hold.wait()
         if error is not None:
-            await errors.abort(context, error)
+            raise error
         excluded = {(each.engine_id, each.epoch) for each in request.exclude}
         engines = zip(self.engines, self.roles, strict=True)
         able = [each for each in engines if (each[0].engine_id, each[0].epoch) not in excluded]

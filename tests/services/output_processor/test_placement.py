@@ -31,7 +31,7 @@ async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
         lambda identity: make_hello("output-processor-0", 3), failures.append, channels, hang_seconds=60
     )
     placer = Placer(channels.open(f"unix:{socket_dir}/c", "coordinator"), FINGERPRINT, links)
-    tasks.spawn(placer.watch(), name="watch")
+    tasks.spawn(placer.run(), name="coordinator")
     assert placer.limits is None
     with pytest.raises(Unavailable, match="no engine is serving"):
         await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)

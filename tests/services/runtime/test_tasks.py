@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from tokenloom.services.runtime import tasks as module
-from tokenloom.services.runtime.tasks import Tasks
+from tokenloom.services.runtime.tasks import Tasks, first_of
 
 
 async def test_failures_are_reported_and_cancellation_is_none() -> None:
@@ -73,3 +73,27 @@ async def test_a_task_that_retries_may_lose_a_cancellation(monkeypatch: pytest.M
     await asyncio.sleep(0)
     await asyncio.wait_for(tasks.close(), 5)
     assert task.cancelled()
+
+
+async def test_the_first_failure_ends_the_others_and_a_cancellation_is_never_lost_to_it() -> None:
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def fail() -> None:
+        raise ConnectionError("the stream broke")
+
+    with pytest.raises(ConnectionError):
+        await first_of(wait("one"), fail())
+    assert ended == ["one"]
+    task = asyncio.ensure_future(first_of(wait("two"), wait("three")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["one", "two", "three"]

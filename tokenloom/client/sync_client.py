@@ -12,7 +12,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from ..services.runtime import errors
 from . import connection
-from .request import ChatOptions, Message, Options, chat_request, prompt_request
+from .request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -160,8 +160,7 @@ class Client:
         return self._retrying(attempt, timeout)
 
     def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        if request.sampling_params.HasField("prompt_logprobs"):
-            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+        check_streamed(request)
 
         def attempt(left: float) -> Stream:
             call = self._stub.Generate(request, timeout=left, metadata=self._metadata)

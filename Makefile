@@ -31,11 +31,12 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 test: install ## all tests: no GPU, no network
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-soak: install ## a thousand random schedules of faults while KV moves between engines; 300 random JSON schemas; grammars meant to hurt
+soak: install ## a thousand random schedules of faults while KV moves between engines; 300 random JSON schemas; grammars meant to hurt; nonsense over HTTP and gRPC
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 50 --worker cpu
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.bombs
+	$(BIN)/python -m tests.soak.fuzz --requests 20000
 
 bench: install ## the short benchmarks: the mesh alone, a step's parts, the offline engine, each in seconds
 	$(BIN)/tokenloom bench mesh --step-ms 20 --step-ms 0 --batch 64 --seconds 5

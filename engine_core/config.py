@@ -43,8 +43,8 @@ class CacheConfig(msgspec.Struct, frozen=True):
     """KV pool size in bytes; None: from the memory that is free after the profile run."""
     engines_on_host: int = 1
     """How many engines share this host's memory."""
-    kv_events: str = ""
-    """The medium (``CPU``, ``GPU``) that events of the prefix cache name; empty: there are none."""
+    kv_events: bool = False
+    """Whether outputs tell what the prefix cache gains and loses."""
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 

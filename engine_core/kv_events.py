@@ -1,6 +1,12 @@
 """What the prefix cache holds, told as changes (names and fields as in vLLM's KV events)."""
 
+from typing import Final
+
 import msgspec
+
+MEDIUM_POOL: Final = "GPU"
+"""A medium is a tier, by vLLM's names: the pool that attention reads is ``GPU`` whatever the device, a CPU too, for
+consumers take ``CPU`` and ``STORAGE`` for blocks that have to be loaded first."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
@@ -13,7 +19,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
     """[len(block_hashes) * block_size]"""
     block_size: int
     medium: str
-    """Where the blocks are: ``CPU`` or ``GPU``."""
+    """The tier that the blocks are in: ``MEDIUM_POOL``."""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
@@ -36,9 +42,8 @@ class KVEventLog:
     Bounded by what one step can change: they are taken after each.
     """
 
-    def __init__(self, block_size: int, medium: str) -> None:
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._medium = medium
         self._events: list[KVCacheEvent] = []
 
     def __len__(self) -> int:
@@ -51,7 +56,7 @@ class KVEventLog:
             last.block_hashes.append(block_hash)
             last.token_ids += token_ids
         else:
-            self._events.append(BlockStored([block_hash], parent, token_ids, self._block_size, self._medium))
+            self._events.append(BlockStored([block_hash], parent, token_ids, self._block_size, MEDIUM_POOL))
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """See ``EvictionListener``."""
@@ -59,7 +64,7 @@ class KVEventLog:
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(block_hash)
         else:
-            self._events.append(BlockRemoved([block_hash], self._medium))
+            self._events.append(BlockRemoved([block_hash], MEDIUM_POOL))
 
     def forgot_all(self) -> None:
         """See ``EvictionListener``. What changed before is of no interest any more."""

@@ -46,7 +46,7 @@ class Scheduler:
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
-        self.kv_events = KVEventLog(cache.block_size, cache.kv_events) if cache.kv_events else None
+        self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
         self.kv = KVCacheManager.of(cache, kv_cache.num_blocks, self.kv_events)
         self.requests: dict[str, Request] = {}
         self._policy = SchedulingPolicy(config.policy)

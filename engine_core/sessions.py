@@ -15,9 +15,10 @@ _ENDS_A_TURN = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.R
 
 
 class _Session:
-    """``tokens``: prompt and output of the present or the last turn; ``turn_id``: of the present one's request."""
+    """``tokens``: prompt and output of the present or the last turn; ``turn_id``: of the present one's request;
+    ``has_output``: whether the model has said anything in it."""
 
-    __slots__ = ("inputs", "is_closing", "num_turns", "request_id", "tokens", "turn_id")
+    __slots__ = ("has_output", "inputs", "is_closing", "num_turns", "request_id", "tokens", "turn_id")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -25,6 +26,7 @@ class _Session:
         self.inputs: deque[EngineCoreRequest] = deque()  # at most MAX_INPUTS
         self.turn_id: str | None = None
         self.num_turns = 0
+        self.has_output = False
         self.is_closing = False
 
 
@@ -85,6 +87,7 @@ class Sessions:
                 del self._by_turn[output.request_id]
             output.request_id = session.request_id
             session.tokens += output.new_token_ids
+            session.has_output = session.has_output or bool(output.new_token_ids)
             if output.finish_reason is not None:
                 self._end_turn(session, output.finish_reason)
 
@@ -99,6 +102,7 @@ class Sessions:
         self._by_turn[session.turn_id] = session
         prompt = session.tokens + message.prompt_token_ids
         session.tokens = prompt + message.accepted_token_ids
+        session.has_output = bool(message.accepted_token_ids)
         turn = msgspec.structs.replace(
             message,
             request_id=session.turn_id,
@@ -112,7 +116,8 @@ class Sessions:
         if session.is_closing or reason not in _ENDS_A_TURN:
             del self._sessions[session.request_id]
             return
-        del session.tokens[-1:]
+        if session.has_output:
+            del session.tokens[-1]
         if session.inputs:
             self._begin_turn(session)
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tokenloom.services.runtime import validation
+from tokenloom.services.runtime import bad_words, validation
 from tokenloom.services.runtime.errors import InvalidArgument, TokenloomError
-from tokenloom.v1 import types_pb2
+from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from .outputs import RequestOutputKind
 from .structured_outputs import StructuredOutputsParams
@@ -99,8 +99,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         try:
             self._check_outputs()
-            validation.check_sampling(self.to_wire(), _ANY_MODEL)
-            validation.check_stop(self.stop_strings())
+            validation.check_sampling(self.to_wire(), _ANY_MODEL, self.n)
+            text = output_processor_pb2.TextOptions(stop=self.stop_strings(), detokenize=self.detokenize)
+            validation.check_text(text)
+            bad_words.spellings(self.bad_words or ())
         except TokenloomError as error:
             raise ValueError(error.message) from None
 
@@ -123,21 +125,14 @@ class SamplingParams:
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(string, str) for string in strings):
             raise InvalidArgument("stop must be a string or a list of strings", "stop")
-        if strings and not self.detokenize:
-            raise InvalidArgument("stop needs detokenize: stop strings are found in the text", "stop")
         return strings
 
     def _check_outputs(self) -> None:
-        """What is no business of the services."""
-        for name in ("n", "stream_interval"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise InvalidArgument(f"{name} must be an integer of at least 1, not {value!r}", name)
-        validation.check_samples(self.n)
-        if self.n > 1 and self.temperature == 0:
-            raise InvalidArgument("n must be 1 with temperature 0: all outputs would be the same", "n")
+        """What is no sampling parameter to the services."""
+        self.n = validation.narrow_int("n", self.n, 1, validation.MAX_SAMPLES)
+        self.stream_interval = validation.narrow_int("stream_interval", self.stream_interval, 1, 2**32 - 1)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidArgument(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", "output_kind")
         words = self.bad_words or ()
-        if isinstance(words, str) or not all(isinstance(word, str) and word.strip() for word in words):
-            raise InvalidArgument("bad_words must be a list of strings that are not blank", "bad_words")
+        if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+            raise InvalidArgument("bad_words must be a list of strings", "bad_words")

@@ -9,6 +9,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_synta
 
 from ..sampling_params import GrammarKind
 from .backend import Bitmask, GrammarError
+from .json_schema import close_objects
 
 _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
 """Between two JSON tokens: a space, or a new line and its indentation; more, and a model caught in a loop of blanks
@@ -106,7 +107,9 @@ def _grammar(kind: GrammarKind, source: str) -> str:
 
 def _json_grammar(schema: str) -> str:
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _WHITESPACE})
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            close_objects(schema), defaults={"whitespace_pattern": _WHITESPACE}
+        )
     except ValueError as error:
         raise GrammarError(_shorten(str(error))) from None
 

@@ -11,6 +11,7 @@ import xgrammar
 
 from ..sampling_params import GrammarKind
 from .backend import Bitmask, GrammarError, bitmask_of
+from .json_schema import close_objects
 
 _MAX_WHITESPACE = 20
 """Blanks between two JSON tokens: a model caught in a loop of them would not come out."""
@@ -49,7 +50,9 @@ class XGrammarBackend:
     def _compile(self, kind: GrammarKind, source: str) -> Any:
         match kind:
             case GrammarKind.JSON:
-                return self._compiler.compile_json_schema(source, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE)
+                return self._compiler.compile_json_schema(
+                    close_objects(source), strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE
+                )
             case GrammarKind.JSON_OBJECT:
                 return self._compile(GrammarKind.JSON, '{"type": "object"}')
             case GrammarKind.REGEX:

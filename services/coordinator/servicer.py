@@ -76,8 +76,9 @@ class EngineStream:
         if not self._commands.full():  # else the writer is about to wake anyway
             self._commands.put_nowait(None)
 
-    async def write(self, context: _Context) -> None:
-        """Writes commands until overtaken."""
+    async def write(self, answer: EngineCommand, context: _Context) -> None:
+        """Writes the answer to the engine's hello, then commands until overtaken."""
+        await context.write(answer)
         while not self.overtaken:
             if (command := await self._commands.get()) is not None:
                 await context.write(command)
@@ -120,9 +121,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         first = await _first_report(requests)
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
-        await context.write(EngineCommand(hello=make_hello(self._name, self._epoch)))
-        stream = self._open(first)
-        tasks = asyncio.create_task(self._read(stream, requests)), asyncio.create_task(stream.write(context))
+        stream = self._open(first)  # whoever reads our hello is known to us
+        answer = EngineCommand(hello=make_hello(self._name, self._epoch))
+        tasks = asyncio.create_task(self._read(stream, requests)), asyncio.create_task(stream.write(answer, context))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

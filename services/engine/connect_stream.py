@@ -148,7 +148,7 @@ class ConnectStream:
             self._admission.admit(add)
             attempt, _ = self._attempts.open(add)
         except Exception as error:  # the edge: whatever is wrong with one request, the stream goes on
-            RequestLog(log, add.request_id).debug("refused: %s", error)
+            RequestLog(log, add.request_id, add.trace_headers).debug("refused: %s", error)
             self._attempts.refuse(add, error)
             return
         if self._attempts.num_live == 1:

@@ -55,6 +55,7 @@ class CoordinatorLink:
         self._on_drain = on_drain
         self._role = role
         self._is_outdated = False
+        self._joined = asyncio.Event()
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
         self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
 
@@ -77,6 +78,10 @@ class CoordinatorLink:
         """The identity changed: joins anew with it."""
         self._is_outdated = True
         self._load.changed.set()
+
+    async def wait_joined(self) -> None:
+        """Returns once the coordinator knows the engine, and from then on at once: one that it has lost comes back."""
+        await self._joined.wait()
 
     async def run(self) -> None:
         """Joins, and joins again; returns only when a newer engine of this name has joined."""
@@ -110,6 +115,7 @@ class CoordinatorLink:
                 answer = await _read(call)
             check_hello(answer.hello)
             log.info("joined coordinator %s", answer.hello.peer_id)
+            self._joined.set()
             async with task_group() as group:
                 group.create_task(self._write_reports(call), name="coordinator-reports")
                 group.create_task(self._read_commands(call), name="coordinator-commands")

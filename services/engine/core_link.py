@@ -170,7 +170,8 @@ class CoreLink:
         self._metrics.observe_end(attempt, now)
         assert attempt.finish_reason is not None
         reason = attempt.finish_reason.name.lower()
-        RequestLog(log, attempt.request_id).debug("ended: %s, %d tokens", reason, attempt.num_output_tokens)
+        request_log = RequestLog(log, attempt.request_id, attempt.trace_headers)
+        request_log.debug("ended: %s, %d tokens", reason, attempt.num_output_tokens)
         if self._tracer is not None and attempt.trace_headers:
             trace_attempt(self._tracer, attempt, attempt.trace_headers, now)
         if attempt.on_end is not None:

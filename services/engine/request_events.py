@@ -13,6 +13,6 @@ log = logging.getLogger(__name__)
 
 def log_events(attempt: Attempt, events: Iterable[EngineCoreEvent]) -> None:
     """One line each, in milliseconds since the attempt arrived: front and core read the same monotonic clock."""
-    request_log = RequestLog(log, attempt.request_id)
+    request_log = RequestLog(log, attempt.request_id, attempt.trace_headers)
     for event in events:
         request_log.info("%s after %.1f ms", event.type.name.lower(), event.timestamp_ns / 1e6 - attempt.arrival * 1e3)

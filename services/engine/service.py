@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import socket
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from .settings import EngineSettings
 from .sleep import Sleep
 from .weights import Weights
 
+log = logging.getLogger(__name__)
+
 CLOSE_SECONDS = 1.0
 """How long peers may take to read the last frames of an engine that goes."""
 
@@ -52,7 +55,7 @@ class EngineService:
         self._stopping = False
 
     async def start(self, host: Host) -> None:
-        """Brings the core up, then serves, then joins.
+        """Brings the core up, serves, and is ready when the coordinator, if there is to be one, knows it.
 
         Raises ``InvalidArgument`` for a model or settings that no start would fulfil, ``FailedPrecondition`` with what
         else kept the core down.
@@ -88,6 +91,9 @@ class EngineService:
             observe = engine_metrics.kv.observe_recompute
             self._kv = KVFront(settings, self._client, core, self._load, ready, host, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)
+        if self._coordinator is not None:
+            log.info("waiting for the coordinator")
+            await self._coordinator.wait_joined()
 
     async def drain(self) -> None:
         """Refuses new requests and returns when the live ones have their answers, and others the KV held for them."""

@@ -184,7 +184,7 @@ class EngineSettings(ServiceSettings):
             cache=CacheConfig(
                 block_size=self.block_size,
                 enable_prefix_caching=self.enable_prefix_caching,
-                kv_events="CPU" if self.kv_events else "",
+                kv_events=self.kv_events,
                 num_blocks=self.num_kv_blocks,
                 memory_bytes=self.kv_cache_memory,
                 engines_on_host=self.engines_on_host,

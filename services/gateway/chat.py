@@ -75,7 +75,7 @@ def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:
         names["max_tokens"] = "max_completion_tokens"
     if fields.logprobs:
         own["logprobs"] = 0 if fields.top_logprobs is None else fields.top_logprobs
-    elif fields.top_logprobs is not None and fields.top_logprobs != 0:
+    elif fields.top_logprobs is not None and (fields.top_logprobs != 0 or fields.top_logprobs is False):
         raise errors.InvalidArgument("top_logprobs needs logprobs to be true", "top_logprobs")
     try:
         return sampling_params(body, **own)

@@ -218,7 +218,7 @@ class Generator:
             raise errors.Unavailable("no engine is serving yet; try again")
         sampling = _resolve(job, info, limits)
         validation.check_text(job.text)
-        validation.check_sampling(sampling, limits)
+        validation.check_sampling(sampling, limits, job.num_samples)
         validation.check_priority(job.priority, limits)
         prompts = await self._encoder.encode(job, sampling, limits, info.max_token_bytes)
         if job.bad_words:

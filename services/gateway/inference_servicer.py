@@ -1,5 +1,6 @@
 """The public gRPC API."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -13,8 +14,10 @@ from .endpoint import check_model
 from .generation import Generation, Generator
 from .health import MeshHealth
 from .inference_request import read_request
+from .input_session import InputSession
+from .job import Job
 from .message_plans import MessagePlans
-from .parsed_message import ParsedMessage
+from .parsed_message import MessagePlan, ParsedMessage
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,10 +35,36 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Writes to the context: a handler parked in a ``yield`` would not see the cancellation at once."""
         check_model(request.model or None, self._model)
         job, plan = read_request(request, self._plans, context.time_remaining())
-        if request.user_request_id:
-            await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
+        await _echo_id(request, context)
+        await self._answer(request, job, plan, context)
+
+    async def GenerateSession(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
+    ) -> None:
+        """Reads a turn when the one before is answered: those that wait are in gRPC's window, which bounds them."""
+        session: InputSession | None = None
+        async for request in request_iterator:
+            check_model(request.model or None, self._model)
+            if session is None:
+                session = InputSession()
+                await _echo_id(request, context)
+            job = session.read_turn(request, self._plans, context.time_remaining())
+            await self._answer(request, job, None, context, session)
+            session.end()
+
+    async def _answer(
+        self,
+        request: inference_pb2.GenerateRequest,
+        job: Job,
+        plan: MessagePlan | None,
+        context: Context,
+        session: InputSession | None = None,
+    ) -> None:
+        """``session``: hears of the tokens."""
         trace_headers = pick_headers(context.invocation_metadata() or ())
         async with self._generator.open(job, trace_headers) as generation:
+            if session is not None:
+                session.begin(generation.prompts[0])
             prompt_ids = generation.prompts[0] if request.return_prompt_token_ids else ()
             live = generation.num_outputs
             is_open = generation.opens_reasoning
@@ -43,6 +72,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             while not generation.done:
                 for delta in await generation.take():
                     response = _response(generation, delta)
+                    if session is not None:
+                        session.take(delta.token_ids)
                     if turns:
                         _tell_apart(response, turns[delta.index], ends=delta.finished is not None)
                     response.prompt_token_ids.extend(prompt_ids)
@@ -58,6 +89,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         limits = self._health.limits()
         model = inference_pb2.Model(name=self._model, max_model_len=limits.max_model_len if limits else 0)
         return inference_pb2.ListModelsResponse(models=[model])
+
+
+async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> None:
+    if request.user_request_id:
+        await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
 
 
 def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateResponse:

@@ -42,6 +42,8 @@ class Job:
     """To texts; a chat's template has its own."""
     echo: bool = False
     """The prompt's text is wanted too."""
+    before: Sequence[int] = ()
+    """Tokens that a single prompt continues: earlier turns of a session."""
     timeout: float | None = None
     """Seconds; None: the gateway's default."""
 

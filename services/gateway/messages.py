@@ -32,12 +32,12 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     if calls:
         turn["tool_calls"] = calls
     for name in ("name", "tool_call_id"):
-        if message.get(name):
-            turn[name] = _string(f"{where}.{name}", message[name])
+        if text := _optional_string(f"{where}.{name}", message.get(name)):
+            turn[name] = text
     if role == "assistant":
         for name in ("reasoning_content", "reasoning"):  # vLLM has renamed it; templates have the older name
-            if message.get(name):
-                turn["reasoning_content"] = _string(f"{where}.{name}", message[name])
+            if text := _optional_string(f"{where}.{name}", message.get(name)):
+                turn["reasoning_content"] = text
     return turn
 
 
@@ -76,7 +76,8 @@ def _tool_call(where: str, call: object) -> dict[str, object]:
     name = _string(f"{where}.function.name", function.get("name"))
     arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
     turn: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return turn | {"id": _string(f"{where}.id", call["id"])} if call.get("id") else turn
+    call_id = _optional_string(f"{where}.id", call.get("id"))
+    return turn | {"id": call_id} if call_id else turn
 
 
 def _arguments(where: str, arguments: object) -> dict[str, object]:
@@ -95,3 +96,8 @@ def _string(where: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{where} must be a string", where)
     return value
+
+
+def _optional_string(where: str, value: object) -> str:
+    """Empty for None."""
+    return "" if value is None else _string(where, value)

@@ -40,8 +40,8 @@ class PromptEncoder:
         elif texts := [prompt for prompt in job.prompts if isinstance(prompt, str)]:
             prompts = await self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens)
         else:
-            return [_read(prompt, keep, job.prompt_field, limits) for prompt in job.prompts]
-        return prompts if keep is None else [_truncated(prompt, keep) for prompt in prompts]
+            return [_continued(job, _read(prompt, keep, job.prompt_field, limits)) for prompt in job.prompts]
+        return [_continued(job, prompt if keep is None else _truncated(prompt, keep)) for prompt in prompts]
 
     async def forbid(
         self, words: Sequence[str], sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
@@ -97,6 +97,13 @@ def _read(
     if keep is not None:
         raise errors.InvalidArgument(f"truncate_prompt_tokens does not go with {field}", "truncate_prompt_tokens")
     return join_parts(prompt.parts, limits)
+
+
+def _continued(job: Job, prompt: EncodedPrompt) -> EncodedPrompt:
+    """Behind what was said before, if anything was; then without its block hashes, which are those of a beginning."""
+    if not job.before or not prompt.token_ids:
+        return prompt
+    return tokenizer_pb2.TokenizedPrompt(token_ids=[*job.before, *prompt.token_ids])
 
 
 def _truncated(prompt: tokenizer_pb2.TokenizedPrompt, keep: int) -> tokenizer_pb2.TokenizedPrompt:

@@ -27,7 +27,7 @@ from .mesh_view import MeshView
 from .message_plans import MessagePlans
 from .metrics import EngineGauges, GatewayMetrics, HealthGauges
 from .openai_models import BodyReader
-from .openapi.routes import DOCUMENT_ROUTES
+from .openapi.routes import document_routes
 from .output_pool import OutputPool
 from .routes import StatusRoutes
 from .settings import GatewaySettings
@@ -88,7 +88,11 @@ class GatewayService:
         grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, host.server)
         status = StatusRoutes(health, mesh, generator, host.metrics, model)
         app = App(
-            {**status.routes(), **DOCUMENT_ROUTES, **self._endpoints(generator, tokenizers, model, plans)},
+            {
+                **status.routes(),
+                **document_routes(health, admin=settings.has_admin),
+                **self._endpoints(generator, tokenizers, model, plans),
+            },
             keys,
             await self._admin_routes(mesh, host),
             ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file),

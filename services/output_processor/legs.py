@@ -142,7 +142,8 @@ class Legs:
                 return
             self._placing = 0
             engine = placement.link.identity.engine_id
-            RequestLog(log, self._submit.request_id).debug("%s placed on %s", EngineRole.Name(role), engine)
+            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
+            request_log.debug("%s placed on %s", EngineRole.Name(role), engine)
             state.timeline.placement_ns += time.monotonic_ns() - started
             self._place_decode(placement) if role == _DECODE else self._place_prefill(placement)
         except Exception as error:

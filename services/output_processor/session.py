@@ -165,6 +165,7 @@ class Session:
             submit.sampling_params,
             limits,
             accepted_token_ids=submit.accepted_token_ids,
+            num_samples=num_samples(submit),
         )
 
     def _sample_ended(self, finished: RequestFinished) -> None:

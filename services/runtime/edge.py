@@ -1,6 +1,7 @@
 """The servicer's edge: what a handler raises becomes a gRPC status, and nothing else leaves."""
 
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
@@ -11,7 +12,9 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from . import errors
-from .tracing import Tracer, pick_headers
+from .tracing import CURRENT, Tracer, pick_headers
+
+log = logging.getLogger(__name__)
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -84,6 +87,8 @@ def _traced(handler: "grpc.RpcMethodHandler[Any, Any]", method: str, tracer: Tra
         span = tracer.start(method.lstrip("/"), headers, kind="server") if headers else None
         if span is None:
             return await behaviour(request, context)
+        CURRENT.set(span.headers)  # of this call only: gRPC runs each in a task of its own
+        log.debug("%s", method)
         error = "cancelled"
         try:
             response = await behaviour(request, context)

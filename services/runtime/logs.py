@@ -4,10 +4,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Literal
 
-from .tracing import CURRENT
+from .tracing import CURRENT, Headers
 
 
 def setup(service: str, instance_id: str, *, level: str = "info", style: Literal["human", "json"] = "human") -> None:
@@ -20,8 +20,9 @@ def setup(service: str, instance_id: str, *, level: str = "info", style: Literal
 class RequestLog(logging.LoggerAdapter[logging.Logger]):
     """Adds ``request_id`` to each line: ``RequestLog(log, request_id).info("placed on %s", engine)``."""
 
-    def __init__(self, logger: logging.Logger, request_id: str) -> None:
-        super().__init__(logger, {"request_id": request_id})
+    def __init__(self, logger: logging.Logger, request_id: str, trace_headers: Headers | None = None) -> None:
+        """``trace_headers``: of the request's trace, where they are not those of the task (:data:`tracing.CURRENT`)."""
+        super().__init__(logger, {"request_id": request_id, "trace_headers": trace_headers})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         kwargs["extra"] = {**(kwargs.get("extra") or {}), **(self.extra or {})}
@@ -61,11 +62,16 @@ class JsonFormatter(logging.Formatter):
         fields |= {"logger": record.name, "message": record.getMessage()}
         if request_id := getattr(record, "request_id", ""):
             fields["request_id"] = request_id
-        if traceparent := CURRENT.get().get("traceparent"):
-            fields["trace_id"] = traceparent.split("-")[1]
+        fields |= _trace_ids(getattr(record, "trace_headers", None) or CURRENT.get())
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)  # escapes control characters and all that is not ASCII
+
+
+def _trace_ids(headers: Headers) -> Mapping[str, str]:
+    """Of the span that a line belongs to, as traces have them; empty when nobody traces it."""
+    ids = headers.get("traceparent", "").split("-")
+    return {"trace_id": ids[1], "span_id": ids[2]} if len(ids) == 4 else {}
 
 
 def escape(text: str) -> str:

@@ -57,10 +57,14 @@ def narrow_token_ids(name: str, value: object) -> list[int]:
     """``value`` as token ids of the wire's type; whether they are the model's is checked later."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise InvalidArgument(f"{name} must be a list of token ids, not {_kind(value)}", name)
-    for item in value:
-        if type(item) is not int or not 0 <= item <= _U32:
-            raise InvalidArgument(f"{name} must hold token ids, integers from 0 to {_U32}", name)
-    return list(value)
+    return [item if type(item) is int and 0 <= item <= _U32 else _token_id(name, item) for item in value]
+
+
+def _token_id(name: str, value: object) -> int:
+    """Of a float, for JSON knows only numbers."""
+    if isinstance(value, float) and value.is_integer() and 0 <= value <= _U32:
+        return int(value)
+    raise InvalidArgument(f"{name} must hold token ids, integers from 0 to {_U32}", name)
 
 
 def _set_float(params: types_pb2.SamplingParams, name: str, value: object) -> None:
@@ -143,10 +147,13 @@ def _set_bool(params: types_pb2.SamplingParams, name: str, value: object) -> Non
 
 
 def _refuse(params: types_pb2.SamplingParams, name: str, value: object) -> None:
-    """Parameters of a later version: only what asks for nothing is understood."""
-    if value == {} and type(value) is dict:
-        return
+    """Parameters of a later version."""
     raise InvalidArgument(f"{name} is not supported yet", name)
+
+
+def _refuse_all_but_empty(params: types_pb2.SamplingParams, name: str, value: object) -> None:
+    if value != {}:  # which asks for nothing
+        _refuse(params, name, value)
 
 
 def _set_structured_outputs(params: types_pb2.SamplingParams, name: str, value: object) -> None:
@@ -180,6 +187,6 @@ _NARROW: dict[str, Callable[[types_pb2.SamplingParams, str, Any], None]] = {
     "repetition_detection": _set_repetition_detection,
     "skip_reading_prefix_cache": _set_bool,
     "thinking_token_budget": _refuse,
-    "extra_args": _refuse,
+    "extra_args": _refuse_all_but_empty,
     "structured_outputs": _set_structured_outputs,
 }

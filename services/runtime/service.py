@@ -60,7 +60,8 @@ async def _lifecycle(service: Service, settings: ServiceSettings) -> AsyncIterat
     host = Host(settings)
     try:
         await host.open()
-        await service.start(host)
+        await first_of(service.start(host), host.until_failed())
+        host.raise_unseen_failure()
         await host.ready()
         yield host
         await _drain(service, host)

@@ -50,9 +50,10 @@ def check_generate(
     *,
     stop: Sequence[str] = (),
     accepted_token_ids: Sequence[int] = (),
+    num_samples: int = 1,
 ) -> None:
     """Checks a whole request for text: prompt, sampling parameters, stop strings, tokens of earlier attempts."""
-    check_sampling(params, limits)
+    check_sampling(params, limits, num_samples)
     check_stop(stop)
     check_prompt(token_ids, params, limits)
     if accepted_token_ids:
@@ -106,9 +107,11 @@ def check_prompt(
         )
 
 
-def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> None:
+def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, num_samples: int = 1) -> None:
     """Checks every sampling parameter; those of a later version are refused unless they are at their default."""
     check_numbers(params)
+    if num_samples > 1 and _get(params, "temperature", 1.0) == 0:
+        raise InvalidArgument("n must be 1 with temperature 0: all samples would be the same", "n")
     if params.HasField("max_tokens") and not 1 <= params.max_tokens <= limits.max_model_len:
         raise InvalidArgument(
             f"max_tokens must be from 1 to the model's context of {limits.max_model_len}, not {params.max_tokens}",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,22 +10,24 @@ from pathlib import Path
 from tests.clients.table import Client
 
 BUILD = Path("build/clients")
+TORCH = "torch==2.13.0"
+"""As the engines have it, from the Makefile's ``TORCH_INDEX``: a later one would draw CUDA's libraries."""
 
 
 def interpreter(client: Client) -> Path:
     """The python of its environment, or the folder that holds its ``node_modules``; installs what is missing."""
-    if not client.is_python:
-        return _node_modules(client)
     borrowed = Path(os.environ.get("PEERS_ROOT", "")) / client.environment / "bin" / "python"
     if client.environment and borrowed.is_file():
         return borrowed
-    home = (BUILD / client.distribution).absolute()
-    python = home / "bin" / "python"
-    if not (home / "installed").exists():
-        _run([sys.executable, "-m", "venv", str(home)])
-        _run([str(python), "-m", "pip", "install", "--quiet", *client.requirements])
-        (home / "installed").touch()
-    return python
+    home = (BUILD / Path(client.script).name.replace("_client", "").replace(".", "-")).absolute()
+    wanted = "\n".join(client.requirements)
+    mark = home / "installed"
+    if not mark.exists() or mark.read_text() != wanted:
+        shutil.rmtree(home, ignore_errors=True)
+        home.mkdir(parents=True)
+        (_install_python if client.is_python else _install_node)(client, home)
+        mark.write_text(wanted)
+    return home / "bin" / "python" if client.is_python else home
 
 
 def version(client: Client, home: Path) -> str:
@@ -36,14 +39,18 @@ def version(client: Client, home: Path) -> str:
     return subprocess.run([str(home), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def _node_modules(client: Client) -> Path:
-    home = (BUILD / "js").absolute()
-    home.mkdir(parents=True, exist_ok=True)
-    names = [requirement.rpartition("@")[0] or requirement for requirement in client.requirements]
-    if not all((home / "node_modules" / name).is_dir() for name in names):
-        (home / "package.json").exists() or (home / "package.json").write_text('{"private": true}')
-        _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home), *client.requirements])
-    return home
+def _install_python(client: Client, home: Path) -> None:
+    _run([sys.executable, "-m", "venv", str(home)])
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    if client.torch:
+        index = os.environ.get("TORCH_INDEX")
+        _run([*pip, *(["--index-url", index] if index else []), TORCH])
+    _run([*pip, *client.requirements, *([TORCH] if client.torch else [])])
+
+
+def _install_node(client: Client, home: Path) -> None:
+    (home / "package.json").write_text('{"private": true}')
+    _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(home), *client.requirements])
 
 
 def _run(command: list[str]) -> None:

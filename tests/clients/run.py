@@ -59,7 +59,8 @@ def serving(log: Path) -> Iterator[dict[str, str]]:
     directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
     tokenloom = (sys.executable, "-m", "tokenloom.cli.main")
-    command = (*tokenloom, "serve", "--port", "0", "--prefill", "1", "--decode", "1")
+    # In float32, so that likelihoods can be held to another library's.
+    command = (*tokenloom, "serve", "--port", "0", "--prefill", "1", "--decode", "1", "--dtype", "float32")
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=file, text=True)
     try:
@@ -86,7 +87,7 @@ def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
     """Installs it if need be, and runs its script."""
     print(f"{client.name} …", file=sys.stderr, flush=True)
     started, version = time.monotonic(), "?"
-    log = logs / f"{Path(client.script).stem}.log"
+    log = logs / f"{client.script}.log"
     with tempfile.TemporaryDirectory(prefix="tl-client-") as out, log.open("w+") as file:
         try:
             home = environments.interpreter(client)
@@ -104,7 +105,10 @@ def run(client: Client, mesh: dict[str, str], logs: Path) -> Result:
 
 def _run_script(client: Client, home: Path, mesh: dict[str, str], output: int) -> bool:
     script = SCRIPTS / client.script
-    environment = {**os.environ, **mesh, "HF_HUB_OFFLINE": "1" if client.offline else "0", "NO_COLOR": "1"}
+    environment = {**os.environ, **mesh, "NO_COLOR": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    if client.offline:
+        environment["HF_HUB_OFFLINE"] = "1"
     environment["PATH"] = f"{home.parent}:{environment['PATH']}"
     command = [str(home), str(script)]
     if not client.is_python:  # node looks for modules beside the script only

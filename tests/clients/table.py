@@ -6,6 +6,7 @@ A script under ``scripts/`` is told by its environment where the mesh is: ``TOKE
 everything was as it should be, and prints, last, one line for the table.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -16,12 +17,12 @@ class Client:
     name: str
     script: str
     """``.py`` runs with the environment's python, ``.mjs`` with node."""
-    requirements: tuple[str, ...] = ()
-    """For pip; for npm where the script is no Python."""
-    package: str = ""
-    """Whose version the table tells; by default the first requirement."""
+    requirements: tuple[str, ...]
+    """For pip; for npm where the script is no Python. The first is the client: the table tells its version."""
+    torch: bool = False
+    """It draws torch; only texts are handled, so any build of it will do."""
     offline: bool = True
-    """False: it insists on a hub that it then does not use."""
+    """False: it takes the word that there is no hub for one that a local tokenizer is none."""
     environment: str = ""
     """An environment under ``$PEERS_ROOT`` that serves as well, where there is one."""
 
@@ -31,21 +32,24 @@ class Client:
 
     @property
     def distribution(self) -> str:
-        return self.package or self.requirements[0].partition("[")[0]
+        """The package's name, without version and extras."""
+        found = re.match(r"@?[^@\[=]+", self.requirements[0])
+        assert found is not None
+        return found.group()
 
 
 CLIENTS = (
-    Client("openai (Python)", "openai_client.py", ("openai",)),
-    Client("openai (JS)", "openai_client.mjs", ("openai",)),
-    Client("ai-sdk", "ai_sdk_client.mjs", ("ai", "@ai-sdk/openai-compatible", "zod")),
-    Client("langchain-openai", "langchain_client.py", ("langchain-openai",)),
-    Client("instructor", "instructor_client.py", ("instructor",)),
-    Client("litellm", "litellm_client.py", ("litellm",)),
-    Client("tritonclient", "triton_client.py", ("tritonclient[grpc]",)),
-    Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",), package="@bufbuild/buf"),
-    Client("schemathesis", "schemathesis_client.py", ("schemathesis",)),
-    Client("lm_eval", "lm_eval_client.py", ("lm_eval[api]", "transformers")),
-    Client("vllm bench serve", "vllm_bench_client.py", ("vllm",), environment="vllm"),
-    Client("guidellm", "guidellm_client.py", ("guidellm",)),
-    Client("aiperf", "aiperf_client.py", ("aiperf",), offline=False),
+    Client("openai (Python)", "openai_client.py", ("openai==3.54.0",)),
+    Client("openai (JS)", "openai_client.mjs", ("openai@6.49.0", "zod@4.6.7")),
+    Client("ai-sdk", "ai_sdk_client.mjs", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.87", "zod@4.6.7")),
+    Client("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3",)),
+    Client("instructor", "instructor_client.py", ("instructor==1.17.0",)),
+    Client("litellm", "litellm_client.py", ("litellm[mcp]==1.106.2",)),
+    Client("tritonclient", "triton_client.py", ("tritonclient[grpc]==2.73.0",)),
+    Client("buf curl", "buf_curl.mjs", ("@bufbuild/buf@1.75.0",)),
+    Client("schemathesis", "schemathesis_client.py", ("schemathesis==4.32.5",)),
+    Client("lm_eval", "lm_eval_client.py", ("lm_eval[api]==0.4.13", "transformers==5.23.0")),
+    Client("vllm bench serve", "vllm_bench_client.py", ("vllm[bench]==0.32.0",), environment="vllm"),
+    Client("guidellm", "guidellm_client.py", ("guidellm==0.8.1",), torch=True),
+    Client("aiperf", "aiperf_client.py", ("aiperf==0.13.0",), offline=False),
 )

@@ -28,7 +28,7 @@ def make_config(
     long_prefill: int = 0,
     reserve_full_prompt: bool = True,
     watermark: float = 0.01,
-    kv_events: str = "",
+    kv_events: bool = False,
 ) -> EngineConfig:
     return EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),

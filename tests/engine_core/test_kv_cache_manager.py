@@ -107,7 +107,7 @@ def test_freed_blocks_are_hit_until_they_are_needed() -> None:
 
 
 def test_an_equal_block_is_found_when_the_first_one_has_gone() -> None:
-    events = KVEventLog(4, "CPU")
+    events = KVEventLog(4)
     kv = KVCacheManager(3, 4, events=events)
     first, second = make_request_of([1] * 4 + [2]), make_request_of([1] * 4 + [3] * 5, request_id="s")
     compute(kv, first, 4)

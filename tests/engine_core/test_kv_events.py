@@ -5,7 +5,7 @@ from tokenloom.engine_core.kv_events import AllBlocksCleared, BlockRemoved, Bloc
 
 
 def telling_core(num_blocks: int = 8) -> EngineCore:
-    return make_core(num_blocks=num_blocks, block_size=4, kv_events="CPU")
+    return make_core(num_blocks=num_blocks, block_size=4, kv_events=True)
 
 
 def events_of(core: EngineCore) -> list[KVCacheEvent]:
@@ -20,7 +20,7 @@ def test_stored_blocks_are_told_with_their_tokens_and_what_they_follow() -> None
     prompt = list(range(10))
     core.add_request(make_request("a", prompt, 3))
     first, second = block_hashes([*prompt, 0, 0], 4)[:2]
-    assert events_of(core)[0] == BlockStored([first, second], None, prompt[:8], 4, "CPU")
+    assert events_of(core)[0] == BlockStored([first, second], None, prompt[:8], 4, "GPU")
     core.add_request(make_request("b", [*prompt[:8], 50, 51, 52, 53, 54], 1))
     (stored,) = events_of(core)
     assert isinstance(stored, BlockStored)
@@ -34,7 +34,7 @@ def test_removed_blocks_are_told() -> None:
     events_of(core)
     core.add_request(make_request("b", [2] * 13, 1))
     events = events_of(core)
-    assert BlockRemoved([second, first], "CPU") in events
+    assert BlockRemoved([second, first], "GPU") in events
 
 
 def test_a_reset_is_told_without_a_request() -> None:
@@ -47,7 +47,7 @@ def test_a_reset_is_told_without_a_request() -> None:
 
 
 def test_what_came_before_a_reset_is_not_worth_telling() -> None:
-    log = KVEventLog(2, "GPU")
+    log = KVEventLog(2)
     log.stored(b"a", None, [1, 2])
     log.forgot_all()
     log.stored(b"b", None, [3, 4])

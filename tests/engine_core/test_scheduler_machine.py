@@ -149,7 +149,7 @@ class CoreMachine(RuleBasedStateMachine):
             reserve_full_prompt=reserve_full_prompt,
             watermark=watermark,
         )
-        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events="CPU"))
+        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events=True))
         self.policy = policy
         self.told_blocks: set[bytes] = set()
         """What can be hit, by the events alone."""

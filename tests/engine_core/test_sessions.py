@@ -6,7 +6,7 @@ from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core import sessions
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.hash_worker import expected_tokens
-from tokenloom.engine_core.messages import EngineCoreRequest, FinishReason
+from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.engine_core.prompt_embeds import EmbedsSpan
 
 
@@ -57,6 +57,16 @@ def test_inputs_wait_for_the_turns_before_them() -> None:
     assert tokens_of(outputs) == first + expected_tokens([1, *first[:-1], 2], 4, VOCAB_SIZE)
     assert sum(output.finish_reason is FinishReason.LENGTH for output in outputs) == 2
     assert not core.sessions
+
+
+def test_a_turn_without_output_keeps_its_whole_prompt() -> None:
+    core = make_core()
+    own = sessions.Sessions(core.scheduler)
+    own.add(part([1, 2, 3]))
+    core.scheduler.abort_requests(["session\0001"])
+    own.take([EngineCoreOutput("session\0001", [], finish_reason=FinishReason.STOP)])
+    own.add(part([4]))
+    assert tokens_of(finish(core)["session\0002"]) == expected_tokens([1, 2, 3, 4], 5, VOCAB_SIZE)
 
 
 def test_closing_an_idle_session_says_nothing() -> None:

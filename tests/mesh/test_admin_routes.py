@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
 
 from tests.mesh.harness import MODEL, Mesh
@@ -86,3 +87,13 @@ async def test_engines_know_the_operators_certificate(socket_dir: Path, tmp_path
     ):
         assert (await http.post("/pause", headers=ADMIN)).status_code == 200
         assert (await http.post("/resume", headers=ADMIN)).status_code == 200
+
+
+async def test_admin_routes_are_described_where_there_are_any(http: httpx.AsyncClient) -> None:
+    api = (await http.get("/openapi.json")).json()
+    for path, method in (("/pause", "post"), ("/is_sleeping", "get"), ("/wake_up", "post")):
+        about = api["paths"][path][method]
+        assert about["security"] == [{"adminKey": []}]
+    response = await http.get("/is_paused", headers=ADMIN)
+    answer = api["paths"]["/is_paused"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    jsonschema.validate(response.json(), {**answer, "components": api["components"]})

@@ -1,4 +1,4 @@
-"""A request's id through the logs of the services that name it."""
+"""A request through the logs of the services: its id where they name it, its trace everywhere."""
 
 import json
 import logging
@@ -34,4 +34,10 @@ async def test_one_id_leads_from_the_clients_to_the_engine(socket_dir: Path, cap
     mentions = [line for line in formatted if line.get("request_id") == first["request_id"]]
     services = {line["logger"].removeprefix("tokenloom.services.").partition(".")[0] for line in mentions}
     assert services == {"gateway", "output_processor", "engine"}
+    assert {line.get("trace_id") for line in mentions} == {first["trace_id"]}
+    spans = {span.span_id.hex() for span in collector.spans}
+    traced = [line for line in formatted if line.get("trace_id") == first["trace_id"]]
+    assert {line["span_id"] for line in traced} <= spans
+    calls = {line["message"] for line in traced if line["logger"].endswith("runtime.edge")}
+    assert calls == {"/tokenloom.v1.Tokenizer/Encode", "/tokenloom.v1.Coordinator/Pick"}
     assert "secret" not in str(formatted)

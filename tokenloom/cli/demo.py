@@ -1,9 +1,7 @@
 """``tokenloom demo``: the whole mesh from one command, asked one question, and where the time went."""
 
 import asyncio
-import json
 import time
-import urllib.request
 from typing import Annotated
 
 import typer
@@ -23,7 +21,6 @@ from .server import Server
 from .timeline_table import timeline_table
 
 PROMPT = "Tell me a story about a dragon."
-_KNOWN_SECONDS = 5.0
 
 
 def demo(
@@ -59,7 +56,6 @@ def demo(
         await mesh.wait_serving()
         http = mesh.gateways[0].http
         assert http is not None
-        await _until_engines_known(http, 2)
         console.print(f"[dim]ready after {time.monotonic() - started:.1f} s at http://{http}[/]\n")
         console.print(f"[bold]you[/]  {escape(prompt)}\n[bold]{escape(name)}[/]  ", end="")
         answer = await asyncio.to_thread(stream_chat, Server(f"http://{http}"), body, _print_piece)
@@ -73,18 +69,6 @@ def demo(
         raise
     console.print("[dim]everything has stopped[/]" if outcome.clean else "[red]a part had to be killed[/]")
     raise typer.Exit(INTERRUPTED if outcome.interrupted else not outcome.clean)
-
-
-async def _until_engines_known(http: str, count: int) -> None:
-    """Engines serve a moment before the coordinator knows both; a question asked meanwhile would stay on one."""
-
-    def known() -> int:
-        with urllib.request.urlopen(f"http://{http}/server_info", timeout=_KNOWN_SECONDS) as answer:
-            return len(json.load(answer)["engines"])
-
-    deadline = time.monotonic() + _KNOWN_SECONDS
-    while await asyncio.to_thread(known) < count and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
 
 
 def _print_piece(text: str) -> None:

@@ -13,7 +13,8 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from ..services.runtime import errors
 from . import connection
-from .request import ChatOptions, Message, Options, chat_request, prompt_request
+from .async_session import AsyncSession
+from .request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -150,6 +151,10 @@ class AsyncClient:
         """The same, piece by piece. Returns with the first one."""
         return await self._stream(chat_request(messages, model, options), timeout)
 
+    def session(self, *, timeout: float | None = None) -> AsyncSession:
+        """A prompt that goes on after it was answered. ``timeout``: seconds for all of it; None: no end."""
+        return AsyncSession(self._stub.GenerateSession(timeout=timeout, metadata=self._metadata))
+
     async def close(self) -> None:
         """Ends every call. Idempotent."""
         await self._channel.close()
@@ -176,8 +181,7 @@ class AsyncClient:
         return await self._retrying(attempt, timeout)
 
     async def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
-        if request.sampling_params.HasField("prompt_logprobs"):
-            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+        check_streamed(request)
 
         async def attempt(left: float) -> AsyncStream:
             call = self._stub.Generate(request, timeout=left, metadata=self._metadata)

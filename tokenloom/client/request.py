@@ -142,6 +142,12 @@ def chat_request(
     return request
 
 
+def check_streamed(request: inference_pb2.GenerateRequest) -> None:
+    """Refuses what pieces cannot tell: raises ``InvalidArgument``."""
+    if request.sampling_params.HasField("prompt_logprobs"):
+        raise InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+
+
 def _message(message: Message) -> inference_pb2.ChatMessage:
     calls = message.get("tool_calls", ())
     texts: dict[str, Any] = {name: value for name, value in message.items() if name != "tool_calls"}

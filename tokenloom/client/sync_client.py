@@ -12,9 +12,10 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from ..services.runtime import errors
 from . import connection
-from .request import ChatOptions, Message, Options, chat_request, prompt_request
+from .request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
+from .sync_session import Session
 
 T = TypeVar("T")
 Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
@@ -136,6 +137,10 @@ class Client:
         """The same, piece by piece. Returns with the first one."""
         return self._stream(chat_request(messages, model, options), timeout)
 
+    def session(self, *, timeout: float | None = None) -> Session:
+        """A prompt that goes on after it was answered. ``timeout``: seconds for all of it; None: no end."""
+        return Session(lambda turns: self._stub.GenerateSession(turns, timeout=timeout, metadata=self._metadata))
+
     def close(self) -> None:
         """Ends every call. Idempotent."""
         self._channel.close()
@@ -160,8 +165,7 @@ class Client:
         return self._retrying(attempt, timeout)
 
     def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        if request.sampling_params.HasField("prompt_logprobs"):
-            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+        check_streamed(request)
 
         def attempt(left: float) -> Stream:
             call = self._stub.Generate(request, timeout=left, metadata=self._metadata)

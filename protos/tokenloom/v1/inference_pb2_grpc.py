@@ -41,6 +41,11 @@ class InferenceStub:
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateSession = channel.stream_stream(
+                '/tokenloom.v1.Inference/GenerateSession',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tokenloom.v1.Inference/ListModels',
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -60,6 +65,15 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateSession(self, request_iterator, context):
+        """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
+        its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
+        ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Models that can be named in a request.
         """
@@ -72,6 +86,11 @@ def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateSession': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateSession,
                     request_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
@@ -108,6 +127,33 @@ class Inference:
             request,
             target,
             '/tokenloom.v1.Inference/Generate',
+            tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tokenloom.v1.Inference/GenerateSession',
             tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,

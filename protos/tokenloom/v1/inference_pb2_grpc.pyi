@@ -37,6 +37,11 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates and streams text as it comes. Each index ends with its finish reason; the usage is in the last message."""
+    GenerateSession: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
+    """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
+    its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
+    ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+    """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Models that can be named in a request."""
 
@@ -49,6 +54,11 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates and streams text as it comes. Each index ends with its finish reason; the usage is in the last message."""
+    GenerateSession: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
+    its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
+    ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+    """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Models that can be named in a request."""
 
@@ -64,6 +74,17 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates and streams text as it comes. Each index ends with its finish reason; the usage is in the last message."""
+
+    @_abc_1.abstractmethod
+    def GenerateSession(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.GenerateRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
+        """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
+        its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
+        ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+        """
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -8,7 +8,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-_INTEGER_OR_FALSE = {"anyOf": [{"type": "integer"}, {"const": False}, {"type": "null"}]}
+from .constraints import INTEGER_OR_FALSE, PROMPT, TOOL, TURN
+
+Turn = Annotated[dict[str, Any], Meta(extra_json_schema=dict(TURN))]
+Tool = Annotated[dict[str, Any], Meta(extra_json_schema=dict(TOOL))]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -24,8 +27,8 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
     """Ends an output that repeats itself, with finish reason `repetition`."""
 
     max_pattern_size: Annotated[int, Meta(ge=0, le=1024, description="Longest pattern, tokens; 0: off.")] = 0
-    min_pattern_size: Annotated[int, Meta(ge=0, le=1024, description="Shortest pattern, tokens; 0: 1.")] = 0
-    min_count: Annotated[int, Meta(ge=0, le=1024, description="Times in a row, at least 2.")] = 0
+    min_pattern_size: Annotated[int, Meta(ge=0, description="Shortest pattern, tokens, at most the longest; 0: 1.")] = 0
+    min_count: Annotated[int, Meta(ge=0, description="Times in a row, from 2 to 1024.")] = 0
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -50,7 +53,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         Any,
         Meta(
             description="Alternatives to tell for each token of the prompt; not in a stream.",
-            extra_json_schema=_INTEGER_OR_FALSE,
+            extra_json_schema=INTEGER_OR_FALSE,
         ),
     ] = None
     logprob_token_ids: Annotated[
@@ -108,18 +111,7 @@ class CompletionRequest(CommonFields, kw_only=True):
         Any,
         Meta(
             description="One prompt or several, as text or token ids.",
-            extra_json_schema={  # of which msgspec has no type: lists of several kinds
-                "anyOf": [
-                    {"type": "string", "minLength": 1},
-                    {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-                    {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                    {
-                        "type": "array",
-                        "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-                        "minItems": 1,
-                    },
-                ]
-            },
+            extra_json_schema=dict(PROMPT),  # of which msgspec has no type: lists of several kinds
         ),
     ] = None
     prompt_embeds: Annotated[
@@ -129,7 +121,7 @@ class CompletionRequest(CommonFields, kw_only=True):
     best_of: Annotated[int | None, Meta(description="Only equal to n.")] = None
     logprobs: Annotated[
         Any,
-        Meta(description="Alternatives to tell at each position; false: none.", extra_json_schema=_INTEGER_OR_FALSE),
+        Meta(description="Alternatives to tell at each position; false: none.", extra_json_schema=INTEGER_OR_FALSE),
     ] = None
     echo: Annotated[bool | None, Meta(description="The prompt before the output.")] = None
 
@@ -138,7 +130,7 @@ class ChatCompletionRequest(CommonFields, kw_only=True):
     """Answers in a conversation."""
 
     messages: Annotated[
-        list[dict[str, Any]],
+        list[Turn],
         Meta(
             min_length=1,
             description="Turns: role (system, developer, user, assistant, tool), content (text or parts of text), "
@@ -154,9 +146,7 @@ class ChatCompletionRequest(CommonFields, kw_only=True):
     ] = None
     logprobs: Annotated[bool | None, Meta(description="Tell log probabilities of the output.")] = None
     top_logprobs: Annotated[int | None, Meta(description="With logprobs: alternatives at each position.")] = None
-    tools: Annotated[
-        list[dict[str, Any]] | None, Meta(description="Functions that the model may call, at most 128.")
-    ] = None
+    tools: Annotated[list[Tool] | None, Meta(description="Functions that the model may call, at most 128.")] = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
         Meta(description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}.'),
@@ -170,12 +160,12 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: Annotated[str | None, Meta(description="The served model; null: that one.")] = None
     prompt: Annotated[str | None, Meta(description="A text.")] = None
-    messages: Annotated[list[dict[str, Any]] | None, Meta(description="A conversation.")] = None
+    messages: Annotated[Annotated[list[Turn], Meta(min_length=1)] | None, Meta(description="A conversation.")] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Of texts; for chats only false.")] = None
     return_token_strs: Annotated[bool | None, Meta(description="Tell the tokens' strings.")] = None
     add_generation_prompt: Annotated[bool | None, Meta(description="End with the assistant's opening.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template.")] = None
-    tools: Annotated[list[dict[str, Any]] | None, Meta(description="Functions that the template writes.")] = None
+    tools: Annotated[list[Tool] | None, Meta(description="Functions that the template writes.")] = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -186,3 +186,24 @@ class ModelInfo(msgspec.Struct):
     model_path: Annotated[str, Meta(description="The served model.")]
     tokenizer_path: Annotated[str, Meta(description="The same.")]
     is_generation: Annotated[bool, Meta(description="Always true.")]
+
+
+class EnginesDone(msgspec.Struct):
+    """What was asked of every engine is done."""
+
+    status: Annotated[str, Meta(description="What they are now.")]
+    engines: Annotated[list[str], Meta(description="Their names.")]
+
+
+class EnginesPaused(msgspec.Struct):
+    """Whether engines are paused."""
+
+    is_paused: Annotated[bool, Meta(description="All of them.")]
+    engines: Annotated[dict[str, bool], Meta(description="By name.")]
+
+
+class EnginesSleeping(msgspec.Struct):
+    """Whether engines sleep."""
+
+    is_sleeping: Annotated[bool, Meta(description="All of them.")]
+    engines: Annotated[dict[str, bool], Meta(description="By name.")]

@@ -6,22 +6,19 @@ from importlib import resources
 
 from ..app import Handler
 from ..exchange import Exchange
+from ..health import MeshHealth
 from ..sse import encode_json
 from .document import document
 
 
 @cache
-def _document() -> bytes:
-    return encode_json(document())
+def _document(*, admin: bool, embeds: bool) -> bytes:
+    return encode_json(document(admin=admin, embeds=embeds))
 
 
 @cache
 def _page() -> bytes:
     return resources.files(__package__).joinpath("page.html").read_bytes()
-
-
-async def _openapi(exchange: Exchange) -> None:
-    await exchange.respond(200, _document())
 
 
 async def _docs(exchange: Exchange) -> None:
@@ -31,7 +28,12 @@ async def _docs(exchange: Exchange) -> None:
     await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
 
 
-DOCUMENT_ROUTES: Mapping[str, Mapping[str, Handler]] = {
-    "/openapi.json": {"GET": _openapi},
-    "/docs": {"GET": _docs},
-}
+def document_routes(health: MeshHealth, *, admin: bool) -> Mapping[str, Mapping[str, Handler]]:
+    """``admin``: there are admin routes."""
+
+    async def openapi(exchange: Exchange) -> None:
+        limits = health.limits()
+        embeds = limits is not None and limits.hidden_size > 0
+        await exchange.respond(200, _document(admin=admin, embeds=embeds))
+
+    return {"/openapi.json": {"GET": openapi}, "/docs": {"GET": _docs}}

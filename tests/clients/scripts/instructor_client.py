@@ -1,5 +1,6 @@
 """instructor: objects by a JSON schema, by a tool, and as they grow."""
 
+import asyncio
 import os
 from typing import Literal
 
@@ -7,7 +8,7 @@ import instructor
 import openai
 from pydantic import BaseModel
 
-MODEL = os.environ["TOKENLOOM_MODEL"]
+URL, MODEL = os.environ["TOKENLOOM_URL"] + "/v1", os.environ["TOKENLOOM_MODEL"]
 ASKING = {
     "model": MODEL,
     "messages": [{"role": "user", "content": "What is a KV block?"}],
@@ -25,15 +26,24 @@ class Answer(BaseModel):
 
 
 def main() -> None:
-    plain = openai.OpenAI(base_url=os.environ["TOKENLOOM_URL"] + "/v1", api_key="none", max_retries=0)
+    plain = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
     for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
         client = instructor.from_openai(plain, mode=mode)
-        answer = client.chat.completions.create(response_model=Answer, **ASKING)
+        answer, raw = client.chat.completions.create_with_completion(response_model=Answer, **ASKING)
         assert isinstance(answer, Answer), mode
-    client = instructor.from_openai(plain, mode=instructor.Mode.JSON_SCHEMA)
-    *_, last = client.chat.completions.create_partial(response_model=Answer, **ASKING)
-    assert last.topic is not None
-    print("JSON_SCHEMA, TOOLS, partial objects")
+        assert raw.usage.completion_tokens > 0
+        *_, last = client.chat.completions.create_partial(response_model=Answer, **ASKING)
+        assert last.model_dump() == answer.model_dump(), mode
+    named = instructor.from_provider(f"openai/{MODEL}", base_url=URL, api_key="none", mode=instructor.Mode.JSON_SCHEMA)
+    assert isinstance(named.chat.completions.create(response_model=Answer, **ASKING), Answer)
+    assert all(isinstance(answer, Answer) for answer in asyncio.run(at_once()))
+    print("JSON_SCHEMA and TOOLS: objects, partial objects; from_provider; asyncio, 4 at a time")
+
+
+async def at_once() -> list[object]:
+    client = instructor.from_openai(openai.AsyncOpenAI(base_url=URL, api_key="none"), mode=instructor.Mode.TOOLS)
+    asking = [client.chat.completions.create(response_model=Answer, **ASKING) for _ in range(4)]
+    return list(await asyncio.gather(*asking))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""langchain-openai: a chat model, streamed and in batches, structured output, the completions model."""
+"""langchain-openai: a chat model, streamed and in batches, structured output, tools, the completions model, errors."""
 
 import asyncio
 import os
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
+import openai
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel
 
@@ -23,6 +27,41 @@ class Answer(BaseModel):
     sure: bool
 
 
+@tool
+def set_alarm(hour: int, sound: Literal["bell", "horn"]) -> str:
+    """Sets it."""
+    return f"{sound} at {hour}"
+
+
+def with_tools(chat: ChatOpenAI) -> None:
+    """A forced call, whole and streamed, run, and its result handed back."""
+    forced = chat.bind_tools([set_alarm], tool_choice="set_alarm")
+    asked = HumanMessage("Wake me.")
+    said = forced.invoke([asked])
+    (call,) = said.tool_calls
+    result = set_alarm.invoke(call)
+    assert isinstance(result, ToolMessage)
+    streamed = sum_of(forced.stream([asked]))
+    assert streamed.tool_calls[0]["args"] == call["args"]
+    assert chat.bind_tools([set_alarm], tool_choice="none").invoke([asked, said, result]).content
+
+
+def sum_of(chunks: Iterable[Any]) -> Any:
+    first, *rest = chunks
+    for chunk in rest:
+        first += chunk
+    return first
+
+
+def refuses(chat: ChatOpenAI) -> None:
+    try:
+        chat.invoke("x")
+    except openai.BadRequestError as error:
+        assert error.param == "temperature", error
+        return
+    raise AssertionError("a temperature of -1 was taken")
+
+
 async def at_once(chat: ChatOpenAI) -> None:
     answers = await chat.abatch([f"What is {number}?" for number in range(4)])
     assert all(answer.content for answer in answers)
@@ -40,8 +79,13 @@ def main() -> None:
     assert isinstance(with_schema.invoke("What is a KV block?"), Answer)
     with_tool = ChatOpenAI(**COMMON, max_tokens=200).with_structured_output(Answer, method="function_calling")
     assert isinstance(with_tool.invoke("What is a KV block?"), Answer)
-    assert OpenAI(**COMMON, max_tokens=5).invoke("Once upon")
-    print("invoke, stream, abatch, structured output by schema and by tool, completions")
+    with_tools(ChatOpenAI(**COMMON, max_tokens=200))
+    told = ChatOpenAI(**COMMON, max_tokens=5, logprobs=True, top_logprobs=2).invoke("Hello").response_metadata
+    assert len(told["logprobs"]["content"][0]["top_logprobs"]) == 2
+    completions = OpenAI(**COMMON, max_tokens=5)
+    assert "".join(completions.stream("Once upon")) == completions.invoke("Once upon")
+    refuses(ChatOpenAI(**COMMON | {"temperature": -1}))
+    print("invoke, stream, abatch, structured output by schema and by tool, tools, logprobs, completions, errors")
 
 
 if __name__ == "__main__":

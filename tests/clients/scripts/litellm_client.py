@@ -1,8 +1,10 @@
 """litellm: its provider for OpenAI-compatible servers, and the one for vLLM's."""
 
 import asyncio
+import json
 import os
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it asks the internet for prices otherwise
 import litellm
 
 URL, MODEL = os.environ["TOKENLOOM_URL"] + "/v1", os.environ["TOKENLOOM_MODEL"]
@@ -15,18 +17,40 @@ async def streamed(provider: str) -> str:
     return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
 
+def tools(model: str) -> None:
+    """A forced call, whole and streamed."""
+    parameters = {"type": "object", "properties": {"sure": {"type": "boolean"}}, "required": ["sure"]}
+    function = {"name": "answer", "parameters": {**parameters, "additionalProperties": False}}
+    asking = {**COMMON, "messages": MESSAGES, "tools": [{"type": "function", "function": function}]}
+    asking["tool_choice"] = {"type": "function", "function": {"name": "answer"}}
+    whole = litellm.completion(model, **asking)
+    (call,) = whole.choices[0].message.tool_calls
+    assert isinstance(json.loads(call.function.arguments)["sure"], bool)
+    built = litellm.stream_chunk_builder(list(litellm.completion(model, stream=True, **asking)), messages=MESSAGES)
+    assert built.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
+    assert built.choices[0].finish_reason == whole.choices[0].finish_reason == "tool_calls"
+
+
+def routed() -> None:
+    entry = {"model_name": "ours", "litellm_params": {"model": f"hosted_vllm/{MODEL}", **COMMON}}
+    router = litellm.Router([entry])
+    assert router.completion("ours", messages=MESSAGES).choices[0].message.content
+
+
 def main() -> None:
     for provider in ("openai", "hosted_vllm"):
         whole = litellm.completion(f"{provider}/{MODEL}", messages=MESSAGES, **COMMON)
         assert whole.choices[0].message.content
         assert whole.usage.completion_tokens > 0
         assert asyncio.run(streamed(provider)) == whole.choices[0].message.content
+        tools(f"{provider}/{MODEL}")
+    routed()
     text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="Once upon", **COMMON)
     assert text.choices[0].text
     try:
         litellm.completion(f"openai/{MODEL}", messages=MESSAGES, **{**COMMON, "temperature": -1})
     except litellm.BadRequestError:
-        print("openai/ and hosted_vllm/: completion, acompletion streamed; text_completion; errors")
+        print("openai/ and hosted_vllm/: completion, acompletion streamed, tools; a Router; text_completion; errors")
         return
     raise AssertionError("a temperature of -1 was taken")
 

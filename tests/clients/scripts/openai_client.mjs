@@ -1,6 +1,8 @@
-// The openai package for JavaScript: models, chats, streams, JSON schemas, completions, errors.
+// The openai package for JavaScript: models, chats, streams, schemas, tools, completions, errors.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
+import { zodResponseFormat } from "openai/helpers/zod";
+import { z } from "zod";
 
 const model = process.env.TOKENLOOM_MODEL;
 const client = new OpenAI({ baseURL: `${process.env.TOKENLOOM_URL}/v1`, apiKey: "none" });
@@ -34,9 +36,31 @@ const json = await client.chat.completions.create({
 });
 assert.equal(typeof JSON.parse(json.choices[0].message.content).sure, "boolean");
 
+const parsed = await client.chat.completions.parse({
+  ...greedy,
+  max_tokens: 200,
+  response_format: zodResponseFormat(z.object({ topic: z.enum(["memory", "time"]) }), "answer"),
+});
+assert.ok(["memory", "time"].includes(parsed.choices[0].message.parsed.topic));
+
+let heard;
+const runner = client.chat.completions.runTools({
+  ...greedy,
+  max_tokens: 200,
+  stream: true,
+  tool_choice: { type: "function", function: { name: "answer" } },
+  tools: [{ type: "function", function: { name: "answer", parse: JSON.parse, parameters: schema, function: (told) => (heard = told) && "noted" } }],
+});
+await runner.done();
+assert.equal(typeof heard.sure, "boolean");
+assert.equal(runner.messages.at(-1).content, "noted");
+
+const left = await client.chat.completions.create({ ...greedy, stream: true });
+for await (const _ of left) break;
+
 const completion = await client.completions.create({ model, prompt: "Once upon", max_tokens: 5, logprobs: 1 });
 assert.equal(completion.choices[0].logprobs.tokens.length, completion.usage.completion_tokens);
 
 await assert.rejects(client.chat.completions.create({ ...greedy, temperature: -1 }), (error) => error.status === 400 && error.param === "temperature");
 await assert.rejects(client.chat.completions.create({ ...greedy, model: "other" }), OpenAI.NotFoundError);
-console.log("models, chats, streams, the stream helper, a JSON schema, completions, errors");
+console.log("models, chats, streams, one left, the stream helper, schemas, a parsed answer, runTools, completions, errors");

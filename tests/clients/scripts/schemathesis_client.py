@@ -6,8 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+CONFIG = """
+[checks]
+# What a schema cannot say is refused too: a full context, a token that the model has not, a grammar that is none.
+positive_data_acceptance.expected-statuses = ["2xx", 400, 404]
+"""
+
 
 def main() -> None:
+    Path("schemathesis.toml").write_text(CONFIG)
     command = [
         str(Path(sys.executable).parent / "schemathesis"),
         "run",

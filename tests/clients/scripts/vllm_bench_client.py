@@ -13,6 +13,7 @@ def main() -> None:
     rates = []
     for backend, path in (("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")):
         rates.append(f"{run(backend, path):.0f} tokens/s over {path}")
+    print()  # after what vLLM's libraries say at their end
     print(f"{2 * REQUESTS} requests, 8 at a time: " + ", ".join(rates))
 
 

@@ -141,6 +141,7 @@ async def test_who_watches_sees_the_prefix_cache_grow_and_vanish(socket_dir: Pat
         watch = admin.WatchKVEvents(WatchKVEventsRequest(from_sequence=1))
         stored = await watch.read()
         assert list(stored.events[0].block_stored.token_ids) == [1] * 8
+        assert stored.events[0].block_stored.medium == "GPU", "the tier's name in vLLM, on a CPU too"
         await admin.ResetPrefixCache(ResetPrefixCacheRequest())
         cleared = await watch.read()
         assert (cleared.sequence, cleared.engine_epoch) == (2, host.epoch)

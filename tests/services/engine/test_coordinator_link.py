@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
 from tokenloom.services.coordinator.service import CoordinatorService
@@ -14,6 +16,7 @@ from tokenloom.services.engine import coordinator_link
 from tokenloom.services.engine.load import LoadTracker
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.errors import Aborted
+from tokenloom.services.runtime.health import LIVENESS
 from tokenloom.services.runtime.hello import make_hello
 from tokenloom.services.runtime.service import running
 from tokenloom.v1.coordinator_pb2 import (
@@ -27,6 +30,8 @@ from tokenloom.v1.coordinator_pb2 import (
     WatchRequest,
 )
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.engine_pb2 import GetEngineInfoRequest
+from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint
 
 
@@ -49,6 +54,22 @@ async def see(stub: CoordinatorStub, condition: Callable[[list[EngineEntry]], bo
     finally:
         call.cancel()
     raise AssertionError("the watch ended")
+
+
+async def until_answered(admin: EngineAdminStub) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                await admin.GetEngineInfo(GetEngineInfoRequest(), wait_for_ready=True)
+            except grpc.aio.AioRpcError:  # still starting
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
+async def status_of(health: health_pb2_grpc.HealthStub, name: str) -> int:
+    answer: health_pb2.HealthCheckResponse = await health.Check(health_pb2.HealthCheckRequest(service=name))
+    return answer.status
 
 
 def is_serving(engines: list[EngineEntry]) -> bool:
@@ -84,9 +105,29 @@ async def test_load_is_reported_and_picks_are_acknowledged(socket_dir: Path) -> 
             await see(stub, lambda engines: engines[0].score == 0 and engines[0].report.free_kv_blocks == 600)
 
 
+async def test_it_is_ready_once_the_coordinator_knows_it(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with AsyncExitStack() as stack:
+        starting = asyncio.create_task(stack.enter_async_context(running_engine(settings)))
+        channel = await stack.enter_async_context(open_channel(settings.listen))
+        await until_answered(EngineAdminStub(channel))  # nothing is missing any more but the coordinator
+        health = health_pb2_grpc.HealthStub(channel)
+        assert await status_of(health, "") == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await status_of(health, LIVENESS) == health_pb2.HealthCheckResponse.SERVING
+        assert not starting.done()
+        stub, _ = await stack.enter_async_context(running_coordinator(socket_dir))
+        await starting
+        assert await status_of(health, "") == health_pb2.HealthCheckResponse.SERVING
+        call = stub.Watch(WatchRequest())
+        assert is_serving(list((await anext(aiter(call))).engines)), "known before it is ready"
+        call.cancel()
+
+
 async def test_it_joins_again_when_the_coordinator_comes_back(socket_dir: Path) -> None:
     settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
-    async with running_engine(settings) as host:  # it also starts, and serves, without one
+    async with AsyncExitStack() as stack:
+        async with running_coordinator(socket_dir):
+            host = await stack.enter_async_context(running_engine(settings))
         for _ in range(2):
             async with running_coordinator(socket_dir) as (stub, _):
                 (engine,) = await see(stub, is_serving)

@@ -16,15 +16,15 @@ async def take(batches: AsyncIterator[WatchKVEventsResponse], count: int) -> lis
 
 async def test_events_travel_with_all_they_tell() -> None:
     feed = KVEventFeed(7)
-    feed.publish([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, "CPU"), BlockStored([b"c"], b"b", [5, 6], 2, "CPU")])
-    feed.publish([BlockRemoved([b"a"], "CPU"), AllBlocksCleared()])
+    feed.publish([BlockStored([b"a", b"b"], None, [1, 2, 3, 4], 2, "GPU"), BlockStored([b"c"], b"b", [5, 6], 2, "GPU")])
+    feed.publish([BlockRemoved([b"a"], "GPU"), AllBlocksCleared()])
     batches = feed.follow(1)
     first, second = await anext(batches), await anext(batches)
     assert (first.sequence, first.engine_epoch, first.time.seconds > 0) == (1, 7, True)
     root, child = (event.block_stored for event in first.events)
     assert (list(root.block_hashes), list(root.token_ids), root.block_size) == ([b"a", b"b"], [1, 2, 3, 4], 2)
     assert not root.HasField("parent_block_hash")
-    assert (child.parent_block_hash, child.medium) == (b"b", "CPU")
+    assert (child.parent_block_hash, child.medium) == (b"b", "GPU")
     assert [event.WhichOneof("event") for event in second.events] == ["block_removed", "all_blocks_cleared"]
 
 

@@ -52,7 +52,7 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *both("frequency_penalty", -2.1, 2.1, {}),
         *both("repetition_penalty", 0, -1, "x"),
         *both("stop", "", ["a", ""], [1], 5, {}, ["a"] * 17, ["x" * 5000]),
-        *both("stop_token_ids", [-1], [vocab_size], [1.0], [True], ["a"], "a", 5, [2**32]),
+        *both("stop_token_ids", [-1], [vocab_size], [1.5], [True], ["a"], "a", 5, [2**32]),
         *both("n", 0, -1, 1.5, "2", True, 129, HUGE),
         *both("stream", 1, "yes"),
         *both("stream_options", 5, {"include_usage": True}),
@@ -61,13 +61,13 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *both("prompt_logprobs", True, -1, -2, 21, 1.5, "1", HUGE, []),
         *both("logprob_token_ids", [0], [vocab_size], [-1], "a"),
         *both(
-            "allowed_token_ids", [], [vocab_size], [-1], [1.0], [True], ["1"], "a", 5, [2**32], [0] * (vocab_size + 1)
+            "allowed_token_ids", [], [vocab_size], [-1], [1.5], [True], ["1"], "a", 5, [2**32], [0] * (vocab_size + 1)
         ),
         *both("repetition_detection", 5, [], {"size": 1}, {"max_pattern_size": 3}),
         *both("repetition_detection", {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}),
         *both("repetition_detection", {"max_pattern_size": HUGE, "min_count": 2}),
         *both("skip_reading_prefix_cache", 1, "true"),
-        *both("thinking_token_budget", 5),
+        *both("thinking_token_budget", 5, {}),
         *both("extra_args", {"a": 1}),
         *both("ignore_eos", "x"),
         completion("tools", tools=[{"type": "function"}]),
@@ -90,7 +90,7 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         completion("prompt", prompt=7),
         completion("prompt", prompt=[1, -1]),
         completion("prompt", prompt=[1, vocab_size]),
-        completion("prompt", prompt=[1, 1.0]),
+        completion("prompt", prompt=[1, 1.5]),
         completion("prompt", prompt=[1, True]),
         completion("prompt", prompt=[1, None]),
         completion("prompt", prompt=[1, HUGE]),
@@ -105,6 +105,8 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *(completion("best_of", best_of=value) for value in (2, 0, "1")),
         completion("best_of", n=2, best_of=3),
         completion("n", prompt=["a"] * 9, n=128),
+        BadBody(CHAT, {"n": 2, "temperature": 0}, "n"),
+        completion("n", n=2, temperature=1e-9),
         completion("max_tokens", max_tokens=0),
         completion("prompt_logprobs", prompt_logprobs=1, stream=True),
         *both("bad_words", "no", [""], [" "], ["a" * 1025], ["a"] * 513, [1], 5, {}),
@@ -135,7 +137,7 @@ def bad_bodies(vocab_size: int, max_model_len: int) -> list[BadBody]:
         *(BadBody(CHAT, {"logprobs": value}, "logprobs") for value in (1, "true", [])),
         *(BadBody(CHAT, {"logprobs": True, "top_logprobs": value}, "top_logprobs") for value in (-2, "1", True, 1.5)),
         BadBody(CHAT, {"logprobs": True, "top_logprobs": 21}, "logprobs"),
-        BadBody(CHAT, {"top_logprobs": 1}, "top_logprobs"),
+        *(BadBody(CHAT, {"top_logprobs": value}, "top_logprobs") for value in (1, False, "0")),
         BadBody(CHAT, {"echo": True}, "echo"),
         BadBody(CHAT, {"add_special_tokens": True}, "add_special_tokens"),
         BadBody(CHAT, {"chat_template": "{{ 1 }}"}, "chat_template"),
@@ -193,7 +195,7 @@ def bad_turns() -> list[tuple[str, dict[str, Any]]]:
             for bad in ("{", "[]", "5", "[" * 100_000, [], None)
         ),
         ("reasoning_content", {"reasoning_content": 5}),
-        ("name", {"name": 5}),
+        *(("name", {"name": value}) for value in (5, 0, False)),
         ("function_call", {"function_call": {"name": "f"}}),
     ]
 
@@ -275,6 +277,7 @@ def bad_calls(model: str, vocab_size: int, max_model_len: int) -> dict[str, tupl
         ),
         "stop token": sampling("stop_token_ids", stop_token_ids=[vocab_size]),
         "n": request("n", n=129),
+        "greedy samples": request("n", n=2, sampling_params=params(temperature=0.0)),
         "empty bad word": request("bad_words", bad_words=[""]),
         "no token": request("truncate_prompt_tokens", truncate_prompt_tokens=0),
         "stop without text": request("stop", stop=["a"], detokenize=False),

@@ -151,3 +151,67 @@ async def test_calls_that_nobody_could_read_are_refused(mesh: FakeMesh) -> None:
     assert isinstance(error, errors.InvalidArgument)
     assert error.field == "tool_choice"
     assert mesh.outputs.requests.empty()
+
+
+def turn(**fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(**{"model": MODEL, **fields})
+
+
+async def test_a_session_continues_all_that_was_said_but_the_last_token(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession()
+        await call.write(turn(text="abc", user_request_id="mine"))
+        await call.write(turn(token_ids=types_pb2.TokenIds(ids=list(b"de"))))  # waits for its turn
+        first = await mesh.outputs.next_request()
+        assert bytes(first.submit.prompt.token_ids) == b"abc"
+        assert mesh.outputs.requests.empty()
+        first.answer("Hi", "!")
+        second = await mesh.outputs.next_request()
+        assert bytes(second.submit.prompt.token_ids) == b"abcHide"
+        assert not second.submit.block_hash_prefixes
+        second.finish(types_pb2.FINISH_REASON_STOP)  # without a token
+        await call.write(turn(text="f", return_prompt_token_ids=True))
+        third = await mesh.outputs.next_request()
+        assert bytes(third.submit.prompt.token_ids) == b"abcHidef"
+        third.answer("x", reason=types_pb2.FINISH_REASON_LENGTH)
+        await call.done_writing()
+        responses = [response async for response in call]
+        assert dict(await call.initial_metadata() or ())["x-request-id"] == "mine"
+    assert "".join(response.text for response in responses) == "Hi!x"
+    ends = [response for response in responses if response.finish_reason]
+    assert [end.usage.prompt_tokens for end in ends] == [3, 7, 8]
+    assert [bytes(ids) for response in responses if (ids := response.prompt_token_ids)] == [b"abcHidef"]
+
+
+async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession()
+        await call.write(turn(text="abc"))
+        submitted = await mesh.outputs.next_request()
+        call.cancel()
+        async with asyncio.timeout(1.0):
+            await submitted.cancelled.wait()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "prompt must be set"),
+        ({"chat": inference_pb2.ChatPrompt()}, "text or token_ids, not chat"),
+        ({"parts": inference_pb2.PromptParts()}, "text or token_ids, not parts"),
+        ({"text": "a", "n": 2}, "n must be 1 in a session"),
+        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens does not go with a session"),
+        ({"text": "a", "model": "other"}, "other"),
+        ({"text": ""}, "text is empty"),
+        ({"token_ids": types_pb2.TokenIds()}, "token_ids is empty"),
+        ({"token_ids": types_pb2.TokenIds(ids=[1] * 600)}, "context"),
+    ],
+)
+async def test_what_no_turn_may_be_ends_the_session(mesh: FakeMesh, fields: dict[str, Any], words: str) -> None:
+    mesh.outputs.auto = ["x"]
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession()
+        await call.write(turn(text="abc"))
+        await call.write(turn(**fields))
+        with pytest.raises(grpc.aio.AioRpcError, match=words):
+            _ = [response async for response in call]

@@ -168,6 +168,7 @@ async def test_resume_is_not_found(mesh: Mesh) -> None:
         ({"stop": [""]}, "stop"),
         ({"max_tokens": 10_000}, "max_tokens"),
         ({"num_samples": 129}, "n"),
+        ({"num_samples": 2, "temperature": 0.0}, "n"),
         ({"num_samples": 2, "accepted_token_ids": [1]}, "accepted_token_ids"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ["a"], "detokenize": False}, "stop"),

@@ -4,6 +4,7 @@ import json
 import logging
 
 from tokenloom.services.runtime.logs import HumanFormatter, JsonFormatter, RequestLog, escape
+from tokenloom.services.runtime.tracing import CURRENT
 
 EVIL = "line\nINFO forged \x1b[31m \u2028 ü"
 
@@ -32,6 +33,20 @@ def test_json_lines() -> None:
     fields = json.loads(line)
     assert (fields["service"], fields["instance"], fields["request_id"]) == ("engine", "engine-0", "r1")
     assert (fields["level"], fields["message"]) == ("info", EVIL)
+
+
+def test_a_traced_line_tells_its_trace_and_span() -> None:
+    formatter = JsonFormatter("engine", "engine-0")
+    headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    fields = json.loads(formatter.format(record("x", trace_headers=headers)))
+    assert (fields["trace_id"], fields["span_id"]) == ("a" * 32, "b" * 16)
+    token = CURRENT.set(headers)
+    try:
+        assert json.loads(formatter.format(record("x", trace_headers=None)))["trace_id"] == "a" * 32
+    finally:
+        CURRENT.reset(token)
+    for nothing in (None, {}, {"traceparent": "nonsense"}):
+        assert "trace_id" not in json.loads(formatter.format(record("x", trace_headers=nothing)))
 
 
 def test_exceptions_stay_in_their_lines() -> None:

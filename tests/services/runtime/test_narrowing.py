@@ -125,7 +125,7 @@ def test_keys_of_json_are_token_ids() -> None:
         *(("logit_bias", {key: 1}) for key in ("", "a", "-1", "1.0", "\u0665", "9" * 5000, 1.0, True, 2**32, None)),
         *(("logit_bias", value) for value in ([], "1", {"1": "2"}, {"1": True}, {"1": None}, {"1": [2]})),
         *(("allowed_token_ids", value) for value in ([], (), "1", [True], [-1], {})),
-        *(("logprob_token_ids", value) for value in ("1", [1.0], [2**32])),
+        *(("logprob_token_ids", value) for value in ("1", [1.5], [2**32])),
         *(("bad_words", value) for value in ("abc", ["abc"], [1], [[-1]], {}, 5)),
         *(("repetition_detection", value) for value in (5, [], {"size": 1}, {"min_count": -1}, {"min_count": "2"})),
         *(("skip_reading_prefix_cache", value) for value in (1, 0, "true", [])),
@@ -143,7 +143,11 @@ def test_unknown_names() -> None:
     assert caught.value.field == "beam_width"
 
 
-@pytest.mark.parametrize("value", ["abc", 5, None, [-1], [2**32], [1.0], ["1"], [True], [[1]], {"1": 1}])
+def test_token_ids_may_be_written_as_floats() -> None:
+    assert narrow_token_ids("prompt", [1, 2.0, 2.0**32 - 1]) == [1, 2, 2**32 - 1]
+
+
+@pytest.mark.parametrize("value", ["abc", 5, None, [-1], [2**32], [1.5], ["1"], [True], [[1]], {"1": 1}])
 def test_token_ids_refused(value: object) -> None:
     with pytest.raises(InvalidArgument) as caught:
         narrow_token_ids("prompt", value)

@@ -217,6 +217,18 @@ async def test_a_failed_task_fails_the_host(settings: ServiceSettings) -> None:
             await asyncio.wait([host.spawn(fail(), name="unseen")])
 
 
+async def test_a_task_that_fails_meanwhile_ends_the_start(settings: ServiceSettings) -> None:
+    service = Example()
+    service.may_start.clear()
+    starting = asyncio.create_task(running(service, settings).__aenter__())
+    while "start" not in service.steps:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    service.host.failed(errors.Unavailable("the core died"))
+    with pytest.raises(errors.Unavailable, match="the core died"):
+        await starting
+    assert service.steps == ["start", "stop"]
+
+
 async def test_a_traceback_is_for_bugs_only(settings: ServiceSettings, caplog: pytest.LogCaptureFixture) -> None:
     for error, is_bug in ((errors.Unavailable("the core died"), False), (RuntimeError("a bug"), True)):
         caplog.clear()

@@ -115,6 +115,13 @@ def test_samples() -> None:
         assert caught.value.field == "n"
 
 
+def test_samples_that_would_be_equal_are_refused() -> None:
+    validation.check_sampling(SamplingParams(temperature=0.0), LIMITS, 1)
+    validation.check_sampling(SamplingParams(), LIMITS, 2)
+    with pytest.raises(InvalidArgument, match="n must be 1 with temperature 0"):
+        validation.check_sampling(SamplingParams(temperature=0.0), LIMITS, 2)
+
+
 def test_defaults_are_right() -> None:
     accepted()
 

@@ -1,0 +1,86 @@
+"""Streaming input: a prompt that goes on after it was answered."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc.aio
+
+from tokenloom.v1 import inference_pb2, types_pb2
+
+from ..services.runtime import errors
+from .request import Options, check_streamed, prompt_request
+from .results import Chunk, ChunkReader, Collector, Generation
+
+Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class AsyncSession:
+    """Turns, one after the other, each of which continues what was said in those before. Use as ``async with``.
+
+    Nothing is tried again: the gateway holds the session, and a turn that fails ends it.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._is_answering = False
+
+    async def generate(
+        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
+    ) -> Generation:
+        """Continues with a text, or token ids, and waits for the whole answer. Raises any of :mod:`errors`."""
+        request = prompt_request(prompt, model, options)
+        collector = Collector(request)
+        async for response in self._turn(request):
+            collector.add(response)
+        return collector.result()
+
+    async def stream(
+        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
+    ) -> AsyncIterator[Chunk]:
+        """The same, piece by piece. What is not read to its end goes on, and is skipped by the next turn."""
+        request = prompt_request(prompt, model, options)
+        check_streamed(request)
+        reader = ChunkReader(request)
+        async for response in self._turn(request):
+            yield reader.read(response)
+
+    async def close(self) -> None:
+        """Ends the session, and cancels a turn that is not answered yet. Idempotent."""
+        if self._is_answering:
+            self._call.cancel()
+        else:
+            await self._call.done_writing()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _turn(self, request: inference_pb2.GenerateRequest) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        while self._is_answering:
+            await self._read()
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._read()  # says why the session ended
+            raise
+        self._is_answering = True
+        while self._is_answering:
+            yield await self._read()
+
+    async def _read(self) -> inference_pb2.GenerateResponse:
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            self._is_answering = False
+            raise errors.from_rpc(error) from error
+        if not isinstance(response, inference_pb2.GenerateResponse):
+            self._is_answering = False
+            raise errors.Unavailable("the gateway has ended the session")
+        self._is_answering = response.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED
+        return response

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .few_rows import MOST_ROWS, FewRows
+from .few_rows import FewRows
 from .kernels.compiler import KernelsUnavailable
 
 _ROWS = 32
@@ -29,7 +29,7 @@ class PackedLinear:
         self._few_rows = self._make_few_rows(weight)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        if self._few_rows is not None and 0 < len(x) <= MOST_ROWS:
+        if self._few_rows is not None and 0 < len(x) <= self._few_rows.most_rows:
             return self._few_rows(x, dtype or x.dtype)
         result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
         return result if dtype is None else result.to(dtype)

@@ -9,6 +9,7 @@ from .compiler import KernelsUnavailable, build
 
 log = logging.getLogger(__name__)
 
+_MATRIX_UNIT = "matrix unit (AMX)"
 _P, _I64, _I32, _F = c_void_p, c_int64, c_int32, c_float
 
 
@@ -61,19 +62,21 @@ def load_fused(march: str = "native") -> CDLL:
 
 @functools.cache
 def load_few_rows(march: str = "native") -> CDLL:
-    """Products of few rows. Raises :class:`KernelsUnavailable`, also where the CPU has no matrix unit."""
-    library = _load(build("few_rows", march))
-    _check_unit(library)
-    library.multiply.argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
-    library.multiply.restype = None
-    return library
+    """Products of few bfloat16 rows. Raises :class:`KernelsUnavailable`, also where the CPU has no matrix unit."""
+    return _load_products("few_rows", march, _MATRIX_UNIT)
+
+
+@functools.cache
+def load_few_float_rows(march: str = "native") -> CDLL:
+    """Products of few float32 rows, called alike. Raises :class:`KernelsUnavailable`, also without AVX-512."""
+    return _load_products("few_float_rows", march, "AVX-512")
 
 
 @functools.cache
 def load_int8(march: str = "native") -> CDLL:
     """Products with int8 matrices. Raises as :func:`load_few_rows`."""
     library = _load(build("int8", march))
-    _check_unit(library)
+    _check_can_multiply(library, _MATRIX_UNIT)
     library.multiply_int8.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I32]
     library.multiply_int8.restype = None
     return library
@@ -85,10 +88,18 @@ def warn_unavailable(reason: str) -> None:
     log.warning("CPU kernels are not available, PyTorch's operations take their place (slower): %s", reason)
 
 
-def _check_unit(library: CDLL) -> None:
+def _load_products(source: str, march: str, needed: str) -> CDLL:
+    library = _load(build(source, march))
+    _check_can_multiply(library, needed)
+    library.multiply.argtypes = [_P, _P, _P, _P, _I64, _I64, _I64, _I32, _I32]
+    library.multiply.restype = None
+    return library
+
+
+def _check_can_multiply(library: CDLL, needed: str) -> None:
     library.can_multiply.restype = _I32
     if not library.can_multiply():
-        raise KernelsUnavailable("the CPU has no matrix unit (AMX)")
+        raise KernelsUnavailable(f"the CPU has no {needed}")
 
 
 def _load(path: Path) -> CDLL:

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers; the parser itself knows no limit."""
+HEAD_SECONDS = 60.0
+"""From a connection's beginning, or a head's, to the end of that head."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed under a request."""
 BACKLOG = 1024
@@ -97,6 +99,15 @@ class _Protocol(HttpToolsProtocol):
 
     _in_head = False
     _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -104,6 +115,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._stop_waiting()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:  # the application begins at the loop's next turn
             direct_writer.offer(cast(direct_writer.Scope, self.scope), self.cycle)
@@ -115,6 +127,24 @@ class _Protocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
                 self.transport.close()
+            elif self._head_timer is None:
+                self._wait_for_head()
+
+    def _wait_for_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # a head that came early, behind a live request
+            self._wait_for_head()
+            return
+        if self._in_head:
+            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n\r\n")
+        self.transport.close()
 
 
 def _bind(address: addresses.Address) -> socket.socket:

@@ -1,24 +1,32 @@
-"""Products with the matrix unit are those of oneDNN, whose packed matrix they read."""
+"""Products of few rows are those of oneDNN, whose packed matrix they read."""
 
 import pytest
 import torch
 
 from tokenloom.gpu_worker import packed_linear
-from tokenloom.gpu_worker.few_rows import MOST_ROWS, FewRows
+from tokenloom.gpu_worker.few_rows import FewRows
 from tokenloom.gpu_worker.kernels import library
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.packed_linear import PackedLinear, can_pack
 
 
-def available() -> bool:
+def available(load, dtype) -> bool:
     try:
-        library.load_few_rows()
+        load()
     except KernelsUnavailable:
         return False
-    return can_pack(torch.device("cpu"), torch.bfloat16)
+    return can_pack(torch.device("cpu"), dtype)
 
 
-needs_unit = pytest.mark.skipif(not available(), reason="no matrix unit")
+needs_unit = pytest.mark.skipif(not available(library.load_few_rows, torch.bfloat16), reason="no matrix unit")
+needs_registers = pytest.mark.skipif(not available(library.load_few_float_rows, torch.float32), reason="no AVX-512")
+
+
+@pytest.fixture
+def set_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 def random(*size: int) -> torch.Tensor:
@@ -30,23 +38,42 @@ def random(*size: int) -> torch.Tensor:
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (32, 96), (416, 2048)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_equals_onednn(rows, outputs, inputs, bias, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+def test_equals_onednn(rows, outputs, inputs, bias, threads, set_threads):
+    set_threads(threads)
     weight, offset, x = random(outputs, inputs), random(outputs) if bias else None, random(rows, inputs)
     packed = PackedLinear(weight, offset)
     assert packed._few_rows is not None
     many = packed._multiply(x, packed._weight, offset, "none", [], "")
     assert torch.equal(packed(x), many)
     assert torch.equal(packed(x, torch.float32), many.float())
-    torch.set_num_threads(before)
+
+
+@needs_registers
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 16), (192, 208), (512, 1024)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_float32_is_as_exact_as_onednn(rows, outputs, inputs, bias, threads, set_threads):
+    set_threads(threads)
+    weight, offset, x = (random(*size).float() for size in ((outputs, inputs), (outputs,), (rows, inputs)))
+    packed = PackedLinear(weight, offset if bias else None)
+    assert packed._few_rows is not None
+    exact = torch.nn.functional.linear(x.double(), weight.double(), offset.double() if bias else None)
+    torch.testing.assert_close(packed(x).double(), exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(packed(x)[-1:], packed(x[-1:])), "a row depends on no other"
+
+
+@needs_registers
+def test_more_float32_rows_are_onednn_s():
+    packed, x = PackedLinear(random(64, 32).float()), random(33, 32).float()
+    assert torch.equal(packed(x), packed._multiply(x, packed._weight, None, "none", [], ""))
 
 
 @needs_unit
 def test_more_rows_are_onednn_s():
     packed = PackedLinear(random(64, 32))
     packed._few_rows = None
-    x = random(MOST_ROWS + 1, 32)
+    x = random(33, 32)
     assert torch.equal(PackedLinear(random(64, 32))(x), packed(x))
 
 
@@ -56,7 +83,16 @@ def test_rows_that_lie_apart():
     assert torch.equal(packed(wide[:, 32:64]), packed(wide[:, 32:64].contiguous()))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((64, 48), torch.bfloat16), ((48, 64), torch.bfloat16), ((64, 64), None)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((64, 48), torch.bfloat16),
+        ((48, 64), torch.bfloat16),
+        ((96, 64), torch.float32),
+        ((64, 40), torch.float32),
+        ((64, 64), torch.float16),
+    ],
+)
 def test_shapes_and_dtypes_that_it_does_not_know(shape, dtype):
     with pytest.raises(KernelsUnavailable, match="a matrix of"):
         FewRows(torch.zeros(shape, dtype=dtype), shape, None)
@@ -70,9 +106,10 @@ def test_a_matrix_in_another_layout_is_left_to_onednn(monkeypatch):
     assert packed(x).shape == (3, 64)
 
 
-def test_a_cpu_without_the_unit(monkeypatch):
-    """As built for one that has none."""
+@pytest.mark.parametrize("load", [library.load_few_rows, library.load_few_float_rows])
+def test_a_cpu_that_lacks_what_they_need(load, monkeypatch):
+    """As built for one that does."""
     build = library.build
     monkeypatch.setattr(library, "build", lambda source, march: build(source, "x86-64"))
-    with pytest.raises(KernelsUnavailable):
-        library.load_few_rows.__wrapped__()
+    with pytest.raises(KernelsUnavailable, match="the CPU has no"):
+        load.__wrapped__()

@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.engine_core.processes import has_ended
 from tokenloom import LLM, SamplingParams
@@ -29,6 +30,7 @@ def make_llm(backend):
         max_model_len=256,
         num_gpu_blocks_override=2000,
         distributed_executor_backend=backend,
+        enable_prompt_embeds=True,
     )
 
 
@@ -42,6 +44,15 @@ def executor_of(llm):
     return executor
 
 
+def check_embeddings(llm):
+    """Those of 200 tokens are large enough to be lent to the worker."""
+    ids = list(range(1, 201))
+    rows = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"][ids].float()
+    of_rows, of_ids = llm.generate([{"prompt_embeds": rows}, ids], GREEDY, use_tqdm=False)
+    assert of_rows.outputs[0].token_ids == of_ids.outputs[0].token_ids
+    assert executor_of(llm)._arena.num_lent == 1, "the worker hears of its end with the next step"
+
+
 @pytest.fixture(scope="module")
 def expected():
     llm = make_llm("uni")
@@ -52,6 +63,7 @@ def expected():
 def test_the_same_tokens_asleep_and_awake_and_with_reloaded_weights(expected):
     llm = make_llm("mp")
     assert [(sample.token_ids, sample.text) for sample in say(llm)] == expected
+    check_embeddings(llm)
     long = SamplingParams(temperature=0.0, max_tokens=2)
     llm.generate([[index] + [7] * 240 for index in range(100)], long, use_tqdm=False)  # fills the pool
     (awake,) = llm.collective_rpc("resident_bytes")

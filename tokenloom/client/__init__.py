@@ -1,8 +1,8 @@
 """Clients of a running mesh, over the gateway's public gRPC API (``tokenloom.v1.Inference``).
 
-:class:`Client` blocks, :class:`AsyncClient` is for asyncio; both have ``models``, ``generate``, ``stream``, ``chat``
-and ``stream_chat``, the latter ``session`` too. What a mesh refuses is raised as one of :mod:`errors`, which name the
-field; what may go well at another time is tried again (:class:`Retries`). Needs neither torch nor a model.
+:class:`Client` blocks, :class:`AsyncClient` is for asyncio; both have ``models``, ``generate``, ``stream``, ``chat``,
+``stream_chat`` and ``session``. What a mesh refuses is raised as one of :mod:`errors`, which name the field; what may
+go well at another time is tried again (:class:`Retries`). Needs neither torch nor a model.
 """
 
 from ..outputs import Logprob
@@ -13,6 +13,7 @@ from .request import ChatOptions, Message, Options
 from .results import Chunk, Generation, Model, Output, Usage
 from .retries import Retries
 from .sync_client import Client, Stream
+from .sync_session import Session
 from .tools import ToolCall, ToolCallDelta
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Options",
     "Output",
     "Retries",
+    "Session",
     "Stream",
     "ToolCall",
     "ToolCallDelta",

@@ -15,6 +15,7 @@ from . import connection
 from .request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
+from .sync_session import Session
 
 T = TypeVar("T")
 Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
@@ -135,6 +136,10 @@ class Client:
     ) -> Stream:
         """The same, piece by piece. Returns with the first one."""
         return self._stream(chat_request(messages, model, options), timeout)
+
+    def session(self, *, timeout: float | None = None) -> Session:
+        """A prompt that goes on after it was answered. ``timeout``: seconds for all of it; None: no end."""
+        return Session(lambda turns: self._stub.GenerateSession(turns, timeout=timeout, metadata=self._metadata))
 
     def close(self) -> None:
         """Ends every call. Idempotent."""

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "attention_amx.h"
-#include "attention_decode.h"
+#include "attention_decode_pairs.h"
 #include "attention_tile.h"
 
 namespace {
@@ -171,11 +171,21 @@ class Call {
       kernel(a, table, piece.head, query(token, head), piece.begin, piece.end, visible, targets);
     };
     switch (heads) {
-      case 1: return go(decode<T, 1>);
-      case 2: return go(decode<T, 2>);
-      case 3: return go(decode<T, 3>);
-      default: return go(decode<T, 4>);
+      case 1: return go(decode_kernel<1>());
+      case 2: return go(decode_kernel<2>());
+      case 3: return go(decode_kernel<3>());
+      default: return go(decode_kernel<4>());
     }
+  }
+
+  template <int G>
+  static auto decode_kernel() {
+#ifdef DECODE_IN_PAIRS
+    if constexpr (std::is_same_v<T, BF16>)
+      return decode_pairs<G>;
+    else
+#endif
+      return decode<T, G>;
   }
 
   void merge(int r, int head) {

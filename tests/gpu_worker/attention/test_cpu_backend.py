@@ -54,7 +54,9 @@ def test_head_sizes(batch, window, head_size):
     compare(batch, shape(2, head_size=head_size), window)
 
 
-@pytest.mark.parametrize(("num_heads", "head_size"), [(4, 32), (2, 128), (10, 64), (64, 32), (6, 80)])
+@pytest.mark.parametrize(
+    ("num_heads", "head_size"), [(4, 32), (2, 128), (6, 64), (8, 128), (10, 64), (64, 32), (6, 80)]
+)
 @pytest.mark.parametrize("window", [None, 7, 40, 200])
 @pytest.mark.parametrize("batch", ALL)
 def test_bfloat16_is_close(batch, window, num_heads, head_size):

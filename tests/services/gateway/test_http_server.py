@@ -1,6 +1,7 @@
 """Where HTTP is served, and how it ends."""
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
+from tokenloom.services.gateway import http_server
 from tokenloom.services.gateway.http_server import HttpServer
 from tokenloom.services.runtime import errors
 
@@ -45,6 +47,38 @@ async def test_small_writes_do_not_wait(mesh: FakeMesh, http: httpx.AsyncClient)
     for _ in range(20):
         await http.get("/ping")
     assert loop.time() - started < 20 * 0.04
+
+
+@pytest.mark.parametrize(("sent", "answer"), [(b"", b""), (b"GET /ping HTTP/1.1\r\nHost: x\r\n", b"HTTP/1.1 408 ")])
+async def test_a_head_that_does_not_come_is_given_up(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch, sent: bytes, answer: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
+    reader, writer = await connect(mesh)
+    writer.write(sent)
+    assert (await asyncio.wait_for(reader.read(), SOON)).startswith(answer)
+    writer.close()
+
+
+async def test_a_head_behind_a_live_request_may_take_its_time(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    reader, writer = await connect(mesh)
+    writer.write(head + body + b"GET /ping HTTP/1.1\r\n")
+    request = await mesh.outputs.next_request()
+    await asyncio.sleep(0.12)
+    request.answer("done")
+    assert b"200 OK" in await asyncio.wait_for(reader.readline(), SOON)
+    answers = await asyncio.wait_for(reader.read(), SOON)
+    assert b"done" in answers
+    assert b"408" in answers, "then it is given up too"
+    writer.close()
+
+
+async def connect(mesh: FakeMesh) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = mesh.http_address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
 
 
 async def test_draining_waits_for_the_live_and_takes_no_more(socket_dir: Path) -> None:

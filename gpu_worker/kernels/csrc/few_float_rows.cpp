@@ -1,0 +1,98 @@
+// Products of few rows with a large float32 matrix. Needs AVX-512, whose 32 registers hold the sums of six rows.
+//
+// The matrix lies as oneDNN packs it: panels of 64 outputs, in a panel the inputs one after the other, of each its 64
+// numbers. Each thread reads a stretch of it once. A sum adds its inputs in their order, whatever the other rows are.
+#include <omp.h>
+
+#include <algorithm>
+
+#include "vec.h"
+
+namespace {
+
+struct Product {
+  const float* rows;    // [num_rows, inputs]
+  const float* matrix;  // [outputs, inputs], packed
+  const float* bias;    // [outputs] or none
+  float* out;           // [num_rows, outputs]
+  int64_t num_rows, inputs, outputs;
+};
+
+#ifdef __AVX512F__
+constexpr bool USABLE = true;
+#else
+constexpr bool USABLE = false;
+#endif
+constexpr int WIDTH = 64, VECS = WIDTH / LANES;  // outputs of a panel
+constexpr int MOST_ROWS = 32, AT_ONCE = 6;       // rows whose sums registers hold
+constexpr int DEPTH = 64;                        // inputs that all rows take before the next: 16 KiB stay in the cache
+constexpr int AHEAD = DEPTH * WIDTH;             // numbers fetched before their use
+
+// Sums of R rows over `depth` inputs of a panel; `fetch`: what lies ahead, which only the first rows do.
+template <int R>
+void add_rows(const float* rows, int64_t stride, const float* panel, int depth, float* sums, bool fetch) {
+  Vec sum[R][VECS];
+#pragma GCC unroll 6  // or the sums do not stay in registers
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECS; ++i) sum[r][i] = load(sums + r * WIDTH + i * LANES);
+  for (int k = 0; k < depth; ++k, panel += WIDTH) {
+    Vec x[VECS];
+#pragma GCC unroll 4
+    for (int i = 0; i < VECS; ++i) {
+      if (fetch) __builtin_prefetch(panel + AHEAD + i * LANES, 0, 2);
+      x[i] = load(panel + i * LANES);
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const float row = rows[r * stride + k];
+#pragma GCC unroll 4
+      for (int i = 0; i < VECS; ++i) sum[r][i] += x[i] * row;
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int i = 0; i < VECS; ++i) store(sums + r * WIDTH + i * LANES, sum[r][i]);
+}
+
+void add_some_rows(int count, const float* rows, int64_t stride, const float* panel, int depth, float* sums,
+                   bool fetch) {
+  switch (count) {
+    case 1: return add_rows<1>(rows, stride, panel, depth, sums, fetch);
+    case 2: return add_rows<2>(rows, stride, panel, depth, sums, fetch);
+    case 3: return add_rows<3>(rows, stride, panel, depth, sums, fetch);
+    case 4: return add_rows<4>(rows, stride, panel, depth, sums, fetch);
+    case 5: return add_rows<5>(rows, stride, panel, depth, sums, fetch);
+    default: return add_rows<AT_ONCE>(rows, stride, panel, depth, sums, fetch);
+  }
+}
+
+void multiply_panel(const Product& p, int64_t panel) {
+  alignas(64) float sums[MOST_ROWS][WIDTH];
+  const float* matrix = p.matrix + panel * WIDTH * p.inputs;
+  for (int64_t r = 0; r < p.num_rows; ++r)
+    for (int i = 0; i < WIDTH; i += LANES) store(sums[r] + i, p.bias ? load(p.bias + panel * WIDTH + i) : Vec{});
+  const int64_t parts = (p.num_rows + AT_ONCE - 1) / AT_ONCE;  // as equal as can be: a lone row wastes registers
+  for (int64_t k = 0; k < p.inputs; k += DEPTH) {
+    const int depth = std::min<int64_t>(DEPTH, p.inputs - k);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = p.num_rows * part / parts, count = p.num_rows * (part + 1) / parts - first;
+      add_some_rows(count, p.rows + first * p.inputs + k, p.inputs, matrix + k * WIDTH, depth, sums[first], part == 0);
+    }
+  }
+  for (int64_t r = 0; r < p.num_rows; ++r) memcpy(p.out + r * p.outputs + panel * WIDTH, sums[r], sizeof sums[r]);
+}
+
+}  // namespace
+
+// Whether this processor has registers enough; without them, do not multiply.
+extern "C" int32_t can_multiply() { return USABLE; }
+
+// As in few_rows.cpp, but that everything is float32. 1 to 32 rows; whole 64s of outputs.
+extern "C" void multiply(const float* rows, const float* matrix, const float* bias, float* out, int64_t num_rows,
+                         int64_t inputs, int64_t outputs, int32_t /* to_float */, int32_t threads) {
+  const Product p = {rows, matrix, bias, out, num_rows, inputs, outputs};
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int64_t panel = 0; panel < outputs / WIDTH; ++panel) multiply_panel(p, panel);
+}

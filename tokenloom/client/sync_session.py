@@ -1,0 +1,80 @@
+"""Streaming input for code that blocks: a prompt that goes on after it was answered."""
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeAlias, Unpack, cast
+
+import grpc
+
+from tokenloom.v1 import inference_pb2, types_pb2
+
+from ..services.runtime import errors
+from .request import Options, check_streamed, prompt_request
+from .results import Chunk, ChunkReader, Collector, Generation
+
+Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
+Open: TypeAlias = Callable[[Iterator[inference_pb2.GenerateRequest]], Call]
+
+
+class Session:
+    """Turns in one thread, each of which continues what was said in those before it. Use as ``with``.
+
+    Nothing is tried again: the gateway holds the session, and a turn that fails ends it.
+    """
+
+    def __init__(self, open_call: Open) -> None:
+        # At most the turn that is being answered, and the end.
+        self._turns: queue.SimpleQueue[inference_pb2.GenerateRequest | None] = queue.SimpleQueue()
+        self._call = open_call(cast(Iterator[inference_pb2.GenerateRequest], iter(self._turns.get, None)))
+        self._is_answering = False
+
+    def generate(
+        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
+    ) -> Generation:
+        """Continues with a text, or token ids, and waits for the whole answer. Raises any of :mod:`errors`."""
+        request = prompt_request(prompt, model, options)
+        collector = Collector(request)
+        for response in self._turn(request):
+            collector.add(response)
+        return collector.result()
+
+    def stream(
+        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
+    ) -> Iterator[Chunk]:
+        """The same, piece by piece. What is not read to its end goes on, and is skipped by the next turn."""
+        request = prompt_request(prompt, model, options)
+        check_streamed(request)
+        return map(ChunkReader(request).read, self._turn(request))
+
+    def close(self) -> None:
+        """Ends the session, and cancels a turn that is not answered yet. Idempotent."""
+        if self._is_answering:
+            self._call.cancel()
+        self._turns.put(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _turn(self, request: inference_pb2.GenerateRequest) -> Iterator[inference_pb2.GenerateResponse]:
+        while self._is_answering:
+            self._read()
+        self._turns.put(request)
+        self._is_answering = True
+        while self._is_answering:
+            yield self._read()
+
+    def _read(self) -> inference_pb2.GenerateResponse:
+        try:
+            response = next(self._call)
+        except grpc.RpcError as error:
+            self._is_answering = False
+            raise errors.from_rpc(cast(grpc.Call, error)) from error
+        except StopIteration:
+            self._is_answering = False
+            raise errors.Unavailable("the gateway has ended the session") from None
+        self._is_answering = response.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED
+        return response

@@ -31,7 +31,7 @@ async def open_edges(settings: GatewaySettings, host: Host, served: Served) -> A
     reader = BodyReader(strict=settings.strict)
     completions = CompletionsApi(reader, served.model)
     host.authorize_calls(keys.authorize_call)
-    _add_servicers(host, served, completions)
+    _add_servicers(settings, host, served, completions)
     return App(
         {
             **StatusRoutes(served.health, served.mesh, served.generator, host.metrics, served.model).routes(),
@@ -45,8 +45,8 @@ async def open_edges(settings: GatewaySettings, host: Host, served: Served) -> A
     )
 
 
-def _add_servicers(host: Host, served: Served, completions: CompletionsApi) -> None:
-    inference = InferenceServicer(served.generator, served.health, served.model, served.plans)
+def _add_servicers(settings: GatewaySettings, host: Host, served: Served, completions: CompletionsApi) -> None:
+    inference = InferenceServicer(served.generator, served.health, served.model, served.plans, settings.request_timeout)
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, host.server)
     kserve = KServeServicer(completions, served.generator, served.health, served.model)
     grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, host.server)

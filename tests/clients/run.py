@@ -23,6 +23,7 @@ from tests.clients.table import CLIENTS, Client
 SCRIPTS = Path(__file__).parent / "scripts"
 CHECKPOINT = Path("tokenloom/demo_model").absolute()
 LOGS = environments.BUILD / "logs"
+ADMIN_KEY = "the-operators"
 TIMEOUT = 900.0
 """Seconds for one client."""
 
@@ -57,7 +58,7 @@ def main() -> int:
 def serving(log: Path) -> Iterator[dict[str, str]]:
     """A mesh of two engines with the demo model; what its clients' environment holds."""
     directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
-    environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory)}
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), "TOKENLOOM_ADMIN_API_KEY": ADMIN_KEY}
     tokenloom = (sys.executable, "-m", "tokenloom.cli.main")
     # In float32, so that likelihoods can be held to another library's.
     command = (*tokenloom, "serve", "--port", "0", "--prefill", "1", "--decode", "1", "--dtype", "float32")
@@ -76,6 +77,7 @@ def serving(log: Path) -> Iterator[dict[str, str]]:
             "TOKENLOOM_MODEL": "tokenloom-demo",
             "TOKENLOOM_CHECKPOINT": str(CHECKPOINT),
             "TOKENLOOM_PYTHON": sys.executable,
+            "TOKENLOOM_ADMIN_KEY": ADMIN_KEY,
         }
     finally:
         process.terminate()

@@ -2,8 +2,8 @@
 
 A script under ``scripts/`` is told by its environment where the mesh is: ``TOKENLOOM_URL`` (HTTP, without a path),
 ``TOKENLOOM_GRPC`` (host:port), ``TOKENLOOM_MODEL``, ``TOKENLOOM_CHECKPOINT`` (the model's directory),
-``TOKENLOOM_PYTHON`` (one with transformers) and ``OUT``, a folder of its own, where it runs. It ends with status 0 when
-everything was as it should be, and prints, last, one line for the table.
+``TOKENLOOM_PYTHON`` (one with transformers), ``TOKENLOOM_ADMIN_KEY`` and ``OUT``, a folder of its own, where it runs.
+It ends with status 0 when everything was as it should be, and prints, last, one line for the table.
 """
 
 import re

@@ -72,7 +72,7 @@ TURN: Mapping[str, Any] = {
         {
             "properties": {
                 "role": {"const": "assistant"},
-                "content": {"anyOf": [_CONTENT, {"type": "null"}]},
+                "content": {"anyOf": [_CONTENT, {"type": "array", "maxItems": 0}, {"type": "null"}]},
                 "tool_calls": {"type": "array", "items": _CALL, "minItems": 1},
                 "reasoning_content": _TEXT_OR_NULL,
             },

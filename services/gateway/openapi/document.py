@@ -68,6 +68,8 @@ def _operation(each: Operation) -> dict[str, Any]:
         "responses": dict(_responses(each)),
         "security": _ADMIN_KEY if each.is_admin else [] if each.is_open else [{}, *_KEY],
     }
+    if each.is_admin:
+        operation["tags"] = ["admin"]
     if each.body is not None:
         operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _ref(each.body)}}}
     if parameters := list(_parameters(each)):

@@ -42,6 +42,8 @@ class MeshCase:
     input_len: int = 16
     output_len: int = 256
     async_scheduling: bool = False
+    frame_interval: float | None = None
+    """The engine's; None: its default."""
 
     @property
     def num_prompts(self) -> int:
@@ -67,6 +69,8 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
     flags = tuple(text for name, value in engine.items() for text in (f"--{name}", str(value)))
     if case.async_scheduling:
         flags += ("--async-scheduling",)
+    if case.frame_interval is not None:
+        flags += ("--frame-interval", str(case.frame_interval))
     return MeshOptions(
         model=model,
         served_model_name=_NAME,
@@ -111,6 +115,7 @@ def summarize(
         "step_ms": case.step_ms,
         "batch": case.batch,
         "async_scheduling": case.async_scheduling,
+        "frame_interval": case.frame_interval,
         "duration": round(result.seconds, 3),
         "failed": len(result.outcomes) - len(good),
         "output_tokens": tokens,

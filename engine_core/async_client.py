@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import itertools
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,7 +14,6 @@ import zmq.asyncio
 
 from .array_arena import ArrayArena
 from .async_socket import AsyncSocket
-from .client import utility_result
 from .config import EngineConfig
 from .core import EngineCore
 from .core_calls import CoreCalls
@@ -29,7 +27,8 @@ from .kv_service import KVService
 from .kv_thread import KVThread
 from .kv_transport import KVTransport
 from .messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
-from .serialization import Decoder, encode, to_raw
+from .pending_calls import PendingCalls
+from .serialization import Decoder, encode
 from .utilities import UtilityCall
 
 T = TypeVar("T")
@@ -67,41 +66,6 @@ class AsyncClient(Protocol):
 
     async def close(self) -> None:
         """Ends the core. Idempotent."""
-
-
-class PendingCalls:
-    """Utility calls that wait for their answers."""
-
-    def __init__(self) -> None:
-        self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[object]] = {}  # as many as there are callers that wait
-
-    async def make(self, method: str, args: Sequence[object], send: Callable[[UtilityCall], Awaitable[None]]) -> object:
-        """Sends a call and waits for its answer."""
-        call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
-        future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
-        try:
-            await send(call)
-            return await future
-        finally:
-            del self._waiting[call.call_id]
-
-    def take(self, outputs: EngineCoreOutputs) -> bool:
-        """Whether ``outputs`` was an answer; then whoever waits for it has it."""
-        if (answer := outputs.utility_output) is None:
-            return False
-        future = self._waiting.get(answer.call_id)
-        if future is not None and not future.done():
-            try:
-                future.set_result(utility_result(answer))
-            except Exception as error:
-                future.set_exception(error)
-        return True
-
-    def fail(self, error: Exception) -> None:
-        for future in list(self._waiting.values()):
-            if not future.done():
-                future.set_exception(error)
 
 
 class AsyncMPClient:

@@ -1,4 +1,4 @@
-"""The two I/O threads of a core's process: they decode and encode, so that the thread that steps does not."""
+"""The two ends of a core's process: a thread that decodes what comes, and the socket that outputs leave by."""
 
 import contextlib
 import queue
@@ -20,7 +20,7 @@ ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
 INPUT_QUEUE_SIZE = 4096
 """Messages: the core takes all of them before each step, so this many may come during one; then sends wait."""
 OUTPUT_QUEUE_SIZE = 64
-"""Steps: a client that reads no more stops the core rather than filling its memory."""
+"""Messages that wait to leave: a client that reads no more stops the core rather than filling its memory."""
 LINGER_MS = 2000
 """How long the last messages may take to leave."""
 
@@ -86,37 +86,27 @@ class InputThread:
                 raise AssertionError(f"a client does not send {kind}")
 
 
-class OutputThread:
-    """Queue → socket. Ends after :meth:`close`."""
+class OutputSocket:
+    """Outputs → socket, from the thread that steps: handed to another one they would wait for the interpreter, which
+    that thread holds until its next step runs. Ends after :meth:`close`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._queue: queue.Queue[EngineCoreOutputs | bytes | None] = queue.Queue(OUTPUT_QUEUE_SIZE)
         self._socket = context.socket(zmq.PUSH)
+        self._socket.sndhwm = OUTPUT_QUEUE_SIZE
         self._socket.linger = LINGER_MS
         self._socket.connect(address)
-        self._thread = threading.Thread(target=self._run, name="core-output", daemon=True)
+        self._sender = FrameSender(self._socket)
 
-    def start(self) -> None:
-        self._thread.start()
+    def send(self, outputs: EngineCoreOutputs) -> None:
+        """Sends a message; waits while the client is too far behind."""
+        self._sender.send(outputs)
 
-    def send(self, message: EngineCoreOutputs | bytes) -> None:
-        """Hands a message over; waits while the client is too far behind."""
-        self._queue.put(message)
+    def send_dead(self) -> None:
+        """The last message: the core gives up. A client that does not read does not get it."""
+        self._socket.sndtimeo = LINGER_MS
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(ENGINE_CORE_DEAD)
 
     def close(self) -> None:
-        """Sends what is queued and ends the thread, however little the client reads."""
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=LINGER_MS / 1000)
-            self._thread.join(LINGER_MS / 1000)
-
-    def _run(self) -> None:
-        with self._socket:
-            sender = FrameSender(self._socket)
-            while (message := self._queue.get()) is not None:
-                try:
-                    if isinstance(message, bytes):
-                        self._socket.send(message)
-                    else:
-                        sender.send(message)
-                except zmq.ContextTerminated:
-                    return
+        """What was sent still leaves, within ``LINGER_MS``."""
+        self._socket.close()

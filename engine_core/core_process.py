@@ -1,6 +1,6 @@
-"""The engine core in a process of its own: the busy loop, between an input and an output thread.
+"""The engine core in a process of its own: an input thread, and the busy loop, which sends its outputs itself.
 
-client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy loop ──▶ output queue ──▶ output thread ──PUSH──▶ client
+client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy loop ──PUSH──▶ client
                          └─────▶ aborts queue ─────┘ (also read while a step's results come in)
 """
 
@@ -18,7 +18,7 @@ from .array_arena import ArenaReader
 from .config import EngineConfig
 from .core import EngineCore
 from .core_calls import CoreCalls
-from .core_io import ENGINE_CORE_DEAD, InputItem, InputThread, OutputThread
+from .core_io import InputItem, InputThread, OutputSocket
 from .core_kv import CoreKV, make_core_kv
 from .core_launch import remove_sockets
 from .errors import ExecutorFailedError
@@ -52,13 +52,12 @@ class EngineCoreProc:
         self._calls = CoreCalls(core)
         arrays = ArenaReader(init.arrays) if init.arrays is not None else None
         self._input = InputThread(context, init.input_address, arrays)
-        self._output = OutputThread(context, init.output_address)
+        self._output = OutputSocket(context, init.output_address)
         self.state = ProcState.RUNNING
 
     def start(self) -> None:
-        """Starts the I/O threads: from here on the client is heard."""
+        """From here on the client is heard."""
         self._input.start()
-        self._output.start()
 
     def request_shutdown(self) -> None:
         """Lets live requests finish, then :meth:`run` returns."""
@@ -82,7 +81,7 @@ class EngineCoreProc:
             while self._process_inputs():
                 self._send(self._calls.step(self._input.take_aborts))
         except BaseException:
-            self._output.send(ENGINE_CORE_DEAD)
+            self._output.send_dead()
             raise
         finally:
             self._output.close()

@@ -169,7 +169,7 @@ def test_the_search_finds_the_modules() -> None:
 
 @pytest.mark.parametrize("module", modules_of("tokenloom.engine_core"), ids=lambda module: module.name)
 def test_engine_core(module: Module) -> None:
-    asynchronous = ("tokenloom.engine_core.async_client", "tokenloom.engine_core.async_socket")
+    asynchronous = tuple(f"tokenloom.engine_core.{name}" for name in ("async_client", "async_socket", "pending_calls"))
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     third_party = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
     assert not violations("tokenloom.engine_core", third_party=third_party, never=never, modules=[module])

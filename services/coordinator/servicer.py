@@ -100,10 +100,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
         return self._pick(request)
 
-    async def PickStream(self, requests: AsyncIterator[PickBatch], context: _Context) -> AsyncIterator[PickResults]:
-        yield PickResults()
+    async def PickStream(  # type: ignore[override]  # it writes to the context: no generator for each answer
+        self, requests: AsyncIterator[PickBatch], context: _Context
+    ) -> None:
+        await context.write(PickResults())
         async for batch in requests:
-            yield PickResults(result=[self._pick_result(request) for request in batch.pick])
+            await context.write(PickResults(result=[self._pick_result(request) for request in batch.pick]))
 
     async def Watch(self, request: WatchRequest, context: _Context) -> AsyncIterator[Snapshot]:
         while True:

@@ -1,6 +1,6 @@
 """Steps → frames of one stream, in columns. Without I/O: steps that wait for credit merge here."""
 
-from dataclasses import dataclass
+import msgspec
 
 from tokenloom.v1 import engine_pb2, types_pb2
 
@@ -19,8 +19,7 @@ _MIN_MESSAGE_BYTES = 1024
 _UNWANTED = (types_pb2.FINISH_REASON_ABORT, types_pb2.FINISH_REASON_ERROR)  # what waits of it is of no use any more
 
 
-@dataclass(slots=True)
-class _Row:
+class _Row(msgspec.Struct):
     token_index: int
     token_ids: list[int]
     logprobs: types_pb2.Logprobs | None = None
@@ -44,6 +43,8 @@ class FrameBuilder:
         """``max_message_bytes``: as in the peer's Hello; 0: it named none."""
         self._max_bytes = max(max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MIN_MESSAGE_BYTES)
         self._rows: dict[int, _Row] = {}
+        self._num_tokens = 0  # of the rows, at most
+        self._num_told = 0  # rows with log probabilities, at most
         self._finished: dict[int, engine_pb2.Finished] = {}
         self._grants: dict[int, engine_pb2.KVGrant] = {}
         self._prompts: dict[int, tuple[int, types_pb2.Logprobs]] = {}  # with the position of the first
@@ -59,6 +60,8 @@ class FrameBuilder:
     ) -> None:
         """Appends what a step produced; list and columns are kept. ``token_index`` is that of the first, and leaves no
         gap."""
+        self._num_tokens += len(token_ids)
+        self._num_told += logprobs is not None
         row = self._rows.get(slot)
         if row is None:
             self._rows[slot] = _Row(token_index, token_ids, logprobs)
@@ -109,6 +112,10 @@ class FrameBuilder:
     def take(self, step: int) -> engine_pb2.EngineFrame:
         """The next frame: all that waits, or as much of it as one message holds."""
         room = self._max_bytes - _FRAME_BYTES
+        if not (self._finished or self._grants or self._prompts or self._num_told) and (
+            _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= room
+        ):
+            return self._take_tokens(step)
         grants = self._take_grants(room // 2)
         room -= sum(grant.ByteSize() + 8 for grant in grants)
         logprobs = self._take_prompts(room) if self._prompts else []
@@ -126,6 +133,8 @@ class FrameBuilder:
                 room -= logprobs[-1].ByteSize() + 8
         finished = self._take_finished(room, at_least=0 if slots or not is_empty else 1)
         self.is_urgent = self.has_data  # what did not fit has waited enough
+        if not self._rows:
+            self._num_tokens = self._num_told = 0
         return engine_pb2.EngineFrame(
             step=step,
             slot=slots,
@@ -135,6 +144,19 @@ class FrameBuilder:
             finished=finished,
             logprobs=logprobs,
             kv_granted=grants,
+        )
+
+    def _take_tokens(self, step: int) -> engine_pb2.EngineFrame:
+        """All rows, when there is nothing else and they fit: what nearly every step is."""
+        rows, self._rows, self._num_tokens = self._rows, {}, 0
+        self.is_urgent = False
+        counts = [len(row.token_ids) for row in rows.values()]
+        return engine_pb2.EngineFrame(
+            step=step,
+            slot=rows,
+            token_index=[row.token_index for row in rows.values()],
+            num_tokens=() if counts.count(1) == len(counts) else counts,
+            token_ids=[token_id for row in rows.values() for token_id in row.token_ids],
         )
 
     def _take_rows(self, room: int, *, is_alone: bool) -> list[tuple[int, _Row, int]]:

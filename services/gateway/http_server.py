@@ -56,6 +56,7 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nobody asks for the client's address
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             ssl_certfile=tls_cert,
             ssl_keyfile=tls_key,

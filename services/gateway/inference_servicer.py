@@ -1,5 +1,6 @@
 """The public gRPC API."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -7,7 +8,7 @@ import grpc.aio
 
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-from ..runtime import logprob_columns
+from ..runtime import errors, logprob_columns
 from ..runtime.tracing import pick_headers
 from .collector import Delta
 from .endpoint import check_model
@@ -21,11 +22,19 @@ from .parsed_message import MessagePlan, ParsedMessage
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+MAX_SESSIONS = 1024
+"""Open at once: each holds its tokens, a context's length at most."""
+
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Generates over the same road as HTTP."""
 
-    def __init__(self, generator: Generator, health: MeshHealth, model: str, plans: MessagePlans) -> None:
+    def __init__(
+        self, generator: Generator, health: MeshHealth, model: str, plans: MessagePlans, idle_timeout: float
+    ) -> None:
+        """``idle_timeout``: seconds that a session may wait for its next turn."""
+        self._idle_timeout = idle_timeout
+        self._num_sessions = 0
         self._generator = generator
         self._health = health
         self._model = model
@@ -41,9 +50,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GenerateSession(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> None:
+        """Writes to the context, too."""
+        if self._num_sessions >= MAX_SESSIONS:
+            raise errors.ResourceExhausted(f"{MAX_SESSIONS} sessions are open; try again")
+        self._num_sessions += 1
+        try:
+            await self._converse(request_iterator, context)
+        finally:
+            self._num_sessions -= 1
+
+    async def _converse(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Context) -> None:
         """Reads a turn when the one before is answered: those that wait are in gRPC's window, which bounds them."""
         session: InputSession | None = None
-        async for request in request_iterator:
+        while (request := await self._next_turn(requests)) is not None:
             check_model(request.model or None, self._model)
             if session is None:
                 session = InputSession()
@@ -51,6 +70,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             job = session.read_turn(request, self._plans, context.time_remaining())
             await self._answer(request, job, None, context, session)
             session.end()
+
+    async def _next_turn(
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest]
+    ) -> inference_pb2.GenerateRequest | None:
+        try:
+            async with asyncio.timeout(self._idle_timeout):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"the session's next turn did not come in {self._idle_timeout:g} s") from None
 
     async def _answer(
         self,

@@ -131,14 +131,13 @@ class ProcessStream:
         ):
             end = start + count
             if (target := self._slots.get(slot)) is not None:
-                target.collector.put(
-                    target.first_index + sample,
-                    text,
-                    token_index,
-                    token_ids[start:end],
-                    logprobs=told[slot, sample] if told and (slot, sample) in told else (),
-                    ends=bool(ending) and (slot, sample) in ending,
-                )
+                index = target.first_index + sample
+                if told or ending:
+                    key = slot, sample
+                    logprobs, ends = told.get(key, ()), key in ending
+                    target.collector.put(index, text, token_index, token_ids[start:end], logprobs=logprobs, ends=ends)
+                else:
+                    target.collector.put(index, text, token_index, token_ids[start:end])
             start = end
         for finished in frame.finished:
             self._finish(finished)

@@ -81,7 +81,7 @@ class GatewayService:
         )
         host.authorize_calls(keys.authorize_call)
         plans = self._plans(tokenizers)
-        inference = InferenceServicer(generator, health, model, plans)
+        inference = InferenceServicer(generator, health, model, plans, settings.request_timeout)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, host.server)
         completions = CompletionsApi(BodyReader(strict=settings.strict), model)
         kserve = KServeServicer(completions, generator, health, model)

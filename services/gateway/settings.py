@@ -58,7 +58,11 @@ class GatewaySettings(ServiceSettings):
     most_urgent_priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="Lowest (most urgent) priority that a client gets, whatever it asks for."
     )
-    request_timeout: float = Field(600.0, gt=0, description="Seconds that a request may take, at most.")
+    request_timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a request may take, at most; a session may wait as long for its next turn.",
+    )
 
     @property
     def is_public(self) -> bool:

@@ -237,7 +237,7 @@ class Legs:
         if leg is self._decode:
             self._holds_kv = False  # whoever decodes has read it
             self._settle(leg.placement)  # and verified it: whoever joins hits it
-        elif leg.placement.whole_request:
+        elif self._on_settled is not None and leg.placement.whole_request:
             self._settle(leg.placement)
         self._owner.on_tokens(token_index, token_ids, logprobs)
 

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput
+from tokenloom.v1.output_processor_pb2 import ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
@@ -77,15 +78,12 @@ class _Servicer(OutputProcessorServicer):
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
 
-    async def Process(
+    async def Process(  # type: ignore[override]  # it writes to the context: a frame passes one generator, not three
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[ProcessFrame]:
-        frames = Session(self._parts).frames(request_iterator)
-        try:
+    ) -> None:
+        async with aclosing(Session(self._parts).frames(request_iterator)) as frames:
             async for frame in frames:
-                yield frame
-        finally:
-            await frames.aclose()
+                await context.write(frame)
 
 
 def _load(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:

@@ -18,17 +18,20 @@ inline bool may_use_amx() {
   return granted;
 }
 
-// Eight registers of 64 bytes a row; given back at the end, so that a switch of threads need not save them.
+// Eight registers of up to 64 bytes a row; given back at the end, so that a switch of threads need not save them.
 class AmxRegisters {
  public:
-  // `rows` of registers 0 to 7.
-  explicit AmxRegisters(const uint8_t (&rows)[8]) {
+  // `rows` of registers 0 to 7, and bytes of each row.
+  explicit AmxRegisters(const uint8_t (&rows)[8], const uint8_t (&bytes)[8] = {64, 64, 64, 64, 64, 64, 64, 64}) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
-    for (int i = 0; i < 8; ++i) config.rows[i] = rows[i];
+    for (int i = 0; i < 8; ++i) {
+      config.rows[i] = rows[i];
+      config.row_bytes[i] = bytes[i];
+    }
     _tile_loadconfig(&config);
   }
   ~AmxRegisters() { _tile_release(); }

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "attention_amx.h"
+#include "attention_decode_amx.h"
 #include "attention_decode_pairs.h"
 #include "attention_tile.h"
 
@@ -121,7 +121,7 @@ class Call {
 
   void compute(const Piece& piece) {
     const int32_t* table = a.block_tables + piece.request * a.table_stride;
-    if (piece.group < 0 && is_decode(piece.request) && heads <= 4) return compute_decode(piece, table);
+    if (piece.group < 0 && is_decode(piece.request) && can_decode()) return compute_decode(piece, table);
     std::vector<Row<T>> rows(piece.count * heads);
     const int num_rows = rows.size();
     for (int i = 0; i < num_rows; ++i) rows[i] = row(piece, piece.first + i / heads, i % heads);
@@ -133,6 +133,30 @@ class Call {
       tile<T, 1>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
     else
       tile<T, 2>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
+  }
+
+  // Otherwise the token is one of a tile of rows.
+  bool can_decode() const { return heads <= 4 || decodes_with_amx(); }
+
+  bool decodes_with_amx() const {
+#ifdef ATTEND_WITH_AMX
+    return std::is_same_v<T, BF16> && heads >= FEWEST_AMX_HEADS && heads <= MOST_AMX_HEADS && may_use_amx();
+#else
+    return false;
+#endif
+  }
+
+  void compute_decode_amx(const Piece& piece, const int32_t* table, const T* q, int visible, const Target<T>* targets) {
+#ifdef ATTEND_WITH_AMX
+    if constexpr (std::is_same_v<T, BF16>) {
+      auto go = [&](auto columns) {
+        AmxDecode<columns>(a, table, piece.head, q, heads, visible).run(piece.begin, piece.end, targets);
+      };
+      if (heads <= 4) return go(std::integral_constant<int, 4>());
+      if (heads <= 8) return go(std::integral_constant<int, 8>());
+      go(std::integral_constant<int, 16>());
+    }
+#endif
   }
 
 #ifdef ATTEND_WITH_AMX
@@ -163,10 +187,11 @@ class Call {
 
   void compute_decode(const Piece& piece, const int32_t* table) {
     const int r = piece.request, token = a.query_starts[r], head = piece.head * heads;
-    Target<T> targets[4];
+    Target<T> targets[MOST_AMX_HEADS];
     for (int g = 0; g < heads; ++g)
       targets[g] = {out(token, head + g), partial_at(piece.partial < 0 ? -1 : piece.partial + g)};
     const int visible = first_seen(a.seq_lens[r] - 1);
+    if (decodes_with_amx()) return compute_decode_amx(piece, table, query(token, head), visible, targets);
     auto go = [&](auto kernel) {
       kernel(a, table, piece.head, query(token, head), piece.begin, piece.end, visible, targets);
     };

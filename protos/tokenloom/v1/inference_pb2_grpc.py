@@ -69,6 +69,7 @@ class InferenceServicer:
         """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
         its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
         ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+        DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

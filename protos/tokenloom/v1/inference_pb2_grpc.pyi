@@ -41,6 +41,7 @@ class InferenceStub:
     """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
     its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
     ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+    DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Models that can be named in a request."""
@@ -58,6 +59,7 @@ class InferenceAsyncStub(InferenceStub):
     """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
     its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
     ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+    DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Models that can be named in a request."""
@@ -84,6 +86,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
         its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
         ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
+        DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
         """
 
     @_abc_1.abstractmethod

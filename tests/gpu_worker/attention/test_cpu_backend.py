@@ -55,7 +55,7 @@ def test_head_sizes(batch, window, head_size):
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "head_size"), [(4, 32), (2, 128), (6, 64), (8, 128), (10, 64), (64, 32), (6, 80)]
+    ("num_heads", "head_size"), [(4, 32), (2, 128), (6, 64), (8, 128), (10, 64), (14, 128), (32, 64), (64, 32), (6, 80)]
 )
 @pytest.mark.parametrize("window", [None, 7, 40, 200])
 @pytest.mark.parametrize("batch", ALL)

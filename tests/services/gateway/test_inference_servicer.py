@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
+from tokenloom.services.gateway import inference_servicer
 from tokenloom.services.runtime import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
@@ -215,3 +216,24 @@ async def test_what_no_turn_may_be_ends_the_session(mesh: FakeMesh, fields: dict
         await call.write(turn(**fields))
         with pytest.raises(grpc.aio.AioRpcError, match=words):
             _ = [response async for response in call]
+
+
+async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_on() -> None:
+        while await idle.read() is not grpc.aio.EOF:
+            pass
+
+    monkeypatch.setattr(inference_servicer, "MAX_SESSIONS", 1)
+    async with FakeMesh(socket_dir).gateway(request_timeout=0.3) as mesh, mesh.inference() as stub:
+        mesh.outputs.auto = ["x"]
+        for _ in range(2):
+            idle = stub.GenerateSession()
+            await idle.write(turn(text="abc"))
+            await idle.read()
+            other = stub.GenerateSession()
+            assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            with pytest.raises(grpc.aio.AioRpcError, match=r"next turn did not come in 0\.3 s") as ended:
+                await read_on()
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -1,0 +1,29 @@
+"""What a part finds in its environment."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenloom.supervisor.output import LineCopier
+from tokenloom.supervisor.part_spec import PartSpec
+from tokenloom.supervisor.process import Process
+
+Printed = list[tuple[str, str]]
+TELL = "import os; print(os.environ['GRPC_EXPERIMENTS'])"
+
+
+async def told(output: LineCopier, printed: Printed, state_dir: Path) -> str:
+    spec = PartSpec("gateway", 0, (sys.executable, "-c", TELL), state_dir / "state")
+    assert await (await Process.start(spec, output)).wait() == 0
+    output.close()
+    return printed[-1][1]
+
+
+async def test_grpc_has_no_event_engine_unless_the_user_says_otherwise(
+    output: LineCopier, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPC_EXPERIMENTS", raising=False)
+    assert "-event_engine_client" in await told(output, printed, tmp_path)
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "mine")
+    assert await told(output, printed, tmp_path) == "mine"

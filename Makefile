@@ -93,7 +93,10 @@ metrics-check: install ## promtool over every /metrics of a running mesh, and ov
 clients: install ## the clients that users have, as they are, against one mesh; each in an environment of its own under build/clients
 	$(BIN)/python -m tests.clients.run
 
+browser: install ## the page /docs in a real browser (Debian: chromium)
+	$(BIN)/python -m tests.services.gateway.check_docs_page
+
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients help
+.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients browser help

@@ -74,7 +74,7 @@ class App:
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound("no such model is served; GET /v1/models lists those that are", field="model")
         if methods is None:
-            raise errors.NotFound("there is nothing at this path")
+            raise errors.NotFound("there is nothing at this path; /docs lists what there is")
         # An ASGI server drops the body of an answer to HEAD.
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         if handler is None:

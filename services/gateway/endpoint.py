@@ -11,6 +11,7 @@ from .body import decode_object, read_body
 from .collector import Delta
 from .disconnect import until_disconnected
 from .exchange import Exchange
+from .exchange import Headers as HeaderPairs
 from .generation import Generation, Generator
 
 log = logging.getLogger(__name__)
@@ -47,19 +48,26 @@ class Endpoint:
         body = decode_object(await read_body(exchange.headers, exchange.receive, self._max_body_bytes))
         check_model(body.get("model"), self._model)
         job, options = self._api.read(body)
-        if (wanted := exchange.headers.get(orca.REQUEST_HEADER)) is not None:
-            exchange.more_headers = lambda: orca.response_headers(wanted, self._generator.mesh_load)
         headers = trace_headers(exchange)
         async with until_disconnected(exchange.receive), self._generator.open(job, headers) as generation:
             RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
             answer = self._api.answer(generation, options)
-            respond = _stream if options.stream else _whole
-            await respond(exchange, generation, answer)
+            if options.stream:
+                deltas = await generation.take()  # what fails before the first output still gets a status of its own
+                await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
+                await _stream(exchange, generation, answer, deltas)
+            else:
+                whole = await _whole(generation, answer)
+                await exchange.respond(200, whole, headers=self._load_headers(exchange))
+
+    def _load_headers(self, exchange: Exchange) -> HeaderPairs:
+        """The mesh's load as it is now, for who wants it."""
+        wanted = exchange.headers.get(orca.REQUEST_HEADER)
+        return () if wanted is None else orca.response_headers(wanted, self._generator.mesh_load)
 
 
-async def _stream(exchange: Exchange, generation: Generation, answer: Answer) -> None:
-    deltas = await generation.take()  # what fails before the first output still gets a status of its own
-    await exchange.start(200, sse.HEADERS)
+async def _stream(exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta]) -> None:
+    """The body of a stream, from its first deltas on."""
     events = answer.first_events()
 
     def write_now(delta: Delta) -> bool:
@@ -81,8 +89,8 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer) ->
         deltas = await generation.take(write_now)
 
 
-async def _whole(exchange: Exchange, generation: Generation, answer: Answer) -> None:
+async def _whole(generation: Generation, answer: Answer) -> bytes:
     while not generation.done:
         for delta in await generation.take():
             answer.add(delta)
-    await exchange.respond(200, answer.body())
+    return answer.body()

@@ -48,8 +48,6 @@ class Exchange:
         self.request_id = request_id
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
         self.started = False
-        self.more_headers: Callable[[], Headers] | None = None
-        """Asked once, when the response begins."""
         self._send = send
         self._direct = direct_writer.find(scope)
 
@@ -62,8 +60,6 @@ class Exchange:
         """Sends status and headers."""
         self.started = True
         all_headers = [*headers, *self.extra_headers, (b"x-request-id", self.request_id)]
-        if self.more_headers is not None:
-            all_headers += self.more_headers()
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
 
     async def write(self, body: bytes) -> None:

@@ -122,8 +122,8 @@ def test_steps_are_profiled_between_start_and_stop(tmp_path):
     worker.load_model()
     worker.initialize_kv_cache(8)
     worker.profile(True)
-    new = NewRequestData("a", [5, 6, 7], [], GREEDY, [2], 0)
-    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    new = NewRequestData("a", [5] * 40, [], GREEDY, [2, 3, 4], 0)  # more rows than the kernels for few take
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 40}, 40, [], []))
     worker.profile(False)
     (trace,) = tmp_path.iterdir()
     assert b"mkldnn" in gzip.decompress(trace.read_bytes()), "the layers' multiplications"

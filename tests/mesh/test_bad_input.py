@@ -13,7 +13,9 @@ from tests.services.gateway.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, b
 from tokenloom.services.runtime.channels import open_channel
 from tokenloom.v1 import inference_pb2_grpc
 
-SECONDS = 0.1
+CPU_SECONDS = 0.1
+"""Of the thread that all services share here: what others do on the machine is not in it."""
+SECONDS = 5.0
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
     COMPLETIONS: {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 2},
@@ -38,13 +40,13 @@ async def test_nothing_bad_disturbs_anybody(socket_dir: Path) -> None:
         slow: list[str] = []
         for bad in bad_bodies(VOCAB_SIZE, MAX_MODEL_LEN):
             good = {k: v for k, v in GOOD[bad.path].items() if not (bad.param == "prompt" and k == "prompt")}
-            started = time.monotonic()
+            started, cpu = time.monotonic(), time.thread_time()
             response = await http.post(bad.path, json={**good, **bad.fields})
-            seconds = time.monotonic() - started
+            seconds, cpu = time.monotonic() - started, time.thread_time() - cpu
             assert response.status_code == bad.status, (bad, response.text)
             assert response.json()["error"]["param"] == bad.param, (bad, response.text)
-            if seconds > SECONDS:
-                slow.append(f"{bad}: {seconds:.3f} s")
+            if cpu > CPU_SECONDS or seconds > SECONDS:
+                slow.append(f"{bad}: {cpu:.3f} s of the processor in {seconds:.3f} s")
         for body in RAW_BODIES.values():
             assert (await http.post(COMPLETIONS, content=body)).status_code == 400
         stub = inference_pb2_grpc.InferenceStub(channel)

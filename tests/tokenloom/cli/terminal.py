@@ -26,28 +26,15 @@ class Terminal:
         """``\\x03`` is Ctrl-C, ``\\x04`` Ctrl-D."""
         os.write(self._descriptor, text.encode())
 
-    def interrupt_until(self, wanted: str) -> str:
-        """Ctrl-C, and again each second: Python does not notice one that comes just before it waits for a key."""
-        for _ in range(int(_PATIENCE_SECONDS)):
-            self.type("\x03")
-            if self._comes(wanted, 1.0):
-                break
-        return self.read_until(wanted)
-
     def read_until(self, wanted: str) -> str:
         """What came up to and with `wanted`, since the last call."""
-        assert self._comes(wanted, _PATIENCE_SECONDS), self._text
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while wanted not in self._text:
+            assert select.select([self._descriptor], [], [], deadline - time.monotonic())[0], self._text
+            self._text += self._read()
         end = self._text.index(wanted) + len(wanted)
         text, self._text = self._text[:end], self._text[end:]
         return text
-
-    def _comes(self, wanted: str, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while wanted not in self._text:
-            if not select.select([self._descriptor], [], [], max(deadline - time.monotonic(), 0))[0]:
-                return False
-            self._text += self._read()
-        return True
 
     def end(self) -> int:
         """Reads what is left until the command ends; its exit status."""

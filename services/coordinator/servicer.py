@@ -27,6 +27,7 @@ from tokenloom.v1.types_pb2 import EngineRole
 
 from ..runtime.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError, to_proto
 from ..runtime.hello import check_hello, make_hello
+from ..runtime.tasks import first_of
 from .engine_record import EngineRecord
 from .registry import Registry
 
@@ -123,16 +124,10 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         check_identity(first)
         stream = self._open(first)  # whoever reads our hello is known to us
         answer = EngineCommand(hello=make_hello(self._name, self._epoch))
-        tasks = asyncio.create_task(self._read(stream, requests)), asyncio.create_task(stream.write(answer, context))
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await first_of(self._read(stream, requests), stream.write(answer, context))
         finally:
             self._close(stream)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def drain(self, engine_id: str, grace: float) -> None:
         """Asks an engine to finish what it has and leave within ``grace`` seconds; ``NotFound`` when it is not here."""

@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tokenloom.services.runtime.tasks import first_of
+
 from .output import LineCopier
 from .part import Part, PartFailed
 from .part_spec import PartSpec
@@ -45,15 +47,7 @@ class Mesh:
 
     async def wait_serving(self) -> None:
         """Returns when every part is SERVING. Raises `PartFailed` when one cannot be brought up."""
-        both = [asyncio.create_task(self._all_serving()), asyncio.create_task(self.wait_failed())]
-        try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in both:
-                task.cancel()
-            await asyncio.wait(both)
+        await first_of(self._all_serving(), self.wait_failed())
 
     async def wait_failed(self) -> None:
         """Never returns; raises what ended the care for a part."""

@@ -67,6 +67,8 @@ class Batch:
                 line = reply_line(request, self._post(request))
             except RequestFailed as error:
                 line = error_line(request.custom_id, "no_answer", str(error))
+            except Exception as error:  # whatever it is: `run` waits for a line
+                line = error_line(request.custom_id, "internal_error", f"{type(error).__name__}: {error}")
             self._answered.put(line)
 
     def _post(self, request: BatchRequest) -> Reply:

@@ -75,3 +75,11 @@ def test_an_id_that_comes_twice_is_refused(server: FakeServer) -> None:
     answers = list(Batch(Server(server.url), 1, 0).run(lines("a", "a"), ()))
     assert sorted(line["error"] is None for line in answers) == [False, True]
     assert len(server.requests) == 1
+
+
+def test_a_path_that_no_http_client_can_send_is_an_error_of_its_line(server: FakeServer) -> None:
+    server.reply(200, OK)
+    odd = json.dumps({"custom_id": "odd", "url": "/v1/é", "body": {}})
+    answers = run(server.url, [*lines("a"), (2, odd)])
+    assert answers["odd"]["error"]["code"] == "internal_error"
+    assert answers["a"]["error"] is None

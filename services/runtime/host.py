@@ -174,7 +174,7 @@ class Host:
 
     async def close(self, grace: float) -> None:
         """Ends calls after ``grace`` seconds, then tasks, metrics and the state file."""
-        await asyncio.gather(self._grpc.stop(grace), *([self._local.close(grace)] if self._local is not None else []))
+        await self._end_calls(grace)
         if self._probes is not None:
             await self._probes.stop(None)
         await self._tasks.close()
@@ -184,6 +184,11 @@ class Host:
             await asyncio.to_thread(self.tracer.close)
         if self.settings.state_file is not None:
             self.settings.state_file.unlink(missing_ok=True)
+
+    async def _end_calls(self, grace: float) -> None:
+        if self._local is not None:
+            await self._local.close(grace)
+        await self._grpc.stop(grace)
 
     def _bind(self) -> str:
         settings = self.settings

@@ -47,6 +47,7 @@ class LocalServer:
         await self._callers_gone()
         for call in self._calls:
             call.connection.abort()
+        await self._server.wait_closed()
 
     def _accept(self) -> Connection:
         call = ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.discard)

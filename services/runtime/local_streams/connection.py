@@ -131,10 +131,11 @@ class Connection(asyncio.Protocol):
         self._writable.set()
 
     def _tick(self) -> None:
+        self._silent_ticks = self._silent_ticks + 1 if self._is_reading else 0
+        if self._silent_ticks >= SILENT_TICKS:
+            self.abort()
+            return
         self._ticker = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
         if not self._has_sent and self.is_writable:
             self.send(Kind.BEAT)
         self._has_sent = False
-        self._silent_ticks = self._silent_ticks + 1 if self._is_reading else 0
-        if self._silent_ticks >= SILENT_TICKS:
-            self.abort()

@@ -84,7 +84,7 @@ def decode_status(payload: bytes) -> Status:
     """Inverse of :func:`encode_status`. Raises ``Internal`` for a payload that is none."""
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         raise Internal("a status cannot be read") from None
 
 
@@ -121,7 +121,7 @@ class FrameDecoder:
                 )
             if (stop := start + _HEADER.size + size) > end:
                 break
-            yield kind, bytes(view[start + _HEADER.size : stop])
+            yield kind, bytes(memoryview(view)[start + _HEADER.size : stop])
             start = stop
         if view is self._rest:
             del self._rest[:start]

@@ -1,6 +1,7 @@
 """Peers that are killed, stopped, silent, or only busy."""
 
 import asyncio
+import contextlib
 import signal
 import sys
 import time
@@ -31,7 +32,8 @@ async def process(path: Path, tick_seconds: float) -> AsyncIterator[asyncio.subp
         assert await part.stdout.readline() == b"serving\n"
         yield part
     finally:
-        part.kill()
+        with contextlib.suppress(ProcessLookupError):  # a test may have killed it
+            part.kill()
         await part.communicate()
 
 

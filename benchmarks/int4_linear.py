@@ -41,15 +41,19 @@ class Int4Linear:
 
 def make_layers(blocks: int, groups: Sequence[int]) -> dict[str, list[Layer]]:
     """By kind, the layers of so many blocks, with random weights."""
-    layers: dict[str, list[Layer]] = {"bfloat16": [], "int8": []} | {f"int4, {group}": [] for group in groups}
+    layers: dict[str, list[Layer]] = {kind: [] for kind in ("bfloat16", "int8", *map(_kind, groups))}
     for _ in range(blocks):
         for inputs, outputs in SHAPES:
             weight = (torch.randn(outputs, inputs) * 0.02).to(torch.bfloat16)
             layers["bfloat16"].append(PackedLinear(weight))
             layers["int8"].append(Int8Linear(weight))
             for group in groups:
-                layers[f"int4, {group}"].append(Int4Linear(weight, group))
+                layers[_kind(group)].append(Int4Linear(weight, group))
     return layers
+
+
+def _kind(group: int) -> str:
+    return f"int4, {group}"
 
 
 def run(layers: dict[str, list[Layer]], rows: int, rounds: int) -> dict[str, float]:

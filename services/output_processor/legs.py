@@ -142,11 +142,10 @@ class Legs:
                 self._placer.release(placement)
                 return
             self._placing = 0
-            engine = placement.link.identity.engine_id
-            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
-            request_log.debug("%s placed on %s", EngineRole.Name(role), engine)
             state.timeline.placement_ns += time.monotonic_ns() - started
             self._place_decode(placement) if role == _DECODE else self._place_prefill(placement)
+            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
+            request_log.debug("%s placed on %s", EngineRole.Name(role), placement.link.identity.engine_id)
         except Exception as error:
             if not is_ahead:
                 self._owner.fail(error)

@@ -130,9 +130,9 @@ class Call {
       if (may_use_amx()) return compute_amx(piece, table, rows);
 #endif
     if (num_rows <= LANES)
-      tile<T, 1>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
+      Tile<T, 1>(a, rows.data(), num_rows).run(table, piece.head, piece.begin, piece.end);
     else
-      tile<T, 2>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
+      Tile<T, 2>(a, rows.data(), num_rows).run(table, piece.head, piece.begin, piece.end);
   }
 
   // Otherwise the token is one of a tile of rows.

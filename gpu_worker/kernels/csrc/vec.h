@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -80,11 +80,15 @@ inline float largest(Vec x) { return fold(x, maximum); }
 
 // e^x within 3e-7 of it, for x in [-87, 88]; beyond, the value at that end.
 inline Vec exponential(Vec x) {
+#ifdef __AVX512F__
+  x = _mm512_min_ps(splat(88.f), _mm512_max_ps(splat(-87.f), x));  // in this order a NaN stays one
+  const Vec t = x * 1.44269504f, n = _mm512_roundscale_ps(t, 0);
+#else
   x = x < -87.f ? splat(-87.f) : x;
   x = x > 88.f ? splat(88.f) : x;
-  Vec t = x * 1.44269504f;
-  Vec n = (t + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to an integer
-  Vec f = t - n;
+  const Vec t = x * 1.44269504f, n = (t + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to an integer
+#endif
+  const Vec f = t - n;
   Vec p = splat(1.5403530e-4f);  // 2^f on [-0.5, 0.5]
   p = p * f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;
@@ -92,5 +96,27 @@ inline Vec exponential(Vec x) {
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
   p = p * f + 1.f;
+#ifdef __AVX512F__
+  return _mm512_scalef_ps(p, n);
+#else
   return (Vec)((VecInt)p + (__builtin_convertvector(n, VecInt) << 23));
+#endif
+}
+
+// Sixteen rows of sixteen become columns.
+template <class V>
+inline void transpose(V* rows) {
+  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma GCC unroll 4
+  for (int n = 8; n; n /= 2) {
+    const VecInt from_upper = (lanes & n) != 0 ? lanes + (LANES - n) : lanes;
+    const VecInt from_lower = (lanes & n) != 0 ? lanes + LANES : lanes + n;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+      if (!(i & n)) {
+        const V a = rows[i], b = rows[i + n];
+        rows[i] = __builtin_shuffle(a, b, from_upper);
+        rows[i + n] = __builtin_shuffle(a, b, from_lower);
+      }
+  }
 }

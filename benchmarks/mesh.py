@@ -44,11 +44,18 @@ class MeshCase:
     async_scheduling: bool = False
     frame_interval: float | None = None
     """The engine's; None: its default."""
+    waiting: int = 0
+    """Requests beyond the batch: without any, a place is empty from one request's end to the next one's first step."""
+
+    @property
+    def num_streams(self) -> int:
+        """In flight at once."""
+        return self.batch + self.waiting
 
     @property
     def num_prompts(self) -> int:
         rate = self.batch / self.step_ms * 1e3 if self.step_ms else _FLAT_OUT_TOKENS
-        return max(_LEAST_REQUESTS * self.batch, round(rate * self.seconds / self.output_len))
+        return max(_LEAST_REQUESTS * self.num_streams, round(rate * self.seconds / self.output_len))
 
     @property
     def title(self) -> str:
@@ -90,12 +97,12 @@ async def run_case(model: Path, case: MeshCase, on_start: Callable[[int], Done])
         load_tokenizer(model).get_vocab_size(with_added_tokens=True),
     )
     body = CompletionBody(_NAME, {"temperature": 0, "ignore_eos": True, "return_timeline": True})
-    pace = Pace(max_concurrency=case.batch, ramp_up=min(1.0, case.seconds / 4))
+    pace = Pace(max_concurrency=case.num_streams, ramp_up=min(1.0, case.seconds / 4))
     report: dict[str, Any] = {}
 
     async def work(mesh: Mesh) -> None:
         async with Client(Endpoint.of(http_url(mesh), "/v1/completions"), body) as client:
-            await run_load(client, prompts[: case.batch], Pace(max_concurrency=case.batch))  # warms every part up
+            await run_load(client, prompts[: case.num_streams], Pace())  # warms every part up
             cpu, load = machine.ServiceCpu(pids_by_service(mesh)), machine.Load()
             result = await run_load(client, prompts, pace, on_start(len(prompts)))
             used, memory = cpu.used(), machine.resident_mib(pids_by_service(mesh))
@@ -114,6 +121,7 @@ def summarize(
     report: dict[str, Any] = {
         "step_ms": case.step_ms,
         "batch": case.batch,
+        "waiting": case.waiting,
         "async_scheduling": case.async_scheduling,
         "frame_interval": case.frame_interval,
         "duration": round(result.seconds, 3),

@@ -139,10 +139,13 @@ class HashWorker:
     def shutdown(self) -> None:
         self._rows.clear()
 
-    def _wait(self, scheduler_output: SchedulerOutput) -> None:
+    def seconds_of(self, scheduler_output: SchedulerOutput) -> float:
         """As long as the configuration says that such a step takes."""
         per_token = self._config.token_seconds * scheduler_output.total_num_scheduled_tokens
-        if seconds := self._config.step_seconds + per_token:
+        return self._config.step_seconds + per_token
+
+    def _wait(self, scheduler_output: SchedulerOutput) -> None:
+        if seconds := self.seconds_of(scheduler_output):
             time.sleep(seconds)
 
     def _update_rows(self, scheduler_output: SchedulerOutput) -> None:

@@ -91,6 +91,8 @@ class KVCacheManager:
 
     def allocate(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Makes room for a request's next tokens; returns the blocks added, None if too few are free."""
+        if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
+            return []  # within a block: nothing to add, nothing filled
         end = request.num_computed_tokens + num_new_tokens
         num_missing = self._blocks_for(end) - len(request.block_ids)
         new_block_ids: list[int] = []

@@ -64,23 +64,23 @@ class StepPlanner:
                 continue
             num_after = len(self.running) - index - 1  # each of whom gets a token
             num_new_tokens = self._budget.chunk(request, plan.budget - num_after)
-            new_block_ids = self._allocate_or_preempt(request, num_new_tokens, plan)
-            if new_block_ids is None:
+            new_block_ids = self._kv.allocate(request, num_new_tokens)
+            if new_block_ids is None and (new_block_ids := self._make_room(request, num_new_tokens, plan)) is None:
                 break
             plan.add_running(request, num_new_tokens, new_block_ids)
             index += 1
 
-    def _allocate_or_preempt(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Makes room, at the cost of leases first, then from the tail of the running; None if that was itself."""
-        while (new_block_ids := self._kv.allocate(request, num_new_tokens)) is None:
-            if self._remote is not None and self._remote.revoke_oldest():
-                continue
-            victim = self.running.pop()
-            self.requeue(victim, RequestStatus.PREEMPTED)
-            plan.preempted_req_ids.append(victim.request_id)
-            if victim is request:
-                return None
-        return new_block_ids
+    def _make_room(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
+        """Allocates at the cost of leases first, then of the tail of the running; None if that was itself."""
+        while True:
+            if self._remote is None or not self._remote.revoke_oldest():
+                victim = self.running.pop()
+                self.requeue(victim, RequestStatus.PREEMPTED)
+                plan.preempted_req_ids.append(victim.request_id)
+                if victim is request:
+                    return None
+            if (new_block_ids := self._kv.allocate(request, num_new_tokens)) is not None:
+                return new_block_ids
 
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
         while plan.budget > 0 and len(self.running) < self._max_num_seqs:

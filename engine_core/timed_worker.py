@@ -24,6 +24,10 @@ class TimedWorker(HashWorker):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._wait(scheduler_output)
+        self.begin(scheduler_output)
+
+    def begin(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes a step without waiting for it: whoever calls this keeps the time."""
         self._step = scheduler_output
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:

@@ -30,7 +30,8 @@ class TokenBudget:
 
     def chunk(self, request: Request, num_left: int) -> int:
         """Tokens of a request to compute in a step with room for ``num_left`` more."""
-        return min(_num_missing(request), num_left, self._max_chunk)
+        num_missing = _num_missing(request)
+        return 1 if num_missing == 1 else min(num_missing, num_left, self._max_chunk)
 
 
 def _num_begun_prompts(running: list[Request]) -> int:

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 
 from ..config import EngineConfig
+from ..timed_worker import TimedWorker
 from ..worker import Worker
 from .interface import Executor
 from .multiproc import MultiprocExecutor
 from .threaded import ThreadedExecutor
+from .timed import TimedExecutor
 from .uniproc import UniProcExecutor
 from .worker_launch import WORKER_COMMAND
 
@@ -25,6 +27,7 @@ def make_executor(
         return MultiprocExecutor(config, worker_command)
     if backend != "uni":
         raise ValueError(f"distributed_executor_backend is {backend!r}; there are uni and mp")
-    if config.scheduler.async_scheduling:
-        return ThreadedExecutor(make_worker(config))
-    return UniProcExecutor(make_worker(config))
+    worker = make_worker(config)
+    if isinstance(worker, TimedWorker):
+        return TimedExecutor(worker, overlaps=config.scheduler.async_scheduling)
+    return ThreadedExecutor(worker) if config.scheduler.async_scheduling else UniProcExecutor(worker)

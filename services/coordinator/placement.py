@@ -14,7 +14,7 @@ PD_THRESHOLD = 128
 """As many prompt tokens as a CPU engine computes in a step beside decodes: a shorter prompt delays others by one step
 at most, and a pair costs more than that."""
 
-_DECODE = EngineRole.ENGINE_ROLE_DECODE
+_UNSPECIFIED, _DECODE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineRole.ENGINE_ROLE_DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def choose(
 
 def check_request(request: PickRequest) -> None:
     """Refuses what cannot be placed whatever the engines do."""
-    if request.role == EngineRole.ENGINE_ROLE_UNSPECIFIED:
+    if request.role == _UNSPECIFIED:
         raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
     if request.prompt_tokens == 0:
         raise InvalidArgument("prompt_tokens must be at least 1", "prompt_tokens")

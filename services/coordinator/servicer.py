@@ -39,6 +39,8 @@ _Reports: TypeAlias = AsyncIterator[EngineReport]
 WATCH_SECONDS = 0.1
 """Snapshots to one watcher are at least so far apart; what changes in between goes as one."""
 _HELLO_SECONDS = 5.0
+_NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
+_LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 _MAX_COMMANDS = 4  # on their way to one engine; it is never asked for more than to drain
 
 
@@ -95,6 +97,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._name = name
         self._epoch = epoch
         self._picks = picks
+        self._picked = {name: picks.labels(name) for name in ("WHOLE", *_LEGS.values())}
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
         self._closing = False
 
@@ -155,7 +158,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         except TokenloomError as error:
             self._picks.labels(error.reason).inc()
             raise
-        self._picks.labels("WHOLE" if response.whole_request else _name(request.role)).inc()
+        self._picked["WHOLE" if response.whole_request else _LEGS[request.role]].inc()
         return response
 
     def _open(self, first: EngineReport) -> EngineStream:
@@ -182,10 +185,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._registry.report(stream.record, report)
 
 
-def _name(role: EngineRole) -> str:
-    return EngineRole.Name(role).removeprefix("ENGINE_ROLE_")
-
-
 async def _first_report(requests: _Reports) -> EngineReport:
     try:
         async with asyncio.timeout(_HELLO_SECONDS):
@@ -210,7 +209,7 @@ def check_identity(report: EngineReport) -> None:
 
 def check_report(report: EngineReport) -> None:
     """Checks what every report must tell."""
-    if report.role == EngineRole.ENGINE_ROLE_UNSPECIFIED:
+    if report.role == _NO_ROLE:
         raise InvalidArgument("role is not told", "role")
-    if report.state == EngineState.ENGINE_STATE_UNSPECIFIED:
+    if report.state == _NO_STATE:
         raise InvalidArgument("state is not told", "state")

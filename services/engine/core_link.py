@@ -83,7 +83,10 @@ class CoreLink:
     async def run(self) -> NoReturn:
         """Distributes outputs until the core is dead: then raises ``EngineDeadError``."""
         while True:
-            self._distribute(await self._client.get_output())
+            outputs = await self._client.get_output()
+            self._distribute(outputs)
+            await asyncio.sleep(0)  # the frames go now, before the next output is asked for
+            self._observe(outputs)
 
     async def run_aborts(self) -> NoReturn:
         """Sends aborts, those of one moment in one message: who ends attempts need not wait."""
@@ -141,9 +144,6 @@ class CoreLink:
         self._load.observe(outputs)
         streams: set[OutputStream] = set()
         now = time.monotonic()
-        self._metrics.observe_step(outputs)
-        if outputs.kv_events and self._kv_events is not None:
-            self._kv_events.publish(outputs.kv_events)
         if self._logs_events:
             self._log_events(outputs)
         for output in outputs.outputs:
@@ -159,6 +159,12 @@ class CoreLink:
                 self._ended(attempt, now)
         for stream in streams:
             stream.notify()
+
+    def _observe(self, outputs: EngineCoreOutputs) -> None:
+        """The step as a whole, for whom nobody's token waits."""
+        self._metrics.observe_step(outputs)
+        if outputs.kv_events and self._kv_events is not None:
+            self._kv_events.publish(outputs.kv_events)
 
     def _log_events(self, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:

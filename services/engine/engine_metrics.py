@@ -1,10 +1,17 @@
 """The engine's metrics, under vLLM's names, labelled ``model_name`` and ``engine``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter
 
-from tokenloom.engine_core.messages import CoreReady, EngineCoreOutput, EngineCoreOutputs, PrefillStats, SchedulerStats
+from tokenloom.engine_core.messages import (
+    CoreReady,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+    PrefillStats,
+    SchedulerStats,
+)
 
 from ..runtime import metrics
 from ..runtime.fast_metrics import Histogram
@@ -12,6 +19,7 @@ from .attempts import Attempt
 from .kv_metrics import KVMetrics
 
 _LABELS = ("model_name", "engine")
+_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -23,26 +31,19 @@ class EngineMetrics:
         self._registry = registry
         self._labels = (model, engine)
         self._seen = SchedulerStats()
-        self._running = self._gauge("num_requests_running", "Requests in the batch.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests not yet in the batch.")
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
-        self._external_queries = self._counter(
-            "external_prefix_cache_queries", "Prompt tokens that other engines or tiers were asked for."
-        )
-        self._external_hits = self._counter("external_prefix_cache_hits", "Prompt tokens loaded from them.")
-        self._prompt_sources = metrics.counter(
+        self._show_stats()
+        sources = metrics.counter(
             registry, "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", (*_LABELS, "source")
         )
-        self._preemptions = self._counter("num_preemptions", "Requests that lost their blocks and were resumed.")
+        self._computed, self._cached, self._loaded = (sources.labels(*self._labels, name) for name in _SOURCES)
         self._corrupted = self._counter("corrupted_requests", "Requests with NaN logits, if those are counted.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
         labels_of = dict(zip(_LABELS, self._labels, strict=True))
         self.generation_tokens = metrics.fast_counter(registry, "generation_tokens", "Tokens generated.", labels_of)
-        self._success = metrics.counter(
+        success = metrics.counter(
             registry, "request_success", "Requests that ended, by reason.", (*_LABELS, "finished_reason")
         )
+        self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.")
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of tokens after the first.")
@@ -77,7 +78,8 @@ class EngineMetrics:
     def observe_step(self, outputs: EngineCoreOutputs) -> None:
         """A step as a whole."""
         if (stats := outputs.scheduler_stats) is not None:
-            self._observe_stats(stats)
+            self.kv.observe_stats(stats)
+            self._seen = stats
         if outputs.outputs:
             num_generated = sum(len(output.new_token_ids) for output in outputs.outputs)
             prefills = [output.prefill_stats for output in outputs.outputs if output.prefill_stats is not None]
@@ -106,7 +108,7 @@ class EngineMetrics:
     def observe_end(self, attempt: Attempt, now: float) -> None:
         """An attempt that ended, by the core or by the front."""
         assert attempt.finish_reason is not None
-        self._success.labels(*self._labels, attempt.finish_reason.name.lower()).inc()
+        self._success[attempt.finish_reason].inc()
         self._e2e.observe(now - attempt.arrival)
         if not attempt.first_token_at:
             return
@@ -119,28 +121,45 @@ class EngineMetrics:
             self._inference.observe(decode + stats.prefill_ns / 1e9)
 
     def _observe_sources(self, stats: PrefillStats) -> None:
-        sources = {
-            "local_compute": stats.num_prompt_tokens - stats.num_cached_tokens,
-            "local_cache_hit": stats.num_cached_tokens - stats.num_external_cached_tokens,
-            "external_kv_transfer": stats.num_external_cached_tokens,
-        }
-        for source, num_tokens in sources.items():
-            self._prompt_sources.labels(*self._labels, source).inc(num_tokens)
+        self._computed.inc(stats.num_prompt_tokens - stats.num_cached_tokens)
+        self._cached.inc(stats.num_cached_tokens - stats.num_external_cached_tokens)
+        self._loaded.inc(stats.num_external_cached_tokens)
 
-    def _observe_stats(self, stats: SchedulerStats) -> None:
-        self.kv.observe_stats(stats)
-        seen, self._seen = self._seen, stats
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_usage)
-        self._queries.inc(stats.prefix_cache_queries - seen.prefix_cache_queries)
-        self._hits.inc(stats.prefix_cache_hits - seen.prefix_cache_hits)
-        self._external_queries.inc(stats.external_prefix_cache_queries - seen.external_prefix_cache_queries)
-        self._external_hits.inc(stats.external_prefix_cache_hits - seen.external_prefix_cache_hits)
-        self._preemptions.inc(stats.num_preemptions - seen.num_preemptions)
+    def _show_stats(self) -> None:
+        """What the core counts: its last word when it is scraped, nothing to do in a step."""
+        self._gauge("num_requests_running", "Requests in the batch.", lambda: self._seen.num_running)
+        self._gauge("num_requests_waiting", "Requests not yet in the batch.", lambda: self._seen.num_waiting)
+        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda: self._seen.kv_usage)
+        self._reading(
+            "prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            lambda: self._seen.prefix_cache_queries,
+        )
+        self._reading(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda: self._seen.prefix_cache_hits
+        )
+        self._reading(
+            "external_prefix_cache_queries",
+            "Prompt tokens that other engines or tiers were asked for.",
+            lambda: self._seen.external_prefix_cache_queries,
+        )
+        self._reading(
+            "external_prefix_cache_hits",
+            "Prompt tokens loaded from them.",
+            lambda: self._seen.external_prefix_cache_hits,
+        )
+        self._reading(
+            "num_preemptions",
+            "Requests that lost their blocks and were resumed.",
+            lambda: self._seen.num_preemptions,
+        )
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return metrics.gauge(self._registry, name, text, _LABELS).labels(*self._labels)
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        metrics.gauge(self._registry, name, text, _LABELS).labels(*self._labels).set_function(read)
+
+    def _reading(self, name: str, text: str, read: Callable[[], float]) -> None:
+        labels = dict(zip(_LABELS, self._labels, strict=True))
+        metrics.counter_reading(self._registry, name, text, labels, read)
 
     def _counter(self, name: str, text: str) -> Counter:
         return metrics.counter(self._registry, name, text, _LABELS).labels(*self._labels)

@@ -43,6 +43,7 @@ class FrameBuilder:
         """``max_message_bytes``: as in the peer's Hello; 0: it named none."""
         self._max_bytes = max(max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MIN_MESSAGE_BYTES)
         self._rows: dict[int, _Row] = {}
+        self._begun: list[int] = []  # slots of rows that begin with an output's first token
         self._num_tokens = 0  # of the rows, at most
         self._num_told = 0  # rows with log probabilities, at most
         self._finished: dict[int, engine_pb2.Finished] = {}
@@ -66,6 +67,7 @@ class FrameBuilder:
         if row is None:
             self._rows[slot] = _Row(token_index, token_ids, logprobs)
             if not token_index:
+                self._begun.append(slot)
                 self.is_urgent = True
             return
         assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: a gap at token {token_index}"
@@ -110,7 +112,12 @@ class FrameBuilder:
                 finished.ClearField(field)
 
     def take(self, step: int) -> engine_pb2.EngineFrame:
-        """The next frame: all that waits, or as much of it as one message holds."""
+        """The next frame: all that waits, or as much of it as one message holds. First tokens come first: who deals a
+        frame out deals them before the others."""
+        if self._begun:
+            begun = {slot: self._rows[slot] for slot in self._begun if slot in self._rows}  # else a stop cut it off
+            self._rows = begun | self._rows
+            self._begun = []
         room = self._max_bytes - _FRAME_BYTES
         if not (self._finished or self._grants or self._prompts or self._num_told) and (
             _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= room

@@ -7,6 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tokenloom.engine_core.kv_messages import KV_FAILURES
 from tokenloom.engine_core.messages import SchedulerStats
 
+from ..runtime.fast_metrics import CounterReading
+
 PREFIX = "tokenloom_"
 
 
@@ -17,9 +19,13 @@ class KVMetrics:
         labels = ("model_name", "engine")
         self._labels = (model, engine)
         self._seen = SchedulerStats()
-        self._blocks = Counter(
-            f"{PREFIX}kv_transfer_blocks", "KV blocks read from other engines, and valid.", labels, registry=registry
-        ).labels(*self._labels)
+        CounterReading(
+            registry,
+            f"{PREFIX}kv_transfer_blocks",
+            "KV blocks read from other engines, and valid.",
+            dict(zip(labels, self._labels, strict=True)),
+            lambda: self._seen.kv_blocks_received,
+        )
         self._bytes = Counter(
             f"{PREFIX}kv_transfer_bytes",
             "Bytes of those blocks, by transport.",
@@ -32,9 +38,8 @@ class KVMetrics:
             (*labels, "reason"),
             registry=registry,
         )
-        self._leases = Gauge(f"{PREFIX}kv_leases", "Leases held for other engines.", labels, registry=registry).labels(
-            *self._labels
-        )
+        leases = Gauge(f"{PREFIX}kv_leases", "Leases held for other engines.", labels, registry=registry)
+        leases.labels(*self._labels).set_function(lambda: self._seen.num_leases)
         for reason in KV_FAILURES:  # rates need a start
             self._recomputes.labels(*self._labels, reason)
 
@@ -50,8 +55,6 @@ class KVMetrics:
     def observe_stats(self, stats: SchedulerStats) -> None:
         """The core's counters, as they are now."""
         seen, self._seen = self._seen, stats
-        self._leases.set(stats.num_leases)
-        self._blocks.inc(stats.kv_blocks_received - seen.kv_blocks_received)
         for transport, count in stats.kv_bytes_received.items():
             self._bytes.labels(*self._labels, transport).inc(count - seen.kv_bytes_received.get(transport, 0))
         for reason, count in stats.kv_recomputes.items():

@@ -32,8 +32,8 @@ class ClientDisconnected(Exception):
     """Nobody is left to answer."""
 
 
-async def read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes:
-    """The whole body, at most ``limit`` bytes.
+async def read_body(headers: dict[bytes, bytes], receive: Receive, limit: int, arrived: bytes | None = None) -> bytes:
+    """The whole body, at most ``limit`` bytes. ``arrived``: it, where ``receive`` need not be asked.
 
     Raises :class:`errors.PayloadTooLarge`, before reading when Content-Length tells, and :class:`BodyTimeout`.
     """
@@ -43,6 +43,10 @@ async def read_body(headers: dict[bytes, bytes], receive: Receive, limit: int) -
     length = headers.get(b"content-length", b"")
     if length.isdigit() and int(length) > limit:
         raise _too_large(limit)
+    if arrived is not None:
+        if len(arrived) > limit:
+            raise _too_large(limit)
+        return arrived
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _receive(receive, limit)

@@ -1,6 +1,5 @@
 """``/v1/chat/completions``: reading bodies."""
 
-from dataclasses import replace
 from typing import Any
 
 from tokenloom.v1 import types_pb2
@@ -50,7 +49,7 @@ class ChatApi:
         sampling = _sampling(body, fields)
         job = make_job(fields, _prompt(fields, request), "messages", sampling)
         plan = self._plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
-        return job, replace(Options.of(fields, sampling), plan=plan)
+        return job, Options.of(fields, sampling, plan=plan)
 
     def answer(self, generation: Generation, options: Options) -> ChatAnswer:
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self._model))

@@ -1,7 +1,6 @@
 """``/v1/completions``: reading bodies, shaping answers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..runtime import errors
@@ -39,7 +38,7 @@ class CompletionsApi:
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
         own = {"max_tokens": 1} if echo_only else {}
         sampling = sampling_params(body, logprobs=fields.logprobs, **own)
-        options = replace(Options.of(fields, sampling), echo=echo, echo_only=echo_only)
+        options = Options.of(fields, sampling, echo=echo, echo_only=echo_only)
         if echo and sampling.HasField("logprobs") and not sampling.HasField("prompt_logprobs"):
             sampling.prompt_logprobs = sampling.logprobs
         job = make_job(
@@ -173,9 +172,10 @@ def _prompts(prompt: object) -> Sequence[str | Sequence[object]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt):
+        kinds = set(map(type, prompt))  # of JSON's types there are no subtypes
+        if kinds in ({str}, {list}):
             return prompt
-        if not any(isinstance(item, (str, list, dict)) or item is None for item in prompt):
+        if not kinds & {str, list, dict, type(None)}:
             return [prompt]
     raise errors.InvalidArgument(
         "prompt must be a string, a list of strings, token ids or a list of token ids", "prompt"

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from .body import ClientDisconnected, Receive
+from .body import ClientDisconnected
+from .exchange import Exchange
 
 
 @asynccontextmanager
-async def until_disconnected(receive: Receive) -> AsyncIterator[None]:
+async def until_disconnected(exchange: Exchange) -> AsyncIterator[None]:
     """Cancels the body when the client goes away, and raises :class:`ClientDisconnected` then.
 
     Enter it once the request's body is read: from then on ``receive`` has only the disconnect to tell.
@@ -17,14 +18,23 @@ async def until_disconnected(receive: Receive) -> AsyncIterator[None]:
     assert task is not None
     gone = False
 
-    async def watch() -> None:
+    def leave() -> None:
         nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
         gone = True
         task.cancel()
 
-    watcher = asyncio.create_task(watch(), name="disconnect watch")
+    async def watch() -> None:
+        while (await exchange.receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+    watcher = None
+    if exchange.direct is None:
+        watcher = asyncio.create_task(watch(), name="disconnect watch")
+    elif exchange.direct.is_disconnected:
+        raise ClientDisconnected
+    else:
+        exchange.direct.watch(leave)
     try:
         yield
     except asyncio.CancelledError:
@@ -33,4 +43,7 @@ async def until_disconnected(receive: Receive) -> AsyncIterator[None]:
             raise ClientDisconnected from None
         raise
     finally:
-        watcher.cancel()
+        if watcher is not None:
+            watcher.cancel()
+        elif exchange.direct is not None:
+            exchange.direct.unwatch(leave)

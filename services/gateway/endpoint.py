@@ -7,7 +7,7 @@ from ..runtime.logs import RequestLog
 from ..runtime.tracing import NO_HEADERS, Headers, pick_headers
 from . import orca, sse
 from .answer import Answer, Api
-from .body import decode_object, read_body
+from .body import decode_object
 from .collector import Delta
 from .disconnect import until_disconnected
 from .exchange import Exchange
@@ -45,11 +45,11 @@ class Endpoint:
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, exchange: Exchange) -> None:
-        body = decode_object(await read_body(exchange.headers, exchange.receive, self._max_body_bytes))
+        body = decode_object(await exchange.read_body(self._max_body_bytes))
         check_model(body.get("model"), self._model)
         job, options = self._api.read(body)
         headers = trace_headers(exchange)
-        async with until_disconnected(exchange.receive), self._generator.open(job, headers) as generation:
+        async with until_disconnected(exchange), self._generator.open(job, headers) as generation:
             RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
             answer = self._api.answer(generation, options)
             if options.stream:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..runtime import errors
 from . import direct_writer, sse
-from .body import Receive
+from .body import Receive, read_body
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
@@ -35,6 +35,7 @@ class Exchange:
         method, path, query: Of the request.
         headers: Of the request, lower-case names.
         receive: The request's body, then the disconnect.
+        direct: The way to the connection past ASGI; None under another server than ours.
         request_id: Echoed to the client; never an identity inside the mesh.
         extra_headers: Of the answer, whatever it is.
     """
@@ -48,13 +49,18 @@ class Exchange:
         self.request_id = request_id
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
         self.started = False
+        self.direct = direct_writer.find(scope)
         self._send = send
-        self._direct = direct_writer.find(scope)
 
     @property
     def writable(self) -> bool:
         """Whether :meth:`write_now` may be called: a stream has begun, and the client keeps up with it."""
-        return self._direct is not None and self._direct.is_open
+        return self.direct is not None and self.direct.is_open
+
+    async def read_body(self, limit: int) -> bytes:
+        """As :func:`body.read_body`; nobody waits for a body that came with its head."""
+        arrived = self.direct.take_body() if self.direct is not None else None
+        return await read_body(self.headers, self.receive, limit, arrived)
 
     async def start(self, status: int, headers: Headers) -> None:
         """Sends status and headers."""
@@ -68,8 +74,8 @@ class Exchange:
 
     def write_now(self, body: bytes) -> None:
         """As :meth:`write`, without waiting; only while :attr:`writable`."""
-        assert self._direct is not None
-        self._direct.write(body)
+        assert self.direct is not None
+        self.direct.write(body)
 
     async def finish(self, body: bytes = b"") -> None:
         """Sends the last piece."""

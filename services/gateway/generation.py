@@ -184,6 +184,7 @@ class Generator:
                         trace.outcome = generation
                     try:
                         generation.submit(self._outputs, timeout=_seconds_left(deadline))
+                        await asyncio.sleep(0)  # it is sent now: what the answer needs is made while it is on its way
                         yield generation
                     finally:
                         generation.close()

@@ -104,11 +104,14 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._watchers: direct_writer.Watchers = set()
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        for on_lost in tuple(self._watchers):
+            on_lost()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -119,7 +122,7 @@ class _Protocol(HttpToolsProtocol):
         self._stop_waiting()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:  # the application begins at the loop's next turn
-            direct_writer.offer(cast(direct_writer.Scope, self.scope), self.cycle)
+            direct_writer.offer(cast(direct_writer.Scope, self.scope), self.cycle, self._watchers)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -42,6 +42,7 @@ class MeshView:
         self._channels = channels
         self._snapshot = coordinator_pb2.Snapshot()
         self._limits: types_pb2.ModelLimits | None = None
+        self._limits_of: types_pb2.Fingerprint | None = None
         self.connected = False
 
     @property
@@ -71,14 +72,9 @@ class MeshView:
 
     def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
         """What every serving engine can take, or could when there last was one; None before the first."""
-        if limits := [entry.identity.limits for entry in self.serving(fingerprint)]:
-            self._limits = types_pb2.ModelLimits(
-                max_model_len=min(limit.max_model_len for limit in limits),
-                vocab_size=min(limit.vocab_size for limit in limits),
-                max_logprobs=min(map(max_logprobs, limits)),
-                priorities=all(limit.priorities for limit in limits),
-                hidden_size=min(limit.hidden_size for limit in limits),
-            )
+        if self._limits_of != fingerprint:
+            self._limits_of = fingerprint
+            self._update_limits(fingerprint)
         return self._limits
 
     async def run(self) -> None:
@@ -103,3 +99,15 @@ class MeshView:
         # A coordinator that just came back does not know its engines yet: the older, complete view is the better one.
         if snapshot.complete or not self._snapshot.complete:
             self._snapshot = snapshot
+            if self._limits_of is not None:  # now, rather than when a request waits for it
+                self._update_limits(self._limits_of)
+
+    def _update_limits(self, fingerprint: types_pb2.Fingerprint) -> None:
+        if limits := [entry.identity.limits for entry in self.serving(fingerprint)]:
+            self._limits = types_pb2.ModelLimits(
+                max_model_len=min(limit.max_model_len for limit in limits),
+                vocab_size=min(limit.vocab_size for limit in limits),
+                max_logprobs=min(map(max_logprobs, limits)),
+                priorities=all(limit.priorities for limit in limits),
+                hidden_size=min(limit.hidden_size for limit in limits),
+            )

@@ -1,5 +1,6 @@
 """The parts of OpenAI's request bodies that chat and completions share, narrowed from JSON by name and type."""
 
+import functools
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,8 +151,9 @@ class Options:
     """How a chat's turns are read; None: they are text."""
 
     @classmethod
-    def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams) -> "Options":
-        """Raises :class:`errors.InvalidArgument` for options of a stream without a stream."""
+    def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "Options":
+        """``own``: what only the endpoint has. Raises :class:`errors.InvalidArgument` for options of a stream without a
+        stream."""
         stream = bool(fields.stream)
         if fields.stream_options is not None and not stream:
             raise errors.InvalidArgument("stream_options is only allowed with stream", "stream_options")
@@ -169,6 +171,7 @@ class Options:
             num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
             num_prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
             tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+            **own,
         )
 
 
@@ -181,22 +184,23 @@ class BodyReader:
 
     def read(self, body: Body, model: type[Fields]) -> Fields:
         """The gateway's own fields. Raises :class:`errors.InvalidArgument` naming the field."""
-        known = set(model.__struct_fields__) | SAMPLING_FIELDS | WITHOUT_EFFECT
-        for name, neutral in NOT_SUPPORTED_YET.items():
-            if name in body and name not in known:
-                _check_neutral(name, body[name], neutral)
-        for name, instead in RENAMED.items():
-            if body.get(name) is not None:
-                raise errors.InvalidArgument(f"{name} is not supported; send {instead}", name)
-        others = NOT_SUPPORTED_YET.keys() | RENAMED.keys()
-        self._check_unknown(name for name in body if name not in known and name not in others)
+        if others := body.keys() - _known_fields(model):
+            self._check_others(body, [name for name in body if name in others])
         try:
             return msgspec.convert(body, model)
         except msgspec.ValidationError as error:
             raise _invalid(error) from None
 
-    def _check_unknown(self, names: Iterable[str]) -> None:
+    def _check_others(self, body: Body, names: Iterable[str]) -> None:
+        """Fields of other endpoints, of other times, or of nobody."""
         for name in names:
+            if name in NOT_SUPPORTED_YET:
+                _check_neutral(name, body[name], NOT_SUPPORTED_YET[name])
+                continue
+            if name in RENAMED:
+                if body[name] is not None:
+                    raise errors.InvalidArgument(f"{name} is not supported; send {RENAMED[name]}", name)
+                continue
             if self._strict:
                 raise errors.InvalidArgument(f"{name[:64]}: no such field", name[:64])
             if name not in self._warned and len(self._warned) < 256:
@@ -207,7 +211,7 @@ class BodyReader:
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
     """The sampling parameters of a body, ``response_format`` among them; ``own``: those that the endpoint spells in its
     own way."""
-    sampling = validation.narrow_sampling({name: body[name] for name in SAMPLING_FIELDS if name in body} | own)
+    sampling = validation.narrow_sampling({name: body[name] for name in body if name in SAMPLING_FIELDS} | own)
     if (constraint := read_response_format(body.get("response_format"))) is not None:
         if sampling.HasField("structured_outputs"):
             raise errors.InvalidArgument("response_format and structured_outputs exclude each other", "response_format")
@@ -267,6 +271,11 @@ def stop_strings(fields: CommonFields) -> list[str]:
     if fields.stop is None:
         return []
     return [fields.stop] if isinstance(fields.stop, str) else fields.stop
+
+
+@functools.cache  # there are two
+def _known_fields(model: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(model.__struct_fields__) | SAMPLING_FIELDS | WITHOUT_EFFECT
 
 
 def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:

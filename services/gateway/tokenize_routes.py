@@ -11,7 +11,7 @@ from tokenloom.v1 import tokenizer_pb2
 
 from ..runtime import errors, validation
 from .app import Handler
-from .body import decode_object, read_body
+from .body import decode_object
 from .endpoint import check_model
 from .exchange import Exchange
 from .health import MeshHealth
@@ -107,7 +107,7 @@ class TokenizeRoutes:
         return prompt
 
     async def _body(self, exchange: Exchange) -> Body:
-        body = decode_object(await read_body(exchange.headers, exchange.receive, self._max_body_bytes))
+        body = decode_object(await exchange.read_body(self._max_body_bytes))
         check_model(body.get("model"), self._model)
         return body
 

@@ -15,6 +15,10 @@ class Admission:
         self._idle.set()
         self.num_live = 0
 
+    def has_room(self, count: int = 1) -> bool:
+        """Whether so many may come in now."""
+        return not self._draining and self.num_live + count <= self._max_requests
+
     def enter(self, count: int = 1) -> None:
         """So many requests come in; raises ``ResourceExhausted`` or, while draining, ``Unavailable``."""
         if self._draining:

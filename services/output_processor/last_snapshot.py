@@ -30,6 +30,8 @@ class LastSnapshot:
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
         self._entries: list[EngineEntry] = []
+        self.limits: ModelLimits | None = None
+        """The widest of the engines' limits; None while none is known. Each engine checks its own."""
         self._pd_threshold = 0
         self._epoch = 0
         self._complete = False
@@ -45,13 +47,9 @@ class LastSnapshot:
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
-        self._picks.clear()
-
-    @property
-    def limits(self) -> ModelLimits | None:
-        """The widest of the engines' limits; None while none is known. Each engine checks its own."""
         limits = [entry.identity.limits for entry in self._entries]
-        return max(limits, key=lambda each: each.max_model_len, default=None)
+        self.limits = max(limits, key=lambda each: each.max_model_len, default=None)
+        self._picks.clear()
 
     def pick(
         self,

@@ -16,7 +16,7 @@ from ..runtime.logs import RequestLog
 from ..runtime.tasks import Tasks
 from .last_snapshot import EngineKey
 from .leg import Leg
-from .placement import Placement, Placer
+from .placement import Asked, Placement, Placer
 from .request_state import RequestState
 
 log = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class Legs:
         self._exclude: list[EngineKey] = []  # engines that died with it: bounded like the deaths
         self._pool: Fingerprint | None = None
 
-    def start(self) -> None:
-        """Finds an engine for the beginning, or for all of it."""
-        self._place(_PREFILL)
+    def start(self, asked: Asked | None = None) -> None:
+        """Finds an engine for the beginning, or for all of it. ``asked``: the coordinator knows already."""
+        self._place(_PREFILL, asked)
 
     def join(self, placement: Placement) -> None:
         """Does all of it where another sample of the prompt has settled."""
@@ -117,14 +117,14 @@ class Legs:
 
     # Placing
 
-    def _place(self, role: EngineRole) -> None:
+    def _place(self, role: EngineRole, asked: Asked | None = None) -> None:
         """Begins a placement; one that was under way comes to nothing."""
         self._num_placements += 1
         self._placing = self._num_placements
         name = f"place {self._submit.request_id}"
-        self._tasks.spawn(self._run_placement(role, self._placing), name=name)
+        self._tasks.spawn(self._run_placement(role, self._placing, asked), name=name)
 
-    async def _run_placement(self, role: EngineRole, number: int) -> None:
+    async def _run_placement(self, role: EngineRole, number: int, asked: Asked | None) -> None:
         """Whatever goes wrong is this request's end, not the stream's."""
         started = time.monotonic_ns()
         state = self._owner.state
@@ -136,16 +136,16 @@ class Legs:
                 num_output_tokens=len(state.token_ids),
                 pool=self._pool if role == _DECODE or state.token_ids else None,
                 exclude=self._exclude,
+                asked=asked,
             )
             if number != self._placing:  # ended or begun anew meanwhile
                 self._placer.release(placement)
                 return
             self._placing = 0
-            engine = placement.link.identity.engine_id
-            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
-            request_log.debug("%s placed on %s", EngineRole.Name(role), engine)
             state.timeline.placement_ns += time.monotonic_ns() - started
             self._place_decode(placement) if role == _DECODE else self._place_prefill(placement)
+            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
+            request_log.debug("%s placed on %s", EngineRole.Name(role), placement.link.identity.engine_id)
         except Exception as error:
             if not is_ahead:
                 self._owner.fail(error)

@@ -11,7 +11,7 @@ from ..runtime import errors
 from .legs import Legs
 from .outbox import Key, Outbox
 from .paced_outbox import PacedOutbox
-from .placement import Placement
+from .placement import Asked, Placement
 from .request_state import RequestState
 
 
@@ -32,10 +32,10 @@ class LiveRequest:
         self._on_end = on_end
         self._legs: Legs | None = None
 
-    def start(self, legs: Legs) -> None:
-        """Goes to the engines."""
+    def start(self, legs: Legs, asked: Asked | None = None) -> None:
+        """Goes to the engines; ``asked``: for the first of them."""
         self._legs = legs
-        legs.start()
+        legs.start(asked)
 
     def join(self, legs: Legs, placement: Placement) -> None:
         """Goes where another sample has settled."""

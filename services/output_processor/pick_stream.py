@@ -33,14 +33,14 @@ class PickStream:
         """Whether :meth:`pick` may be called: the coordinator takes picks."""
         return self._is_open
 
-    async def pick(self, request: PickRequest) -> PickResponse:
-        """As the coordinator's ``Pick``. Raises what it would, ``Unavailable`` also when the stream ends."""
+    def pick(self, request: PickRequest) -> asyncio.Future[PickResponse]:
+        """As the coordinator's ``Pick``: what it answers or raises, ``Unavailable`` also when the stream ends."""
         assert self._is_open
         future: asyncio.Future[PickResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._batch.pick.append(request)
         self._wake.set()
-        return await future
+        return future
 
     async def run(self) -> None:
         """Keeps the stream open, for ever."""
@@ -78,7 +78,7 @@ class PickStream:
         if future.done():
             return  # whoever asked has given up
         if result.HasField("error"):
-            future.set_exception(errors.from_proto(result.error))
+            _fail(future, errors.from_proto(result.error))
         else:
             future.set_result(result.response)
 
@@ -89,7 +89,12 @@ class PickStream:
         waiting, self._waiting = self._waiting, deque()
         for future in waiting:
             if not future.done():
-                future.set_exception(errors.Unavailable("the coordinator went away"))
+                _fail(future, errors.Unavailable("the coordinator went away"))
+
+
+def _fail(future: asyncio.Future[PickResponse], error: errors.TokenloomError) -> None:
+    future.set_exception(error)
+    future.exception()  # seen, though whoever asked may have ended before it waits
 
 
 async def _next(call: "grpc.aio.StreamStreamCall[PickBatch, PickResults]") -> PickResults:

@@ -16,6 +16,7 @@ from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 
 from ..runtime import errors
 from ..runtime.tasks import first_of
+from ..runtime.tracing import Headers
 from .engine_link import EngineLink, EngineLinks
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import PickStream
@@ -43,6 +44,14 @@ class Placement:
     def key(self) -> EngineKey:
         """Which engine."""
         return EngineKey.of(self.link.identity)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A pick that is on its way."""
+
+    request: PickRequest
+    response: asyncio.Future[PickResponse]
 
 
 class Placer:
@@ -88,6 +97,14 @@ class Placer:
                 call.cancel()
             await asyncio.sleep(_REWATCH_SECONDS)
 
+    def ask(self, submit: Submit) -> Asked | None:
+        """Asks for the first engine of a request before that is begun: making it takes no time of its own then. None
+        when that has to wait for :meth:`place`: it goes on from tokens or is traced, or nobody answers."""
+        if submit.accepted_token_ids or submit.trace_headers or not self._picks.is_open:
+            return None
+        request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint)
+        return Asked(request, self._picks.pick(request))
+
     async def place(
         self,
         submit: Submit,
@@ -96,6 +113,7 @@ class Placer:
         num_output_tokens: int = 0,
         pool: Fingerprint | None = None,
         exclude: Collection[EngineKey] = (),
+        asked: Asked | None = None,
     ) -> Placement:
         """Places one leg, ``PREFILL`` for the beginning of a request.
 
@@ -103,13 +121,18 @@ class Placer:
             num_output_tokens: Output tokens that there are already; the engine has to compute their KV too.
             pool: What the engine of an earlier leg serves, when this one has to go on from there.
             exclude: Engines that failed this request.
+            asked: What :meth:`ask` gave for this very leg.
 
         Raises ``ResourceExhausted`` when every engine is full, ``Unavailable`` when none can be reached.
         """
-        request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
+        if asked is not None:
+            request = asked.request
+        else:
+            request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
         unreached = list(exclude)
         for _ in range(_MAX_PICKS):
-            engine, pick, whole = await self._pick(request, unreached, tuple(submit.trace_headers.items()))
+            engine, pick, whole = await self._pick(request, unreached, submit.trace_headers, asked)
+            asked = None
             try:
                 return Placement(await self._links.get(engine), pick, whole, is_counted=pick is None)
             except errors.Unavailable:
@@ -135,12 +158,15 @@ class Placer:
         await self._channel.close()
 
     async def _pick(
-        self, request: PickRequest, exclude: Collection[EngineKey], metadata: tuple[tuple[str, str], ...]
+        self, request: PickRequest, exclude: Collection[EngineKey], trace_headers: Headers, asked: Asked | None
     ) -> tuple[EngineIdentity, PickId | None, bool]:
-        del request.exclude[:]
-        request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
         try:
-            response = await self._ask(request, metadata)
+            if asked is not None:
+                response = await _answer(asked.response)
+            else:
+                del request.exclude[:]
+                request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
+                response = await self._response(request, tuple(trace_headers.items()))
         except errors.TokenloomError as error:
             if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise
@@ -150,18 +176,22 @@ class Placer:
             return identity, None, whole
         return response.engine, response.pick, response.whole_request
 
-    async def _ask(self, request: PickRequest, metadata: tuple[tuple[str, str], ...]) -> PickResponse:
+    async def _response(self, request: PickRequest, metadata: tuple[tuple[str, str], ...]) -> PickResponse:
         """By a call of its own where a trace goes with it, or before the stream is open."""
         if metadata or not self._picks.is_open:
             try:
                 return await self._stub.Pick(request, timeout=_PICK_SECONDS, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 raise errors.from_rpc(error) from None
-        try:
-            async with asyncio.timeout(_PICK_SECONDS):
-                return await self._picks.pick(request)
-        except TimeoutError:
-            raise errors.DeadlineExceeded("the coordinator does not answer") from None
+        return await _answer(self._picks.pick(request))
+
+
+async def _answer(response: asyncio.Future[PickResponse]) -> PickResponse:
+    try:
+        async with asyncio.timeout(_PICK_SECONDS):
+            return await response
+    except TimeoutError:
+        raise errors.DeadlineExceeded("the coordinator does not answer") from None
 
 
 def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint) -> PickRequest:

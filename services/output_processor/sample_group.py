@@ -14,7 +14,7 @@ from .legs import Legs
 from .live_request import LiveRequest
 from .outbox import Outbox
 from .paced_outbox import PacedOutbox
-from .placement import Placement, Placer
+from .placement import Asked, Placement, Placer
 from .request_state import RequestState
 from .vocabulary import Vocabulary
 
@@ -58,8 +58,9 @@ class SampleGroup:
         self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, placer: Placer, tasks: Tasks) -> None:
-        """Begins; tokens of earlier attempts first, which may already end it. ``tasks`` own the placements."""
+    def start(self, placer: Placer, tasks: Tasks, asked: Asked | None = None) -> None:
+        """Begins; tokens of earlier attempts first, which may already end it. ``tasks`` own the placements; ``asked``:
+        for the engine of the first."""
         self._placer, self._tasks = placer, tasks
         if self._submit.HasField("timeout"):
             seconds = self._submit.timeout.ToNanoseconds() / 1e9
@@ -68,7 +69,7 @@ class SampleGroup:
         first = self._samples[0]
         first.replay()
         if not first.ended:
-            first.start(self._legs(0))
+            first.start(self._legs(0), asked)
 
     def cancel(self) -> None:
         """The gateway wants no more of it."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Resume, Submit
@@ -17,7 +17,7 @@ from .admission import Admission
 from .detokenizer import Vocabulary
 from .metrics import Metrics
 from .outbox import Outbox
-from .placement import Placer
+from .placement import Asked, Placer
 from .request_trace import RequestTrace
 from .sample_group import SampleGroup, num_samples
 
@@ -89,10 +89,10 @@ class Session:
         self._wake.set()
 
     async def _receive(self, message: ProcessInput) -> None:
-        if message.submit and self._parts.placer.limits is None:
-            await self._parts.placer.wait_limits(_LIMITS_SECONDS)
-        for submit in message.submit:
-            self._submit(submit)
+        if message.submit:
+            if self._parts.placer.limits is None:
+                await self._parts.placer.wait_limits(_LIMITS_SECONDS)
+            await self._take_submits(message.submit)
         for resume in message.resume:
             self._refuse_resume(resume)
         for slot in message.cancel_slots:
@@ -100,6 +100,17 @@ class Session:
                 group.cancel()
         self._credit.grant(message.credit)
         self._wake.set()
+
+    async def _take_submits(self, submits: Sequence[Submit]) -> None:
+        """Asks for engines first: while that is on its way and back, the requests are checked and made."""
+        asked = [self._ask(submit) for submit in submits]
+        if any(asked):
+            await asyncio.sleep(0)  # the picks are written now
+        for submit, pick in zip(submits, asked, strict=True):
+            self._submit(submit, pick)
+
+    def _ask(self, submit: Submit) -> Asked | None:
+        return self._parts.placer.ask(submit) if self._parts.admission.has_room(num_samples(submit)) else None
 
     def _take_slot(self, slot: int) -> None:
         if slot <= self._last_slot:
@@ -114,7 +125,7 @@ class Session:
         reason = FinishReason.FINISH_REASON_ERROR
         self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=errors.to_proto(error)))
 
-    def _submit(self, submit: Submit) -> None:
+    def _submit(self, submit: Submit, asked: Asked | None) -> None:
         self._take_slot(submit.slot)
         try:
             self._check(submit)
@@ -126,7 +137,7 @@ class Session:
         if not self._live:
             self._written_at = time.monotonic()  # the first heartbeat is due from now on
         self._live[submit.slot] = group
-        group.start(self._parts.placer, self._tasks)
+        group.start(self._parts.placer, self._tasks, asked)
 
     def _group(self, submit: Submit) -> SampleGroup:
         trace = RequestTrace.open(self._parts.tracer, submit)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from . import errors
 from .tracing import CURRENT, Tracer, pick_headers
@@ -148,7 +148,9 @@ def _lenient(deserialize: Any) -> Any:
 
 
 def _decoded(request: Any) -> Any:
-    """A message or a stream of messages, once each is known to be one."""
+    """A message, once it is known to be one, or a stream of such messages."""
+    if isinstance(request, Message):  # asked for what it lacks, it makes an exception of it each time
+        return request
     if request is _UNDECODABLE:
         raise errors.InvalidArgument("the message is not of the call's type, or damaged")
     return _DecodedStream(request) if hasattr(request, "__aiter__") else request

@@ -4,7 +4,7 @@ prometheus_client's own take a lock for each sum and bucket and walk all buckets
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -36,6 +36,30 @@ class Counter:
         """The counter now."""
         family = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), self.value)
+        return [family]
+
+
+class CounterReading:
+    """A counter that somebody else keeps: asked when it is scraped, it costs nothing between."""
+
+    def __init__(
+        self, registry: CollectorRegistry, name: str, text: str, labels: Mapping[str, str], read: Callable[[], float]
+    ) -> None:
+        """``name`` without ``_total``; ``read`` is called by the thread that scrapes."""
+        self._name = name
+        self._text = text
+        self._labels = dict(labels)
+        self._read = read
+        registry.register(self)
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        """The name, so that a second metric of this name is refused."""
+        return [CounterMetricFamily(self._name, self._text, labels=list(self._labels))]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        """The counter now."""
+        family = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), self._read())
         return [family]
 
 

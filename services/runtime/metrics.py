@@ -69,6 +69,13 @@ def fast_counter(registry: CollectorRegistry, name: str, text: str, labels: Mapp
     return fast_metrics.Counter(registry, VLLM + name, text, labels)
 
 
+def counter_reading(
+    registry: CollectorRegistry, name: str, text: str, labels: Mapping[str, str], read: Callable[[], float]
+) -> None:
+    """A counter ``vllm:name`` that ``read`` tells when it is scraped."""
+    fast_metrics.CounterReading(registry, VLLM + name, text, labels, read)
+
+
 def histogram(
     registry: CollectorRegistry,
     name: str,

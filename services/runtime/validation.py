@@ -32,15 +32,15 @@ DEFAULT_MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 """Of completions and the offline API, as in vLLM and OpenAI."""
 
-_FLOATS = (
-    # field, default, lowest, highest, whether the lowest itself is allowed
-    ("temperature", 1.0, 0.0, math.inf, True),
-    ("top_p", 1.0, 0.0, 1.0, False),
-    ("min_p", 0.0, 0.0, 1.0, True),
-    ("presence_penalty", 0.0, -2.0, 2.0, True),
-    ("frequency_penalty", 0.0, -2.0, 2.0, True),
-    ("repetition_penalty", 1.0, 0.0, math.inf, False),
-)
+_FLOATS = {
+    # lowest, highest, whether the lowest itself is allowed; all defaults are within
+    "temperature": (0.0, math.inf, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+    "repetition_penalty": (0.0, math.inf, False),
+}
 
 
 def check_generate(
@@ -110,7 +110,7 @@ def check_prompt(
 def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, num_samples: int = 1) -> None:
     """Checks every sampling parameter; those of a later version are refused unless they are at their default."""
     check_numbers(params)
-    if num_samples > 1 and _get(params, "temperature", 1.0) == 0:
+    if num_samples > 1 and params.HasField("temperature") and params.temperature == 0:
         raise InvalidArgument("n must be 1 with temperature 0: all samples would be the same", "n")
     if params.HasField("max_tokens") and not 1 <= params.max_tokens <= limits.max_model_len:
         raise InvalidArgument(
@@ -124,9 +124,10 @@ def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimi
 
 def check_numbers(params: types_pb2.SamplingParams) -> None:
     """The part of :func:`check_sampling` that needs no model: what a checkpoint gives as defaults is checked by it."""
-    for name, default, low, high, low_allowed in _FLOATS:
-        _check_float(name, _get(params, name, default), low, high, low_allowed)
-    if 0 < _get(params, "temperature", 1.0) < MIN_TEMPERATURE:
+    for descriptor, value in params.ListFields():  # those that are set: defaults need no look
+        if (bounds := _FLOATS.get(descriptor.name)) is not None:
+            _check_float(descriptor.name, value, *bounds)
+    if 0 < params.temperature < MIN_TEMPERATURE:
         raise InvalidArgument(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
 
 
@@ -231,13 +232,6 @@ def _check_repetition_detection(params: types_pb2.SamplingParams, limits: types_
         )
     if not 2 <= detection.min_count <= MAX_REPETITION:
         raise InvalidArgument(f"{field}: min_count must be from 2 to {MAX_REPETITION}", field)
-
-
-def _get(params: types_pb2.SamplingParams, name: str, default: float) -> float:
-    if default and not params.HasField(name):  # what does not default to zero is optional on the wire
-        return default
-    value: float = getattr(params, name)
-    return value
 
 
 def _check_float(name: str, value: float, low: float, high: float, low_allowed: bool) -> None:

@@ -35,6 +35,14 @@ def test_a_case_knows_how_many_requests_fill_its_time() -> None:
     assert MeshCase(step_ms=0.0, batch=8, seconds=1.0, output_len=400).num_prompts == 100
 
 
+def test_requests_may_wait_beside_the_batch() -> None:
+    case = replace(CASE, waiting=3)
+    assert case.num_streams == 7
+    flags = mesh_options(DEMO_MODEL, case).flags["engine"]
+    assert flags[flags.index("--max-num-seqs") + 1] == "4"
+    assert summarize(case, LoadResult([outcome(0.0)], 2.0), {"gateway": 1e-6}, {"gateway": 80.0})["waiting"] == 3
+
+
 def test_the_engine_never_lacks_room() -> None:
     flags = mesh_options(DEMO_MODEL, CASE).flags["engine"]
     options = dict(zip(flags[::2], flags[1::2], strict=True))

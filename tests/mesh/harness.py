@@ -32,6 +32,8 @@ VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_si
 MAX_MODEL_LEN = 256
 SOON = 20.0
 """Bound of every wait: a hang is a failure."""
+_HELD = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
+"""Zero where nothing is held."""
 
 
 class Part:
@@ -149,17 +151,12 @@ class Mesh:
     async def gauge(self, name: str, engine: str = "engine-0") -> float:
         """One of ``tokenloom_engine_…``, as the gateway shows it."""
         async with self.http() as http:
-            text = (await http.get("/metrics")).text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == f"tokenloom_engine_{name}" and sample.labels.get("engine") == engine:
-                    return sample.value
-        raise AssertionError(f"no gauge {name} of {engine}")
+            return (await self._gauges(http, name))[engine]
 
     async def until_running(self, number: int = 1) -> None:
         """The engines run this many requests."""
-        async with asyncio.timeout(SOON):
-            while sum([await self.gauge("requests_running", name) for name in self._engine_ids()]) < number:  # noqa: ASYNC110
+        async with asyncio.timeout(SOON), self.http() as http:
+            while sum((await self._gauges(http, "requests_running")).values()) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_missing(self, *parts: str) -> None:
@@ -171,16 +168,20 @@ class Mesh:
 
     async def until_idle(self, within: float = 1.0) -> None:
         """Every engine gave back all it held, in this many seconds."""
-        async with asyncio.timeout(within):
-            while any([await self._holds(name) for name in self._engine_ids()]):  # noqa: ASYNC110
+        async with asyncio.timeout(within), self.http() as http:
+            while any((await self._gauges(http, *_HELD)).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    def _engine_ids(self) -> list[str]:
-        return [part.settings.instance_id for part in self.engines]
-
-    async def _holds(self, engine: str) -> bool:
-        names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
-        return any([await self.gauge(name, engine) for name in names])
+    async def _gauges(self, http: httpx.AsyncClient, *names: str) -> dict[str, float]:
+        """Their sum, by engine; each engine of this mesh must have all of them."""
+        full_names = {f"tokenloom_engine_{name}" for name in names}
+        values: dict[str, list[float]] = {part.settings.instance_id: [] for part in self.engines}
+        for family in text_string_to_metric_families((await http.get("/metrics")).text):
+            for sample in family.samples:
+                if sample.name in full_names:
+                    values.setdefault(sample.labels["engine"], []).append(sample.value)
+        assert all(len(found) == len(names) for found in values.values()), (names, values)
+        return {engine: sum(found) for engine, found in values.items()}
 
     def _coordinator(self) -> Part:
         settings = CoordinatorSettings(**self._common("coordinator-0"))

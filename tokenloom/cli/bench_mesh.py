@@ -35,6 +35,9 @@ def mesh(
         float | None,
         typer.Option(min=0, help="Seconds between an engine's frames, at least; by default the engine's own."),
     ] = None,
+    waiting: Annotated[
+        int, typer.Option(min=0, help="Requests beyond the batch, which keep it full when one of it ends.")
+    ] = 0,
     model: Annotated[str, typer.Option(help="Whose tokenizer to use.")] = DEMO_MODEL_NAME,
     output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
     as_json: AsJson = False,
@@ -45,7 +48,9 @@ def mesh(
     with failures(), bars() as bar:
         for ms in step_ms or _STEPS_MS:
             for size in batch or _BATCHES:
-                case = mesh_bench.MeshCase(ms, size, seconds, input_len, output_len, async_scheduling, frame_interval)
+                case = mesh_bench.MeshCase(
+                    ms, size, seconds, input_len, output_len, async_scheduling, frame_interval, waiting
+                )
                 reports.append(asyncio.run(mesh_bench.run_case(path, case, partial(bar, case.title))))
     report = {"machine": machine.describe(), "cases": reports}
     show(report, mesh_bench.tables(reports), as_json=as_json, path=output_json)

@@ -84,7 +84,7 @@ def step(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests that run where Python's share is measured.")] = 256,
     overhead_context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Their prompts' lengths there. [default: 128, 2048]")
+        list[int] | None, typer.Option(min=1, help="Their prompts' lengths there. [default: 128, 2048, 8192]")
     ] = None,
     output_json: OutputJson = None,
     as_json: AsJson = False,
@@ -105,7 +105,8 @@ def step(
             PrefillOptions(path, tuple(prefill or (512, 2048)), 3, dtype.value, threads, attention_backend)
         )
         attention = run_attention(AttentionOptions(path, vllm, threads=threads)) if vllm is not None else []
-        overhead = [run_overhead(OverheadOptions(requests, length)) for length in overhead_context or (128, 2048)]
+        lengths = overhead_context or (128, 2048, 8192)
+        overhead = [run_overhead(OverheadOptions(requests, length)) for length in lengths]
     report = {
         "machine": machine.describe(),
         "model": name,

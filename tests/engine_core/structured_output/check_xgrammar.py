@@ -16,8 +16,10 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.hash_worker import HashWorker
 from tokenloom.engine_core.sampling_params import GrammarKind, StructuredOutput
 
+OPEN = {name: value for name, value in helpers.PERSON.items() if name != "additionalProperties"}
 GOOD = {
     "schema": helpers.json_schema(helpers.PERSON),
+    "open": helpers.json_schema(OPEN),
     "regex": StructuredOutput(GrammarKind.REGEX, r"20\d\d-(0[1-9]|1[0-2])"),
     "choice": StructuredOutput(GrammarKind.CHOICE, '["red", "light blue"]'),
     "grammar": StructuredOutput(GrammarKind.GRAMMAR, 'root ::= "<" [a-c] [a-c] ">"'),
@@ -41,8 +43,11 @@ def main() -> None:
         outputs = helpers.run(client, requests)
     finally:
         client.close()
+    if errors := {name: error for name in GOOD if (error := outputs[name][-1].error)}:
+        raise SystemExit(f"{errors}")
     texts = {name: helpers.text_of(outputs[name]) for name in GOOD}
     jsonschema.validate(json.loads(texts["schema"]), helpers.PERSON)
+    jsonschema.validate(json.loads(texts["open"]), helpers.PERSON)  # it holds what is named all the same
     assert re.fullmatch(r"20\d\d-(0[1-9]|1[0-2])", texts["regex"])
     assert texts["choice"] in ("red", "light blue")
     assert re.fullmatch("<[a-c][a-c]>", texts["grammar"])

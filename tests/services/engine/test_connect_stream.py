@@ -73,10 +73,12 @@ class TestHello:
 
 
 class TestSteps:
-    async def test_each_step_is_one_frame_of_columns(self, peer: Peer) -> None:
+    async def test_each_step_is_one_frame_of_columns(self, socket_dir: Path) -> None:
         prompts = {slot: [slot] * (slot + 2) for slot in range(1, 9)}
-        await peer.send(*(make_add(slot, prompt, 12) for slot, prompt in prompts.items()))
-        received = await peer.read_until_finished(prompts)
+        settings = make_settings(socket_dir, hash_step_seconds=0.03)  # a write that takes longer would merge two steps
+        async with running_engine(settings) as host, Peer(host.address) as peer:
+            await peer.send(*(make_add(slot, prompt, 12) for slot, prompt in prompts.items()))
+            received = await peer.read_until_finished(prompts)
         for slot, prompt in prompts.items():
             assert received.token_ids[slot] == expected_tokens(prompt, 12, VOCAB_SIZE)
             assert received.finished[slot].reason == FINISH_REASON_LENGTH

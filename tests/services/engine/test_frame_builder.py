@@ -53,6 +53,18 @@ def test_first_tokens_and_ends_are_urgent() -> None:
     assert builder.is_urgent
 
 
+def test_first_tokens_lead_their_frame() -> None:
+    builder = FrameBuilder()
+    for slot, token_index in ((1, 5), (3, 9), (4, 0), (6, 0), (7, 0)):
+        builder.add_tokens(slot, token_index, [slot])
+    builder.cut(6, 0)
+    frame = builder.take(1)
+    assert (list(frame.slot), list(frame.token_ids)) == ([4, 7, 1, 3], [4, 7, 1, 3])
+    builder.add_tokens(1, 6, [1])
+    builder.add_tokens(4, 1, [4])
+    assert list(builder.take(2).slot) == [1, 4]
+
+
 def test_what_did_not_fit_is_urgent() -> None:
     builder = FrameBuilder(1024)
     builder.add_tokens(1, 5, [7] * 1000)

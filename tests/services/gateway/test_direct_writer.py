@@ -21,6 +21,12 @@ class FakeTransport:
     def is_closing(self) -> bool:
         return False
 
+    def pause_reading(self) -> None:
+        """Nothing is read."""
+
+    def resume_reading(self) -> None:
+        """Nothing is read."""
+
 
 class FakeConnection:
     """A connection in the middle of a POST."""
@@ -42,7 +48,8 @@ class FakeConnection:
             keep_alive=True,
             on_response=lambda: None,
         )
-        direct_writer.offer(self.scope, self.cycle)
+        self.watchers: direct_writer.Watchers = set()
+        direct_writer.offer(self.scope, self.cycle, self.watchers)
         writer = direct_writer.find(self.scope)
         assert writer is not None
         self.writer = writer
@@ -78,6 +85,40 @@ async def test_not_for_a_body_of_known_length() -> None:
     connection = FakeConnection()
     await connection.start((b"content-length", b"3"))
     assert not connection.writer.is_open
+
+
+def test_a_body_is_taken_once_all_of_it_is_here() -> None:
+    connection = FakeConnection()
+    connection.cycle.body += b"abc"
+    assert connection.writer.take_body() is None, "more of it is to come"
+    connection.cycle.more_body = False
+    assert connection.writer.take_body() == b"abc"
+    assert connection.writer.take_body() == b""
+
+
+def test_who_left_has_no_body() -> None:
+    connection = FakeConnection()
+    connection.cycle.more_body = False
+    connection.cycle.disconnected = True
+    assert connection.writer.take_body() is None
+    assert connection.writer.is_disconnected
+
+
+def test_who_watches_reads_on_and_is_told_until_it_does_not() -> None:
+    connection = FakeConnection()
+    connection.flow.pause_reading()
+    lost: list[str] = []
+
+    def on_lost() -> None:
+        lost.append("lost")
+
+    connection.writer.watch(on_lost)
+    assert not connection.flow.read_paused
+    for told in connection.watchers:
+        told()
+    assert lost == ["lost"]
+    connection.writer.unwatch(on_lost)
+    assert not connection.watchers
 
 
 @pytest.mark.parametrize("scope", [{}, {"extensions": {}}])

@@ -10,7 +10,10 @@ from tokenloom.services.runtime.errors import ResourceExhausted, Unavailable
 
 async def test_the_bound_is_told_as_retryable_and_leaving_makes_room() -> None:
     admission = Admission(1)
+    assert admission.has_room()
+    assert not admission.has_room(2)
     admission.enter()
+    assert not admission.has_room()
     with pytest.raises(ResourceExhausted) as failure:
         admission.enter()
     assert failure.value.retry_after is not None
@@ -24,6 +27,7 @@ async def test_draining_takes_nothing_new_and_waits_for_the_live() -> None:
     admission.enter()
     drained = asyncio.create_task(admission.drain())
     await asyncio.sleep(0)
+    assert not admission.has_room()
     with pytest.raises(Unavailable):
         admission.enter()
     assert not drained.done()

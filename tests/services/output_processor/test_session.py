@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from tests.services.output_processor.fakes import LENGTH, LIMITS, SOON, STOP, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.services.output_processor.request_state import RequestState
+from tokenloom.services.runtime import errors
 from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume
@@ -52,6 +53,18 @@ async def test_the_engine_gets_the_request_with_its_pick_and_what_is_left_of_its
     assert 55 < add.timeout.ToTimedelta().total_seconds() <= 60
     (pick,) = mesh.coordinator.requests
     assert (pick.prompt_tokens, pick.tenant, pick.fingerprint.model) == (2, "someone", DEMO_MODEL_NAME)
+
+
+async def test_a_request_that_is_refused_had_its_engine_asked_for_in_vain(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    mesh.coordinator.error = errors.ResourceExhausted("every engine is full")
+    await gateway.send(submit=[submit(1, temperature=-1.0)])
+    _, _, finished = await gateway.until_finished(1)
+    assert (finished.reason, finished.error.field) == (ERROR, "temperature")
+    await mesh.coordinator.next_pick()
+    mesh.coordinator.error = None
+    _, slots = await mesh.started(gateway, submit(2))
+    assert len(slots) == 1
 
 
 async def test_a_step_for_several_requests_is_one_frame(mesh: Mesh) -> None:

@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tokenloom.services.runtime.fast_metrics import Counter, Histogram
+from tokenloom.services.runtime.fast_metrics import Counter, CounterReading, Histogram
 
 LABELS = {"model_name": "m", "engine": "e"}
 BUCKETS = (0.001, 0.5, 2.5, 80)
@@ -39,10 +39,22 @@ def test_a_counter_shows_what_prometheus_clients_would() -> None:
     assert shown(registry) == shown(theirs)
 
 
-@pytest.mark.parametrize("name", ["vllm:one", "vllm:two"])
+def test_a_reading_shows_what_its_keeper_says_when_scraped() -> None:
+    registry, theirs = CollectorRegistry(), CollectorRegistry()
+    kept = [0]
+    CounterReading(registry, "vllm:tokens", "Tokens.", LABELS, lambda: kept[0])
+    reference = prometheus_client.Counter("vllm:tokens", "Tokens.", list(LABELS), registry=theirs)
+    for amount in (1, 5):
+        kept[0] += amount
+        reference.labels(*LABELS.values()).inc(amount)
+        assert shown(registry) == shown(theirs)
+
+
+@pytest.mark.parametrize("name", ["vllm:one", "vllm:two", "vllm:three"])
 def test_a_name_is_taken_once(name: str) -> None:
     registry = CollectorRegistry()
     Counter(registry, "vllm:one", "One.", {})
     Histogram(registry, "vllm:two", "Two.", {}, BUCKETS)
+    CounterReading(registry, "vllm:three", "Three.", {}, lambda: 3)
     with pytest.raises(ValueError, match="Duplicated"):
         prometheus_client.Counter(name, "Again.", registry=registry)

@@ -1,0 +1,67 @@
+"""A device that only waits, for benchmarks: it keeps its own time, whatever the core does meanwhile."""
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+
+from ..scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..timed_worker import TimedWorker
+from .interface import PendingOutput
+from .uniproc import UniProcExecutor
+
+_PR_SET_TIMERSLACK = 29
+
+
+class TimedExecutor(UniProcExecutor):
+    """A step begins when it is given, or the moment the one before it ends, and ends after its time: as a device works
+    off its queue. What is done while a step runs costs nothing, what is done between two steps does."""
+
+    def __init__(
+        self,
+        worker: TimedWorker,
+        *,
+        overlaps: bool,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """``overlaps``: a step may be given while one runs."""
+        super().__init__(worker)
+        self.max_concurrent_batches = 2 if overlaps else 1
+        self._timed = worker
+        self._clock = clock
+        self._sleep = sleep
+        self._ends_at = 0.0  # the step given last
+        _wake_in_time()
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._ends_at = max(self._clock(), self._ends_at) + self._timed.seconds_of(scheduler_output)
+        self._timed.begin(scheduler_output)
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
+        return _Due(self._timed.sample_tokens(grammar), self._ends_at, self._wait_until)
+
+    def _wait_until(self, at: float) -> None:
+        if (seconds := at - self._clock()) > 0:
+            self._sleep(seconds)
+
+
+class _Due:
+    """A step's output, from its end on."""
+
+    __slots__ = ("_at", "_output", "_wait_until")
+
+    def __init__(self, output: ModelRunnerOutput, at: float, wait_until: Callable[[float], None]) -> None:
+        self._output = output
+        self._at = at
+        self._wait_until = wait_until
+
+    def result(self) -> ModelRunnerOutput:
+        self._wait_until(self._at)
+        return self._output
+
+
+def _wake_in_time() -> None:
+    """Linux lets a thread sleep 50 µs longer than it asked for, to wake several at once; this one no more."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

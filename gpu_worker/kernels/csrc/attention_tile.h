@@ -9,13 +9,13 @@ namespace {
 
 constexpr int MAX_ROWS = 32, TILE = 32;  // rows, and positions between two looks at the largest score
 #ifdef __AVX512F__
-constexpr int UNROLL = 8;  // keys, or elements of values, that share a load of the rows: as many as registers hold
+constexpr int SUMS = 16;  // that registers hold
 #else
-constexpr int UNROLL = 4;
+constexpr int SUMS = 8;
 #endif
 
-// Work of one thread on V * 16 rows.
-template <class T, int V>
+// Work of one thread on up to R rows.
+template <class T, int R>
 class Tile {
  public:
   Tile(const Args& args, const Row<T>* rows_, int num_rows_) : a(args), rows(rows_), num_rows(num_rows_) {
@@ -33,10 +33,10 @@ class Tile {
 
   void run(const int32_t* table, int head, int begin, int end) {
     for (int start = begin; start < end; start += TILE) {
-      for (int b = 0; b < BLOCKS; ++b) {
-        const int first = start + b * LANES;
-        keys[b] = sixteen(a.key, table, head, first, end, key_copies[b]);
-        values[b] = sixteen(a.value, table, head, first, end, value_copies[b]);
+      for (int b = 0; b < RUNS; ++b) {
+        const int first = start + b * RUN;
+        keys[b] = run_of(a.key, table, head, first, end, key_copies[b]);
+        values[b] = run_of(a.value, table, head, first, end, value_copies[b]);
       }
       score();
       if (!all_seen(start, end)) hide(start, end);
@@ -47,29 +47,30 @@ class Tile {
   }
 
  private:
-  static constexpr int R = V * LANES, BLOCKS = TILE / LANES;
+  static constexpr int V = R / LANES, RUNS = TILE / RUN;
+  static constexpr int UNROLL = std::max(SUMS / V, 1);  // keys, or elements of values, that share a load of the rows
   const Args& a;
   const Row<T>* rows;
   const int num_rows;
   VecInt last[V];
   Vec top[V], weights[V] = {}, shrink[V];
-  const float *keys[BLOCKS], *values[BLOCKS];  // each sixteen positions, [16, D]
-  alignas(64) float key_copies[BLOCKS][LANES * D], value_copies[BLOCKS][LANES * D];
+  const float *keys[RUNS], *values[RUNS];  // of each run, [RUN, D]
+  alignas(64) float key_copies[RUNS][RUN * D], value_copies[RUNS][RUN * D];
   alignas(64) float query[D][R], output[D][R] = {}, scores[TILE][R];
 
   // Positions from `first` on, where they lie or, if they are no float32 or not all before `end`, a copy with zeros.
-  const float* sixteen(const void* cache, const int32_t* table, int head, int first, int end, float* copy) const {
-    const int count = std::min(LANES, end - first);
+  const float* run_of(const void* cache, const int32_t* table, int head, int first, int end, float* copy) const {
+    const int count = std::min(RUN, end - first);
     const T* from = count > 0 ? kv_row<T>(a, cache, table, head, first) : nullptr;
     if constexpr (std::is_same_v<T, float>)
-      if (count == LANES) return from;
-    for (int i = 0; i < LANES * D; i += LANES) store(copy + i, i < count * D ? load(from + i) : Vec{});
+      if (count == RUN) return from;
+    for (int i = 0; i < RUN * D; i += LANES) store(copy + i, i < count * D ? load(from + i) : Vec{});
     return copy;
   }
 
   void score() {
     for (int t = 0; t < TILE; t += UNROLL) {
-      const float* k = keys[t / LANES] + t % LANES * D;
+      const float* k = keys[t / RUN] + t % RUN * D;
       Vec sums[UNROLL][V] = {};
       for (int d = 0; d < D; ++d)
         for (int u = 0; u < UNROLL; ++u)
@@ -124,11 +125,11 @@ class Tile {
       Vec sums[UNROLL][V];
       for (int u = 0; u < UNROLL; ++u)
         for (int i = 0; i < V; ++i) sums[u][i] = load(&output[d + u][i * LANES]) * shrink[i];
-      for (int b = 0; b < BLOCKS; ++b)
-        for (int t = 0; t < LANES; ++t)
+      for (int b = 0; b < RUNS; ++b)
+        for (int t = 0; t < RUN; ++t)
           for (int u = 0; u < UNROLL; ++u)
             for (int i = 0; i < V; ++i)
-              sums[u][i] += load(&scores[b * LANES + t][i * LANES]) * values[b][t * D + d + u];
+              sums[u][i] += load(&scores[b * RUN + t][i * LANES]) * values[b][t * D + d + u];
       for (int u = 0; u < UNROLL; ++u)
         for (int i = 0; i < V; ++i) store(&output[d + u][i * LANES], sums[u][i]);
     }

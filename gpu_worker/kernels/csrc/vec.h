@@ -1,4 +1,5 @@
-// Sixteen floats at a time as GCC vector extensions: one register with AVX-512, two with AVX2, four with SSE or NEON.
+// As many floats at a time as a register holds, as GCC vector extensions: 16 with AVX-512, 8 with AVX2, 4 with SSE or
+// NEON. Wider vectors than the processor's registers would do, but GCC builds them element by element.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -6,16 +7,30 @@
 #include <immintrin.h>
 #endif
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecInt __attribute__((vector_size(64)));
-typedef uint32_t VecBits __attribute__((vector_size(64)));
-typedef uint16_t VecHalf __attribute__((vector_size(32)));
-
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t VecInt __attribute__((vector_size(4 * LANES)));
+typedef uint32_t VecBits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t VecHalf __attribute__((vector_size(2 * LANES)));
 
 struct BF16 {
   uint16_t bits;
 };
+
+// 0, 1, 2, …
+inline VecInt lane_numbers() {
+  constexpr int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  VecInt x;
+  memcpy(&x, numbers, sizeof x);
+  return x;
+}
 
 inline Vec splat(float x) { return Vec{} + x; }
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
@@ -63,10 +78,10 @@ inline void store(T* p, Vec x, int64_t n) {
   memcpy(p, padded, n * sizeof(T));
 }
 
-// Of all lanes, by halves: a chain of sixteen operations is slow.
+// Of all lanes, by halves: a chain of as many operations is slow.
 template <class F>
 inline float fold(Vec x, F both) {
-  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const VecInt lanes = lane_numbers();
 #pragma GCC unroll 4
   for (int n = LANES / 2; n; n /= 2) x = both(x, __builtin_shuffle(x, lanes ^ n));
   return x[0];
@@ -103,12 +118,12 @@ inline Vec exponential(Vec x) {
 #endif
 }
 
-// Sixteen rows of sixteen become columns.
+// As many rows as lanes become columns.
 template <class V>
 inline void transpose(V* rows) {
-  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const VecInt lanes = lane_numbers();
 #pragma GCC unroll 4
-  for (int n = 8; n; n /= 2) {
+  for (int n = LANES / 2; n; n /= 2) {
     const VecInt from_upper = (lanes & n) != 0 ? lanes + (LANES - n) : lanes;
     const VecInt from_lower = (lanes & n) != 0 ? lanes + LANES : lanes + n;
 #pragma GCC unroll 16

@@ -14,7 +14,7 @@ from ..kernels.library import AttentionArgs, load_attention
 from ..model_config import ModelConfig
 from .cache import allocate_kv_caches, pointers
 from .interface import IntArray, KVCache
-from .shared_prefix import find_shared_prefixes
+from .shared_prefix import SharedPrefixFinder
 
 _LANES = 16
 """Positions that the kernel takes at a time: they lie in one block, and heads are whole vectors."""
@@ -44,8 +44,7 @@ class CPUBackend:
         self._block_size = block_size
         self._device = device
         self._kernels = load_attention(config.head_size, march)
-        self.fewest_sharing = max(2, _FEWEST_ROWS * config.num_kv_heads // config.num_heads)
-        """Requests that a shared prefix is read once for."""
+        self.prefixes = SharedPrefixFinder(block_size, max(2, _FEWEST_ROWS * config.num_kv_heads // config.num_heads))
 
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
@@ -71,12 +70,10 @@ class CPUPlan:
         self._kernels = backend._kernels
         self.slots = torch.from_numpy(slot_mapping.astype(np.int64))
         self._is_bf16 = config.dtype == torch.bfloat16
-        tables = _int32(block_tables)
-        prefixes = find_shared_prefixes(
-            np.diff(cu_query_lens), seq_lens, tables, backend._block_size, backend.fewest_sharing
-        )
+        tables, lengths = _int32(block_tables), _int32(seq_lens)
+        prefixes = backend.prefixes.find(np.diff(cu_query_lens), lengths, tables)
         self._num_groups = len(prefixes.lengths)
-        self._arrays = (_int32(cu_query_lens), _int32(seq_lens), tables, prefixes)
+        self._arrays = (_int32(cu_query_lens), lengths, tables, prefixes)
         self._args = AttentionArgs(
             block_tables=tables.ctypes.data,
             query_starts=self._arrays[0].ctypes.data,

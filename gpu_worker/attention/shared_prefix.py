@@ -43,6 +43,42 @@ class _Group:
         return (len(self.members) - 1) * self.length
 
 
+class SharedPrefixFinder:
+    """Finds the groups of each step. While the same requests decode on, they are those of the step before."""
+
+    def __init__(self, block_size: int, fewest_members: int) -> None:
+        """``fewest_members`` of a group: two or more."""
+        self.fewest_members = fewest_members
+        self._block_size = block_size
+        self._found: tuple[IntArray, IntArray, SharedPrefixes] | None = None  # of which lengths and tables
+
+    def find(self, query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes:
+        """The arguments are those of a plan, and not changed afterwards."""
+        if len(seq_lens) < self.fewest_members:
+            return SharedPrefixes.of([])
+        if not (query_lens == 1).all():
+            self._found = None
+            return self._search(query_lens, seq_lens, block_tables)
+        if self._found is None or not _goes_on(*self._found[:2], seq_lens, block_tables):
+            prefixes = self._search(query_lens, seq_lens, block_tables)
+            self._found = (seq_lens, block_tables, prefixes)
+        return self._found[2]
+
+    def _search(self, query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes:
+        return find_shared_prefixes(query_lens, seq_lens, block_tables, self._block_size, self.fewest_members)
+
+
+def _goes_on(old_lens: IntArray, old_tables: IntArray, seq_lens: IntArray, tables: IntArray) -> bool:
+    """Whether no request became shorter or has other blocks where it had some: what was shared still is."""
+    width = old_tables.shape[1]
+    return (
+        len(seq_lens) == len(old_lens)
+        and tables.shape[1] >= width
+        and bool((seq_lens >= old_lens).all())
+        and np.array_equal(tables[:, :width], old_tables)
+    )
+
+
 def find_shared_prefixes(
     query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, block_size: int, fewest_members: int
 ) -> SharedPrefixes:

@@ -74,7 +74,7 @@ class Call {
   }
 
   bool is_decode(int r) const { return a.query_starts[r + 1] - a.query_starts[r] == 1; }
-  int decode_begin(int r) const { return std::max(shared[r], first_seen(a.seq_lens[r] - 1) / LANES * LANES); }
+  int decode_begin(int r) const { return std::max(shared[r], first_seen(a.seq_lens[r] - 1) / RUN * RUN); }
   int decode_range(int r) const { return a.seq_lens[r] - decode_begin(r); }
 
   void cut_decode(int r, int span) {
@@ -97,7 +97,7 @@ class Call {
     for (int first = 0; first < count; first += tokens)
       for (int head = 0; head < a.num_kv_heads; ++head) {
         const int n = std::min(tokens, count - first), end = before + first + n;
-        const int begin = first_seen(before + first) / LANES * LANES;
+        const int begin = first_seen(before + first) / RUN * RUN;
         pieces.push_back({r, -1, first, n, begin, end, head, -1, (int64_t)8 * (end - begin)});
       }
   }
@@ -129,10 +129,10 @@ class Call {
     if constexpr (std::is_same_v<T, BF16>)
       if (may_use_amx()) return compute_amx(piece, table, rows);
 #endif
-    if (num_rows <= LANES)
-      tile<T, 1>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
+    if (num_rows <= MAX_ROWS / 2)
+      Tile<T, MAX_ROWS / 2>(a, rows.data(), num_rows).run(table, piece.head, piece.begin, piece.end);
     else
-      tile<T, 2>(a, table, piece.head, rows.data(), num_rows, piece.begin, piece.end);
+      Tile<T, MAX_ROWS>(a, rows.data(), num_rows).run(table, piece.head, piece.begin, piece.end);
   }
 
   // Otherwise the token is one of a tile of rows.

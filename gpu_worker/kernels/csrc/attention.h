@@ -6,6 +6,8 @@ namespace {
 
 constexpr int D = HEAD_SIZE, VECS = D / LANES;
 static_assert(D % LANES == 0, "heads are whole vectors");
+constexpr int RUN = 16;  // positions from a multiple of it on lie side by side, in one block
+static_assert(RUN % LANES == 0, "vectors of positions lie in one run");
 constexpr float LOWEST = -1e30f;
 constexpr int PARTIAL = D + 2;  // output, largest score, sum of weights
 

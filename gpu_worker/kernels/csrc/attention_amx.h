@@ -32,23 +32,6 @@ inline void multiply(const void* left0, const void* left1, int64_t left_stride, 
   }
 }
 
-// Sixteen rows of sixteen become columns.
-inline void transpose(VecInt* rows) {
-  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#pragma GCC unroll 4
-  for (int n = 8; n; n /= 2) {
-    const VecInt from_upper = (lanes & n) != 0 ? lanes + (LANES - n) : lanes;
-    const VecInt from_lower = (lanes & n) != 0 ? lanes + LANES : lanes + n;
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; ++i)
-      if (!(i & n)) {
-        const VecInt a = rows[i], b = rows[i + n];
-        rows[i] = __builtin_shuffle(a, b, from_upper);
-        rows[i + n] = __builtin_shuffle(a, b, from_lower);
-      }
-  }
-}
-
 // e^x for x ≤ 0, within 2e-4 of it, which is finer than what it is rounded to; exactly 1 for 0.
 inline Vec weight_of(Vec x) {
   const Vec t = maximum(x * 1.44269504f, splat(-126.f));

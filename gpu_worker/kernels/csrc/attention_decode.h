@@ -9,18 +9,14 @@ namespace {
 
 // Lane t of the result is the sum of rows[t].
 inline Vec sum_rows(Vec* rows) {
-  const VecInt a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
-  const VecInt a4 = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}, b4 = a4 + 4;
-  const VecInt a2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, b2 = a2 + 2;
-  const VecInt a1 = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}, b1 = a1 + 1;
-  auto halve = [&](int n, VecInt a, VecInt b) {
+  const VecInt lanes = lane_numbers();
+#pragma GCC unroll 4
+  for (int n = LANES / 2; n; n /= 2) {
+    const VecInt first = (lanes & n) != 0 ? lanes + (LANES - n) : lanes, second = first + n;
+#pragma GCC unroll 8
     for (int i = 0; i < n; ++i)
-      rows[i] = __builtin_shuffle(rows[i], rows[i + n], a) + __builtin_shuffle(rows[i], rows[i + n], b);
-  };
-  halve(8, a8, b8);
-  halve(4, a4, b4);
-  halve(2, a2, b2);
-  halve(1, a1, b1);
+      rows[i] = __builtin_shuffle(rows[i], rows[i + n], first) + __builtin_shuffle(rows[i], rows[i + n], second);
+  }
   return rows[0];
 }
 
@@ -35,7 +31,7 @@ void decode(const Args& a, const int32_t* table, int head, const T* query, int b
     top[g] = LOWEST;
     for (int i = 0; i < VECS; ++i) q[g][i] = load(query + g * D + i * LANES) * a.scale;
   }
-  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const VecInt lanes = lane_numbers();
   alignas(64) float scores[G][SPAN];
   for (int start = begin; start < end; start += SPAN) {
     const int count = std::min(SPAN, end - start), vecs = (count + LANES - 1) / LANES;

@@ -49,7 +49,7 @@ class PairDecode {
   static __m512bh bits(__m512i x) { return (__m512bh)x; }
 
   void score(int start, int count) {
-    const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const VecInt lanes = lane_numbers();
     __m512bh q[G][PARTS];
     for (int g = 0; g < G; ++g)
       for (int i = 0; i < PARTS; ++i) q[g][i] = bits(_mm512_loadu_si512(query + g * D + i * PART));

@@ -1,93 +1,153 @@
 // Many rows (a query head of a token each) over positions [begin, end): rows in lanes, keys and values broadcast.
 #pragma once
 #include <algorithm>
+#include <type_traits>
 
 #include "attention.h"
 
 namespace {
 
-constexpr int MAX_ROWS = 32, TILE = 32;  // rows and positions of one tile
+constexpr int MAX_ROWS = 32, TILE = 32;  // rows, and positions between two looks at the largest score
 #ifdef __AVX512F__
-constexpr int UNROLL = 8;  // keys, or elements of values, that share a load of the rows: as many as registers hold
+constexpr int SUMS = 16;  // that registers hold
 #else
-constexpr int UNROLL = 4;
+constexpr int SUMS = 8;
 #endif
 
-template <class T, int V>
-void tile(const Args& a, const int32_t* table, int head, const Row<T>* rows, int num_rows, int begin, int end) {
-  constexpr int R = V * LANES;
-  alignas(64) float q[D][R] = {}, o[D][R] = {}, p[TILE][R], k[TILE][D], v[TILE][D];
-  VecInt last[V] = {};
-  Vec top[V], weights[V] = {};
-  for (int i = 0; i < V; ++i) top[i] = splat(LOWEST);
-  for (int r = 0; r < R; ++r) last[r / LANES][r % LANES] = rows[std::min(r, num_rows - 1)].last;
-  for (int r = 0; r < num_rows; ++r)
-    for (int i = 0; i < VECS; ++i) {
-      const Vec x = load(rows[r].query + i * LANES) * a.scale;
-      for (int e = 0; e < LANES; ++e) q[i * LANES + e][r] = x[e];
-    }
-  for (int start = begin; start < end; start += TILE) {
-    const int count = std::min(TILE, end - start);
-    for (int t = 0; t < count; ++t) {
-      const T* keys = kv_row<T>(a, a.key, table, head, start + t);
-      const T* values = (const T*)a.value + (keys - (const T*)a.key);
-      for (int i = 0; i < VECS; ++i) {
-        store(&k[t][i * LANES], load(keys + i * LANES));
-        store(&v[t][i * LANES], load(values + i * LANES));
+// Work of one thread on up to R rows.
+template <class T, int R>
+class Tile {
+ public:
+  Tile(const Args& args, const Row<T>* rows_, int num_rows_) : a(args), rows(rows_), num_rows(num_rows_) {
+    for (int i = 0; i < V; ++i) top[i] = splat(LOWEST);
+    for (int r = 0; r < R; ++r) last[r / LANES][r % LANES] = rows[std::min(r, num_rows - 1)].last;
+    for (int i = 0; i < V; ++i)
+      for (int d = 0; d < D; d += LANES) {
+        Vec block[LANES] = {};
+        for (int r = 0; r < LANES && i * LANES + r < num_rows; ++r)
+          block[r] = load(rows[i * LANES + r].query + d) * a.scale;
+        transpose(block);
+        for (int e = 0; e < LANES; ++e) store(&query[d + e][i * LANES], block[e]);
       }
+  }
+
+  void run(const int32_t* table, int head, int begin, int end) {
+    for (int start = begin; start < end; start += TILE) {
+      for (int b = 0; b < RUNS; ++b) {
+        const int first = start + b * RUN;
+        keys[b] = run_of(a.key, table, head, first, end, key_copies[b]);
+        values[b] = run_of(a.value, table, head, first, end, value_copies[b]);
+      }
+      score();
+      if (!all_seen(start, end)) hide(start, end);
+      weigh();
+      add_values();
     }
-    if (count < TILE) {
-      memset(k[count], 0, (TILE - count) * D * sizeof(float));
-      memset(v[count], 0, (TILE - count) * D * sizeof(float));
-    }
-    Vec now[V];
-    for (int i = 0; i < V; ++i) now[i] = top[i];
+    write();
+  }
+
+ private:
+  static constexpr int V = R / LANES, RUNS = TILE / RUN;
+  static constexpr int UNROLL = std::max(SUMS / V, 1);  // keys, or elements of values, that share a load of the rows
+  const Args& a;
+  const Row<T>* rows;
+  const int num_rows;
+  VecInt last[V];
+  Vec top[V], weights[V] = {}, shrink[V];
+  const float *keys[RUNS], *values[RUNS];  // of each run, [RUN, D]
+  alignas(64) float key_copies[RUNS][RUN * D], value_copies[RUNS][RUN * D];
+  alignas(64) float query[D][R], output[D][R] = {}, scores[TILE][R];
+
+  // Positions from `first` on, where they lie or, if they are no float32 or not all before `end`, a copy with zeros.
+  const float* run_of(const void* cache, const int32_t* table, int head, int first, int end, float* copy) const {
+    const int count = std::min(RUN, end - first);
+    const T* from = count > 0 ? kv_row<T>(a, cache, table, head, first) : nullptr;
+    if constexpr (std::is_same_v<T, float>)
+      if (count == RUN) return from;
+    for (int i = 0; i < RUN * D; i += LANES) store(copy + i, i < count * D ? load(from + i) : Vec{});
+    return copy;
+  }
+
+  void score() {
     for (int t = 0; t < TILE; t += UNROLL) {
-      Vec score[UNROLL][V] = {};
+      const float* k = keys[t / RUN] + t % RUN * D;
+      Vec sums[UNROLL][V] = {};
       for (int d = 0; d < D; ++d)
         for (int u = 0; u < UNROLL; ++u)
-          for (int i = 0; i < V; ++i) score[u][i] += load(&q[d][i * LANES]) * k[t + u][d];
-      for (int u = 0; u < UNROLL; ++u) {
-        const int position = start + t + u;
-        for (int i = 0; i < V; ++i) {
-          VecInt seen = last[i] >= position;
-          if (a.window) seen &= last[i] - (int)a.window < position;
-          if (position >= end) seen = VecInt{};
-          const Vec x = seen ? score[u][i] : splat(LOWEST);
-          now[i] = maximum(now[i], x);
-          store(&p[t + u][i * LANES], x);
-        }
-      }
+          for (int i = 0; i < V; ++i) sums[u][i] += load(&query[d][i * LANES]) * k[u * D + d];
+      for (int u = 0; u < UNROLL; ++u)
+        for (int i = 0; i < V; ++i) store(&scores[t + u][i * LANES], sums[u][i]);
     }
-    Vec shrink[V];
+  }
+
+  bool all_seen(int start, int end) const {
+    if (start + TILE > end) return false;
+    VecInt unseen = {};
     for (int i = 0; i < V; ++i) {
-      shrink[i] = exponential(top[i] - now[i]);
-      top[i] = now[i];
+      unseen |= last[i] < start + TILE - 1;
+      if (a.window) unseen |= last[i] - (int)a.window >= start;
+    }
+    for (int r = 0; r < LANES; ++r)
+      if (unseen[r]) return false;
+    return true;
+  }
+
+  void hide(int start, int end) {
+    for (int t = 0; t < TILE; ++t)
+      for (int i = 0; i < V; ++i) {
+        const int position = start + t;
+        VecInt seen = last[i] >= position;
+        if (a.window) seen &= last[i] - (int)a.window < position;
+        if (position >= end) seen = VecInt{};
+        store(&scores[t][i * LANES], seen ? load(&scores[t][i * LANES]) : splat(LOWEST));
+      }
+  }
+
+  // Scores become the softmax's weights; what was summed so far is to shrink as the largest score grows.
+  void weigh() {
+    for (int i = 0; i < V; ++i) {
+      Vec now = top[i];
+      for (int t = 0; t < TILE; ++t) now = maximum(now, load(&scores[t][i * LANES]));
+      shrink[i] = exponential(top[i] - now);
+      top[i] = now;
       Vec total = {};
       for (int t = 0; t < TILE; ++t) {
-        const Vec e = exponential(load(&p[t][i * LANES]) - now[i]);
+        const Vec e = exponential(load(&scores[t][i * LANES]) - now);
         total += e;
-        store(&p[t][i * LANES], e);
+        store(&scores[t][i * LANES], e);
       }
       weights[i] = weights[i] * shrink[i] + total;
     }
+  }
+
+  void add_values() {
     for (int d = 0; d < D; d += UNROLL) {
       Vec sums[UNROLL][V];
       for (int u = 0; u < UNROLL; ++u)
-        for (int i = 0; i < V; ++i) sums[u][i] = load(&o[d + u][i * LANES]) * shrink[i];
-      for (int t = 0; t < TILE; ++t)
-        for (int u = 0; u < UNROLL; ++u)
-          for (int i = 0; i < V; ++i) sums[u][i] += load(&p[t][i * LANES]) * v[t][d + u];
+        for (int i = 0; i < V; ++i) sums[u][i] = load(&output[d + u][i * LANES]) * shrink[i];
+      for (int b = 0; b < RUNS; ++b)
+        for (int t = 0; t < RUN; ++t)
+          for (int u = 0; u < UNROLL; ++u)
+            for (int i = 0; i < V; ++i)
+              sums[u][i] += load(&scores[b * RUN + t][i * LANES]) * values[b][t * D + d + u];
       for (int u = 0; u < UNROLL; ++u)
-        for (int i = 0; i < V; ++i) store(&o[d + u][i * LANES], sums[u][i]);
+        for (int i = 0; i < V; ++i) store(&output[d + u][i * LANES], sums[u][i]);
     }
   }
-  for (int r = 0; r < num_rows; ++r) {
-    Vec row[VECS] = {};
-    for (int i = 0; i < VECS; ++i)
-      for (int e = 0; e < LANES; ++e) row[i][e] = o[i * LANES + e][r];
-    rows[r].target.write(row, top[r / LANES][r % LANES], weights[r / LANES][r % LANES]);
+
+  void write() {
+    for (int i = 0; i < V; ++i) {
+      Vec turned[LANES][VECS];
+      for (int e = 0; e < VECS; ++e) {
+        Vec block[LANES];
+        for (int d = 0; d < LANES; ++d) block[d] = load(&output[e * LANES + d][i * LANES]);
+        transpose(block);
+        for (int r = 0; r < LANES; ++r) turned[r][e] = block[r];
+      }
+      for (int r = 0; r < LANES && i * LANES + r < num_rows; ++r)
+        rows[i * LANES + r].target.write(turned[r], top[i][r], weights[i][r]);
+    }
   }
-}
+};
 
 }  // namespace

@@ -1,21 +1,36 @@
-// Sixteen floats at a time as GCC vector extensions: one register with AVX-512, two with AVX2, four with SSE or NEON.
+// As many floats at a time as a register holds, as GCC vector extensions: 16 with AVX-512, 8 with AVX2, 4 with SSE or
+// NEON. Wider vectors than the processor's registers would do, but GCC builds them element by element.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t VecInt __attribute__((vector_size(64)));
-typedef uint32_t VecBits __attribute__((vector_size(64)));
-typedef uint16_t VecHalf __attribute__((vector_size(32)));
-
+#if defined(__AVX512F__)
 constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t VecInt __attribute__((vector_size(4 * LANES)));
+typedef uint32_t VecBits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t VecHalf __attribute__((vector_size(2 * LANES)));
 
 struct BF16 {
   uint16_t bits;
 };
+
+// 0, 1, 2, …
+inline VecInt lane_numbers() {
+  constexpr int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  VecInt x;
+  memcpy(&x, numbers, sizeof x);
+  return x;
+}
 
 inline Vec splat(float x) { return Vec{} + x; }
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
@@ -63,10 +78,10 @@ inline void store(T* p, Vec x, int64_t n) {
   memcpy(p, padded, n * sizeof(T));
 }
 
-// Of all lanes, by halves: a chain of sixteen operations is slow.
+// Of all lanes, by halves: a chain of as many operations is slow.
 template <class F>
 inline float fold(Vec x, F both) {
-  const VecInt lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const VecInt lanes = lane_numbers();
 #pragma GCC unroll 4
   for (int n = LANES / 2; n; n /= 2) x = both(x, __builtin_shuffle(x, lanes ^ n));
   return x[0];
@@ -80,11 +95,15 @@ inline float largest(Vec x) { return fold(x, maximum); }
 
 // e^x within 3e-7 of it, for x in [-87, 88]; beyond, the value at that end.
 inline Vec exponential(Vec x) {
+#ifdef __AVX512F__
+  x = _mm512_min_ps(splat(88.f), _mm512_max_ps(splat(-87.f), x));  // in this order a NaN stays one
+  const Vec t = x * 1.44269504f, n = _mm512_roundscale_ps(t, 0);
+#else
   x = x < -87.f ? splat(-87.f) : x;
   x = x > 88.f ? splat(88.f) : x;
-  Vec t = x * 1.44269504f;
-  Vec n = (t + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to an integer
-  Vec f = t - n;
+  const Vec t = x * 1.44269504f, n = (t + 12582912.f) - 12582912.f;  // 1.5 * 2^23: rounds to an integer
+#endif
+  const Vec f = t - n;
   Vec p = splat(1.5403530e-4f);  // 2^f on [-0.5, 0.5]
   p = p * f + 1.3333558e-3f;
   p = p * f + 9.6181291e-3f;
@@ -92,5 +111,27 @@ inline Vec exponential(Vec x) {
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
   p = p * f + 1.f;
+#ifdef __AVX512F__
+  return _mm512_scalef_ps(p, n);
+#else
   return (Vec)((VecInt)p + (__builtin_convertvector(n, VecInt) << 23));
+#endif
+}
+
+// As many rows as lanes become columns.
+template <class V>
+inline void transpose(V* rows) {
+  const VecInt lanes = lane_numbers();
+#pragma GCC unroll 4
+  for (int n = LANES / 2; n; n /= 2) {
+    const VecInt from_upper = (lanes & n) != 0 ? lanes + (LANES - n) : lanes;
+    const VecInt from_lower = (lanes & n) != 0 ? lanes + LANES : lanes + n;
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; ++i)
+      if (!(i & n)) {
+        const V a = rows[i], b = rows[i + n];
+        rows[i] = __builtin_shuffle(a, b, from_upper);
+        rows[i + n] = __builtin_shuffle(a, b, from_lower);
+      }
+  }
 }

@@ -10,7 +10,7 @@ from tests.gpu_worker.attention.steps import BLOCK_SIZE, CPU, make_step, run, sh
 from tokenloom.gpu_worker.attention import shared_prefix
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
-from tokenloom.gpu_worker.attention.shared_prefix import find_shared_prefixes
+from tokenloom.gpu_worker.attention.shared_prefix import SharedPrefixFinder, find_shared_prefixes
 
 
 def find(tables, seq_lens, query_lens=None, fewest=2):
@@ -64,6 +64,41 @@ def test_a_short_prefix_of_many_outweighs_a_longer_one_of_few():
     assert find(tables, [50] * 8 + [70] * 2) == [(list(range(10)), 3)]
 
 
+SHARED = [[*range(8), 10], [*range(8), 20]]
+
+
+def finding(tables, seq_lens, query_lens=(1, 1)):
+    return np.array(query_lens[: len(seq_lens)]), np.array(seq_lens), np.array(tables, dtype=np.int32)
+
+
+def test_groups_stay_while_their_members_decode_on():
+    finder = SharedPrefixFinder(BLOCK_SIZE, 2)
+    first = finder.find(*finding(SHARED, [130, 130]))
+    assert (first.members.tolist(), first.lengths.tolist()) == ([0, 1], [8 * BLOCK_SIZE])
+    for length in (131, 144):
+        assert finder.find(*finding(SHARED, [length, length])) is first
+    assert finder.find(*finding([[*row, 30 + row[-1]] for row in SHARED], [145, 145])) is first
+
+
+@pytest.mark.parametrize(
+    ("tables", "seq_lens", "query_lens"),
+    [
+        ([[*range(8), 10], [0, 1, 2, 99, *range(4, 8), 20]], [131, 131], [1, 1]),
+        (SHARED, [131, 100], [1, 1]),
+        (SHARED, [131, 131], [1, 2]),
+        (SHARED[:1], [131], [1]),
+        ([list(range(8))] * 2, [128, 128], [1, 1]),
+    ],
+    ids=["another block", "shorter", "a prefill", "one left", "fewer blocks"],
+)
+def test_groups_are_found_anew_when_their_members_change(tables, seq_lens, query_lens):
+    finder = SharedPrefixFinder(BLOCK_SIZE, 2)
+    finder.find(*finding(SHARED, [130, 130]))
+    step = finding(tables, seq_lens, query_lens)
+    found, expected = finder.find(*step), find_shared_prefixes(*step, BLOCK_SIZE, 2)
+    assert (found.members.tolist(), found.lengths.tolist()) == (expected.members.tolist(), expected.lengths.tolist())
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("num_heads", [2, 4, 6, 20])
@@ -80,7 +115,7 @@ def test_equals_the_reference(num_heads, window, threads):
     tables[:20, :4] = tables[0, :4]
     tables[20:24, :8] = tables[20, :8]
     backend = CPUBackend(config, BLOCK_SIZE, CPU)
-    backend.fewest_sharing = 2
+    backend.prefixes.fewest_members = 2
     found, _ = run(backend, step, window)
     expected, _ = run(ReferenceBackend(config, BLOCK_SIZE, CPU), step, window)
     torch.set_num_threads(before)

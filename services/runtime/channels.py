@@ -3,6 +3,8 @@
 import grpc
 import grpc.aio
 
+from .local_streams import sockets
+from .local_streams.channel import LocalChannel
 from .tls import MeshTLS, dns_name
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -43,9 +45,11 @@ class Channels:
     def open(self, address: str, service: str) -> grpc.aio.Channel:
         """A lazily connecting channel to a ``service`` at ``host:port`` or ``unix:/path``; the caller closes it.
 
-        Under TLS nobody else is talked to, whatever listens there.
+        Under TLS nobody else is talked to, whatever listens there. Without, bidirectional calls to a part of this host
+        are local streams.
         """
         if self._tls is None:
-            return open_channel(address)
+            channel, path = open_channel(address), sockets.path_beside(address)
+            return LocalChannel(channel, path, MAX_MESSAGE_BYTES) if path is not None else channel
         options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", dns_name(service))]
         return grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=options)

@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc.aio
@@ -17,6 +18,8 @@ from .channels import MAX_MESSAGE_BYTES, Channels
 from .edge import Authorize, Edge
 from .errors import TokenloomError, Unavailable
 from .health import Health
+from .local_streams import sockets
+from .local_streams.server import LocalServer
 from .settings import ServiceSettings
 from .tasks import Tasks
 from .tls import MeshTLS
@@ -73,6 +76,7 @@ class Host:
         self._grpc = grpc.aio.server(options=options, interceptors=[self._edge])
         self._probes: grpc.aio.Server | None = None
         self._names = _Names(self._grpc)
+        self._local: LocalServer | None = None
         self._metrics_server: metrics.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
         self._failure: BaseException | None = None
@@ -142,6 +146,7 @@ class Host:
             self.tls = MeshTLS(files)
             self.channels = Channels(self.tls)
         await self.health.start(self.server)
+        self._local = await self._serve_locally()  # before gRPC: who finds that finds this
         self.address = self._bind()
         await self._grpc.start()
         self.health_address = await self._serve_probes() if self.settings.health_listen else self.address
@@ -169,7 +174,7 @@ class Host:
 
     async def close(self, grace: float) -> None:
         """Ends calls after ``grace`` seconds, then tasks, metrics and the state file."""
-        await self._grpc.stop(grace)
+        await self._end_calls(grace)
         if self._probes is not None:
             await self._probes.stop(None)
         await self._tasks.close()
@@ -179,6 +184,11 @@ class Host:
             await asyncio.to_thread(self.tracer.close)
         if self.settings.state_file is not None:
             self.settings.state_file.unlink(missing_ok=True)
+
+    async def _end_calls(self, grace: float) -> None:
+        if self._local is not None:
+            await self._local.close(grace)
+        await self._grpc.stop(grace)
 
     def _bind(self) -> str:
         settings = self.settings
@@ -192,6 +202,23 @@ class Host:
             )
         credentials = self.tls.server_credentials() if self.tls is not None else None
         return bind(self._grpc, settings.listen, credentials, insecure=settings.insecure)
+
+    async def _serve_locally(self) -> LocalServer | None:
+        """Streams for parts of this host; None where peers need certificates, or are none of ours."""
+        settings = self.settings
+        path = sockets.path_beside(settings.listen)
+        if path is None or self.tls is not None or settings.is_public:
+            return None
+        server = LocalServer(path, self._find_handler, settings.max_message_bytes)
+        try:
+            await server.open()
+        except OSError as error:
+            raise Unavailable(f"listen: cannot bind {path}: {error.strerror}") from None
+        return server
+
+    async def _find_handler(self, method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Past the same edge as gRPC's calls."""
+        return await self._edge.intercept_service(self._names.find, _CallDetails(method))
 
     async def _serve_probes(self) -> str:
         """kubelet's probes carry no certificate: a port that answers nothing else."""
@@ -237,14 +264,28 @@ def bind(
     return str(address) if address.path else str(addresses.Address(host=address.host, port=port))
 
 
+@dataclass(slots=True)
+class _CallDetails:
+    """Of a call that did not come through gRPC; in all else ``grpc.HandlerCallDetails``."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+
 class _Names:
-    """Passes servicers on to a server and notes their names, which health and reflection tell."""
+    """Passes servicers on to a server and notes their names, which health and reflection tell, and their handlers."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         self._server = server
+        self._handlers: list[grpc.GenericRpcHandler] = []
         self.names: list[str] = []
 
+    async def find(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """The handler of a call, as gRPC would find it."""
+        return next((found for each in self._handlers if (found := each.service(details)) is not None), None)
+
     def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        self._handlers += handlers
         for handler in handlers:
             if isinstance(handler, grpc.ServiceRpcHandler) and (name := handler.service_name()):
                 self.names.append(name)

@@ -87,7 +87,7 @@ class SplitEngine(Part):
         self.is_alive = False
         await self.cut_kv()
         await self._host._tasks.close()
-        await self._host._grpc.stop(None)
+        await self._host._end_calls(0)
         await super().kill()
 
     async def cut_kv(self) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tokenloom.services.runtime.addresses import Address
+from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_SUFFIX
 
 from .cores import divide
 from .part_spec import PartSpec
@@ -105,7 +106,7 @@ class _Layout:
 
     def _part(self, service: str, index: int, flags: tuple[str, ...], listen: str | None = None) -> PartSpec:
         name, options = f"{service}-{index}", self._options
-        state_file = self._directory / f"{name}.json"
+        state_file, socket = self._directory / f"{name}.json", self._socket(service, index)
         command = (
             *(sys.executable, "-m", f"tokenloom.services.{service}"),
             *("--instance-id", name, "--listen", listen or self._listen(service, index)),
@@ -121,7 +122,7 @@ class _Layout:
             state_file=state_file,
             # What a killed part leaves behind is swept with the directory.
             environment={"TMPDIR": str(self._directory), **options.environment.get(service, {})},
-            leftovers=(self._socket(service, index),),
+            leftovers=(socket, socket.with_name(socket.name + STREAMS_SUFFIX)),
         )
 
     def _socket(self, service: str, index: int, port: str = "") -> Path:

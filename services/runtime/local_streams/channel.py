@@ -1,0 +1,112 @@
+"""A channel to a part of this host: its bidirectional calls are local streams, all others gRPC's."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ..tasks import Tasks
+from . import sockets
+from .call import LocalCall
+
+log = logging.getLogger(__name__)
+
+
+class LocalChannel(grpc.aio.Channel):
+    """Behaves as the gRPC channel that it wraps, and closes that with itself."""
+
+    def __init__(self, channel: grpc.aio.Channel, path: str, max_message_bytes: int) -> None:
+        """``path``: where the peer serves local streams, if it does: each call looks anew."""
+        self._grpc = channel
+        self._path = path
+        self._max_message_bytes = max_message_bytes
+        self._calls: set[LocalCall[Any, Any]] = set()  # as many as the owner makes; each leaves when it ends
+        self._tasks = Tasks(lambda error: log.error("a local stream could not be opened", exc_info=error))
+        self._is_closed = False
+
+    def stream_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any
+    ) -> "LocalOrGrpc":
+        through_grpc = self._grpc.stream_stream(method, request_serializer, response_deserializer, **options)
+        return LocalOrGrpc(self, method, request_serializer, response_deserializer, through_grpc)
+
+    def open_call(self, method: str, serialize: Any, deserialize: Any) -> LocalCall[Any, Any] | None:
+        """Begins a call; None when the peer serves no local streams now."""
+        if self._is_closed or (connected := sockets.connect(self._path)) is None:
+            return None
+        call = LocalCall(method, serialize or bytes, deserialize or bytes, self._max_message_bytes)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+        def attached(_: "asyncio.Task[None]") -> None:
+            if not call.connection.is_attached:
+                connected.close()
+                call.on_lost()
+
+        self._tasks.spawn(_attach(call, connected), name=f"open {method}").add_done_callback(attached)
+        return call
+
+    async def close(self, grace: float | None = None) -> None:
+        """Cancels its calls, those of gRPC after ``grace`` seconds."""
+        self._is_closed = True
+        for call in list(self._calls):
+            call.cancel()
+        await self._tasks.close()
+        await self._grpc.close(grace)
+
+    async def __aenter__(self) -> "LocalChannel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # gRPC's alone
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> "grpc.aio.UnaryUnaryMultiCallable[Any, Any]":
+        return self._grpc.unary_unary(*args, **kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> "grpc.aio.UnaryStreamMultiCallable[Any, Any]":
+        return self._grpc.unary_stream(*args, **kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> "grpc.aio.StreamUnaryMultiCallable[Any, Any]":
+        return self._grpc.stream_unary(*args, **kwargs)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._grpc.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._grpc.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._grpc.channel_ready()
+
+
+class LocalOrGrpc(grpc.aio.StreamStreamMultiCallable[Any, Any]):
+    """A method of a stub."""
+
+    def __init__(
+        self,
+        channel: LocalChannel,
+        method: str,
+        serialize: Any,
+        deserialize: Any,
+        through_grpc: "grpc.aio.StreamStreamMultiCallable[Any, Any]",
+    ) -> None:
+        self._channel = channel
+        self._codec = method, serialize, deserialize
+        self._grpc = through_grpc
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "grpc.aio.StreamStreamCall[Any, Any]":
+        """Begins a call. One with anything that a local stream does not carry (a deadline, metadata) is gRPC's."""
+        if not args and not kwargs and (call := self._channel.open_call(*self._codec)) is not None:
+            return call
+        return self._grpc(*args, **kwargs)
+
+
+async def _attach(call: LocalCall[Any, Any], connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer is gone already
+        await asyncio.get_running_loop().create_unix_connection(lambda: call.connection, sock=connected)

@@ -1,0 +1,63 @@
+"""The sockets of local streams: each beside the unix socket on which the same part serves gRPC."""
+
+import contextlib
+import os
+import socket
+import stat
+from pathlib import Path
+
+from .. import addresses
+
+SUFFIX = ".streams"
+_BACKLOG = 128
+
+
+def path_beside(address: str) -> str | None:
+    """Where who serves gRPC at ``address`` serves local streams. None: not at all, since it is no unix socket, or its
+    path is so long that another does not fit beside it."""
+    if not address.startswith("unix:"):
+        return None
+    path = addresses.parse(address).path + SUFFIX
+    return path if len(path.encode()) <= addresses.MAX_UNIX_PATH else None
+
+
+def listen(path: str) -> socket.socket:
+    """A listening socket; one that a killed process left there makes room. ``OSError`` when it cannot be had."""
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.setblocking(False)
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def connect(path: str) -> socket.socket | None:
+    """A connected socket, at once; None when nobody serves there."""
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.setblocking(False)
+        connected.connect(path)
+    except OSError:  # also BlockingIOError: its queue of connections is full
+        connected.close()
+        return None
+    return connected
+
+
+class SocketFile:
+    """The file of a listening socket, removed only while it is still this one's."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._inode = self._path.stat().st_ino
+
+    def remove(self) -> None:
+        """Idempotent; leaves alone what a newer process put there."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()

@@ -1,0 +1,86 @@
+"""A server of local streams with the handlers of a test, and a channel to it; on both event loops."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import uvloop
+
+from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.local_streams import connection
+from tokenloom.services.runtime.local_streams.channel import LocalChannel
+from tokenloom.services.runtime.local_streams.server import LocalServer
+
+METHOD = "/test.Test/Stream"
+SOON = 10.0
+"""Bound of every wait: a hang is a failure."""
+LIMIT = 1 << 20
+"""Bytes of a message."""
+
+Handler = Callable[[Any, Any], Any]
+Serve = Callable[[Handler], Awaitable[LocalChannel]]
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Services run on uvloop, tests of theirs on asyncio's own loop."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+def short_ticks(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds of a tick here."""
+    monkeypatch.setattr(connection, "TICK_SECONDS", 0.01)
+    return 0.01
+
+
+@asynccontextmanager
+async def serving(handler: Handler, path: Path) -> AsyncIterator[LocalServer]:
+    """One method, of bytes."""
+
+    async def find(method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        return grpc.stream_stream_rpc_method_handler(handler) if method == METHOD else None
+
+    server = LocalServer(str(path), find, LIMIT)
+    await server.open()
+    try:
+        yield server
+    finally:
+        await server.close(0)
+
+
+@asynccontextmanager
+async def calling(path: Path) -> AsyncIterator[LocalChannel]:
+    """A channel to a part that serves local streams at ``path``, and gRPC nowhere."""
+    async with LocalChannel(open_channel("unix:/nowhere"), str(path), LIMIT) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def stream(
+    handler: Handler, folder: Path, method: str = METHOD
+) -> "AsyncIterator[grpc.aio.StreamStreamCall[bytes, bytes]]":
+    """A call of ``handler``."""
+    async with asyncio.timeout(SOON), serving(handler, folder / "s"), calling(folder / "s") as channel:
+        yield channel.stream_stream(method)()
+
+
+async def echo(requests: AsyncIterator[bytes], context: Any) -> None:
+    async for request in requests:
+        await context.write(request)
+
+
+async def write_for(seconds: float, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> int:
+    """Writes long messages; returns how many the other side took."""
+    written = 0
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                await call.write(bytes(LIMIT))
+                written += 1
+    except TimeoutError:
+        return written

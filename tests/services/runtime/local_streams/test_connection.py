@@ -1,0 +1,118 @@
+"""Peers that are killed, stopped, silent, or only busy."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, stream, write_for
+from tests.services.runtime.local_streams.test_server_call import OPEN, Watched
+from tokenloom.services.runtime.local_streams import connection
+from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind, encode
+
+ROOT = Path(__file__).parents[4]
+
+
+@asynccontextmanager
+async def process(path: Path, tick_seconds: float) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A peer of its own."""
+    command = (sys.executable, "-m", "tests.services.runtime.local_streams.silent_part", str(path), str(tick_seconds))
+    part = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
+    try:
+        assert part.stdout is not None
+        assert await part.stdout.readline() == b"serving\n"
+        yield part
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # a test may have killed it
+            part.kill()
+        await part.communicate()
+
+
+async def test_a_killed_process_is_noticed_at_once(socket_dir: Path) -> None:
+    async with asyncio.timeout(SOON), process(socket_dir / "s", 60.0) as part, calling(socket_dir / "s") as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"a")
+        assert await call.read() == b"a"
+        part.kill()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_stopped_process_is_noticed_by_its_silence(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TICK_SECONDS", 0.1)
+    async with asyncio.timeout(SOON), process(socket_dir / "s", 0.02) as part, calling(socket_dir / "s") as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"a")
+        assert await call.read() == b"a"
+        part.send_signal(signal.SIGSTOP)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_within_the_time_of_grpcs_pings() -> None:
+    assert connection.TICK_SECONDS * (connection.SILENT_TICKS + 1) <= 2.6
+
+
+async def test_a_caller_that_says_nothing_is_cut_off(socket_dir: Path, short_ticks: float) -> None:
+    watched = Watched()
+    async with stream(watched.wait, socket_dir):
+        reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
+        assert await reader.read() == encode(Kind.BEAT) * (connection.SILENT_TICKS - 1)
+        writer.close()
+        reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
+        writer.write(OPEN)
+        await reader.read()
+        writer.close()
+
+
+async def test_an_idle_call_lives_by_beats(socket_dir: Path, short_ticks: float) -> None:
+    watched = Watched()
+    beats = 0
+
+    class Counting(FrameDecoder):
+        def feed(self, data: bytes) -> Any:
+            nonlocal beats
+            for kind, payload in super().feed(data):
+                beats += kind is Kind.BEAT
+                yield kind, payload
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(connection, "FrameDecoder", Counting)
+        async with stream(watched.wait, socket_dir) as call:
+            while beats < 8 * connection.SILENT_TICKS:  # noqa: ASYNC110 - of both ends
+                await asyncio.sleep(short_ticks)
+            assert not call.done()
+
+
+async def test_a_pause_of_this_process_is_one_tick(socket_dir: Path, short_ticks: float) -> None:
+    async with stream(Watched().wait, socket_dir) as call:
+        await call.wait_for_connection()
+        time.sleep(10 * short_ticks)  # noqa: ASYNC251 - that is the pause
+        await asyncio.sleep(0)
+        assert not call.done()
+
+
+async def test_a_peer_that_is_behind_is_not_dead(socket_dir: Path, short_ticks: float) -> None:
+    """It hears nothing while it does not read, and yet beats."""
+    may_read = asyncio.Event()
+
+    async def slow(requests: Any, context: Any) -> None:
+        await may_read.wait()
+        await context.write(b"%d" % len([each async for each in requests]))
+
+    async with stream(slow, socket_dir) as call:
+        written = await write_for(20 * short_ticks, call)
+        may_read.set()
+        await call.done_writing()
+        assert await call.read() == b"%d" % written

@@ -1,0 +1,80 @@
+"""Frames, however the bytes come."""
+
+import contextlib
+import itertools
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenloom.services.runtime.errors import Internal, ResourceExhausted
+from tokenloom.services.runtime.local_streams.frames import (
+    FrameDecoder,
+    Kind,
+    Status,
+    decode_status,
+    encode,
+    encode_status,
+)
+
+LIMIT = 64
+frames = st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=LIMIT)), max_size=8)
+
+
+def split(data: bytes, cuts: list[int]) -> list[bytes]:
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in itertools.pairwise(edges)]
+
+
+@given(frames, st.lists(st.integers(min_value=0), max_size=12))
+def test_any_split_gives_the_same_frames(sent: list[tuple[Kind, bytes]], cuts: list[int]) -> None:
+    decoder = FrameDecoder(LIMIT)
+    data = b"".join(encode(kind, payload) for kind, payload in sent)
+    assert [frame for part in split(data, cuts) for frame in decoder.feed(part)] == sent
+
+
+@given(st.binary(), st.lists(st.integers(min_value=0), max_size=4))
+def test_any_bytes_are_frames_or_an_error(data: bytes, cuts: list[int]) -> None:
+    decoder = FrameDecoder(LIMIT)
+    found = 0
+    with contextlib.suppress(Internal, ResourceExhausted):
+        for part in split(data, cuts):
+            found += sum(5 + len(payload) for _, payload in decoder.feed(part))
+    assert found <= len(data)
+
+
+def test_what_comes_before_a_broken_frame_is_found() -> None:
+    frames = FrameDecoder(LIMIT).feed(encode(Kind.MESSAGE, b"a") + b"\0\0\0\0\x63")
+    assert next(frames) == (Kind.MESSAGE, b"a")
+    with pytest.raises(Internal, match="kind 99"):
+        next(frames)
+
+
+def test_a_payload_over_the_limit_is_refused_by_its_length_alone() -> None:
+    header = encode(Kind.MESSAGE, bytes(LIMIT + 1))[:5]
+    with pytest.raises(ResourceExhausted, match="65 bytes is over the limit of 64"):
+        list(FrameDecoder(LIMIT).feed(header))
+
+
+def test_a_status_with_metadata() -> None:
+    metadata = (("details-bin", b"\xff\0"), ("plain", "word"))
+    status = decode_status(encode_status(Status.of(grpc.StatusCode.NOT_FOUND, "gone: ü", metadata)))
+    assert (status.status_code, status.details) == (grpc.StatusCode.NOT_FOUND, "gone: ü")
+    assert tuple(status.metadata) == metadata
+
+
+def test_a_code_of_a_later_version() -> None:
+    assert Status(99).status_code is grpc.StatusCode.UNKNOWN
+
+
+@given(st.binary())
+def test_any_bytes_are_a_status_or_an_error(payload: bytes) -> None:
+    with contextlib.suppress(Internal):
+        status = decode_status(payload)
+        assert decode_status(encode_status(status)) == status
+
+
+def test_a_status_that_is_none() -> None:
+    with pytest.raises(Internal, match="a status cannot be read"):
+        decode_status(b"")

@@ -1,0 +1,81 @@
+"""The server's life."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, echo, serving
+from tests.services.runtime.local_streams.test_server_call import Watched
+from tokenloom.services.runtime.local_streams.server import LocalServer
+
+
+async def test_nothing_is_left_behind(socket_dir: Path) -> None:
+    async with serving(echo, socket_dir / "s"):
+        assert os.listdir(socket_dir) == ["s"]
+    assert not os.listdir(socket_dir)
+
+
+async def test_a_server_that_was_never_opened(socket_dir: Path) -> None:
+    await LocalServer(str(socket_dir / "s"), Any, 1).close(0)  # type: ignore[arg-type]
+
+
+async def test_it_takes_over_what_a_killed_one_left(socket_dir: Path) -> None:
+    async with (
+        asyncio.timeout(SOON),
+        serving(echo, socket_dir / "s"),  # whose file is still there
+        serving(echo, socket_dir / "s"),
+        calling(socket_dir / "s") as channel,
+    ):
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"a")
+        assert await call.read() == b"a"
+
+
+async def test_closing_waits_for_handlers_within_the_grace(socket_dir: Path) -> None:
+    async with asyncio.timeout(SOON), serving(echo, socket_dir / "s") as server, calling(socket_dir / "s") as channel:
+        call = channel.stream_stream(METHOD)()
+        await call.write(b"a")
+        assert await call.read() == b"a"
+        closing = asyncio.create_task(server.close(SOON))
+        while (socket_dir / "s").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert channel.open_call(METHOD, None, None) is None, "no new ones"
+        await call.write(b"b")
+        await call.done_writing()
+        assert [await call.read(), await call.read()] == [b"b", grpc.aio.EOF]
+        await closing
+        await server.close(SOON)
+
+
+async def test_after_the_grace_calls_are_unavailable(socket_dir: Path) -> None:
+    watched = Watched()
+    async with (
+        asyncio.timeout(SOON),
+        serving(watched.wait, socket_dir / "s") as server,
+        calling(socket_dir / "s") as channel,
+    ):
+        call = channel.stream_stream(METHOD)()
+        await watched.runs.wait()
+        await server.close(0)
+        with pytest.raises(grpc.aio.AioRpcError, match="the server is stopping") as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert isinstance(watched.how, asyncio.CancelledError)
+
+
+async def test_who_reads_nothing_does_not_hold_up_the_end(socket_dir: Path) -> None:
+    watched = Watched()
+    async with (
+        asyncio.timeout(SOON),
+        serving(watched.generate, socket_dir / "s") as server,
+        calling(socket_dir / "s") as channel,
+    ):
+        channel.stream_stream(METHOD)()
+        await watched.runs.wait()
+        await server.close(0)
+        assert watched.ended.is_set()

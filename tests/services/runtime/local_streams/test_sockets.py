@@ -1,0 +1,72 @@
+"""Where local streams are served, and how sockets come and go."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tokenloom.services.runtime.local_streams import sockets
+
+
+def test_beside_the_unix_socket_of_grpc() -> None:
+    assert sockets.path_beside("unix:/run/mesh/engine-0.sock") == "/run/mesh/engine-0.sock.streams"
+    assert sockets.path_beside("unix:///run/e") == "/run/e.streams"
+    assert sockets.path_beside("127.0.0.1:80") is None
+    assert sockets.path_beside("dns:///engines:80") is None
+
+
+def test_a_path_that_leaves_no_room() -> None:
+    assert sockets.path_beside("unix:/" + "a" * 98) == "/" + "a" * 98 + ".streams"
+    assert sockets.path_beside("unix:/" + "a" * 99) is None
+
+
+def test_nobody_there(socket_dir: Path) -> None:
+    assert sockets.connect(str(socket_dir / "s")) is None
+    (socket_dir / "file").touch()
+    assert sockets.connect(str(socket_dir / "file")) is None
+
+
+def test_a_killed_process_makes_room(socket_dir: Path) -> None:
+    path = str(socket_dir / "s")
+    code = f"import os, socket; s = socket.socket(1); s.bind({path!r}); s.listen(); os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert os.path.exists(path)
+    assert sockets.connect(path) is None
+    with sockets.listen(path), sockets.connect(path) or pytest.fail("nobody listens"):
+        pass
+
+
+def test_a_file_that_is_no_socket_stays(socket_dir: Path) -> None:
+    path = socket_dir / "s"
+    path.write_text("somebody's")
+    with pytest.raises(OSError, match="in use"):
+        sockets.listen(str(path))
+    assert path.read_text() == "somebody's"
+
+
+def test_the_file_of_a_newer_process_stays(socket_dir: Path) -> None:
+    path = socket_dir / "s"
+    with sockets.listen(str(path)):
+        older = sockets.SocketFile(str(path))
+        keep = path.with_name("kept")
+        path.rename(keep)  # so that the inode is not given anew
+        with sockets.listen(str(path)):
+            newer = sockets.SocketFile(str(path))
+            older.remove()
+            assert path.exists()
+            newer.remove()
+            newer.remove()
+            assert not path.exists()
+
+
+def test_a_full_queue_is_nobody(socket_dir: Path) -> None:
+    path = str(socket_dir / "s")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(0)
+        with sockets.connect(path) or pytest.fail("nobody listens"):
+            assert sockets.connect(path) is None

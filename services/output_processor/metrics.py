@@ -22,7 +22,9 @@ class Metrics:
         engines = Gauge(name + "engine_streams", "Open streams to engines.", registry=registry)
         engines.set_function(lambda: links.num_open)
         ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
-        self._ended = {reason: ended.labels(_name(reason)) for reason in FinishReason.values()}
+        self._ended = {
+            reason: ended.labels(name.removeprefix("FINISH_REASON_").lower()) for name, reason in FinishReason.items()
+        }
         self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
         show_token_cost(registry, lambda: self._tokens.value)
         self._retries = Counter(name + "retries", "Legs taken over from an engine that died.", registry=registry)
@@ -38,7 +40,3 @@ class Metrics:
         self._retries.inc(max(finished.attempts - 1, 0))
         self._placement.observe(finished.timeline.placement_ns / 1e9)
         self._detokenize.inc(finished.timeline.detokenize_ns / 1e9)
-
-
-def _name(reason: FinishReason) -> str:
-    return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.v1 import types_pb2
@@ -29,15 +29,12 @@ class GatewayMetrics:
     """The gateway's counters and histograms."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        labels = ["model_name"]
-
-        def counter(name: str, text: str) -> Counter:
-            return metrics.counter(registry, name, text, labels).labels(model_name)
-
         def histogram(name: str, text: str, buckets: Sequence[float] = metrics.LATENCY_SECONDS) -> Histogram:
             return metrics.histogram(registry, name, text, {"model_name": model_name}, buckets)
 
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests.")
+        self.prompt_tokens = metrics.fast_counter(
+            registry, "prompt_tokens", "Prompt tokens of accepted requests.", {"model_name": model_name}
+        )
         self.generation_tokens = metrics.fast_counter(
             registry, "generation_tokens", "Output tokens sent on to clients.", {"model_name": model_name}
         )
@@ -48,7 +45,7 @@ class GatewayMetrics:
             "e2e_request_latency_seconds", "From arrival to the end of one prompt's output.", metrics.REQUEST_SECONDS
         )
         success = metrics.counter(
-            registry, "request_success", "Prompts whose output ended.", [*labels, "finished_reason"]
+            registry, "request_success", "Prompts whose output ended.", ["model_name", "finished_reason"]
         )
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
 

@@ -21,7 +21,10 @@ class Metrics:
         live.set_function(lambda: admission.num_live)
         engines = Gauge(name + "engine_streams", "Open streams to engines.", registry=registry)
         engines.set_function(lambda: links.num_open)
-        self._ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
+        ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
+        self._ended = {
+            reason: ended.labels(name.removeprefix("FINISH_REASON_").lower()) for name, reason in FinishReason.items()
+        }
         self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
         show_token_cost(registry, lambda: self._tokens.value)
         self._retries = Counter(name + "retries", "Legs taken over from an engine that died.", registry=registry)
@@ -32,8 +35,7 @@ class Metrics:
 
     def ended(self, finished: RequestFinished) -> None:
         """A request ended."""
-        reason = FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
-        self._ended.labels(reason).inc()
+        self._ended[finished.reason].inc()
         self._tokens.inc(finished.completion_tokens)
         self._retries.inc(max(finished.attempts - 1, 0))
         self._placement.observe(finished.timeline.placement_ns / 1e9)

@@ -70,7 +70,8 @@ class Call {
     const int span = (std::max<int64_t>(fair, 256) + 255) / 256 * 256;
     for (int r = 0; r < a.num_requests; ++r) is_decode(r) ? cut_decode(r, span) : cut_prefill(r);
     for (int g = 0; g < a.num_groups; ++g) cut_group(g);
-    std::sort(pieces.begin(), pieces.end(), [](const Piece& x, const Piece& y) { return x.cost > y.cost; });
+    // Stable: neighbouring heads, whose keys and values lie side by side, follow each other.
+    std::stable_sort(pieces.begin(), pieces.end(), [](const Piece& x, const Piece& y) { return x.cost > y.cost; });
   }
 
   bool is_decode(int r) const { return a.query_starts[r + 1] - a.query_starts[r] == 1; }

@@ -7,9 +7,9 @@ from ..errors import TokenloomError
 from .frames import FrameDecoder, Kind, encode
 
 TICK_SECONDS = 0.5
-SILENT_TICKS = 4
-"""Without a byte, after which a peer is dead: 2 to 2.5 s, as by gRPC's pings. Ticks are counted, not time: a pause of
-this process is one tick, however long."""
+SILENT_TICKS = 5
+"""At so many ticks after its last byte a peer is dead: after 2 to 2.5 s, as by gRPC's pings. Ticks are counted, not
+time: a pause of this process is one tick, however long."""
 
 
 class Receiver(Protocol):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 import zmq
 
@@ -31,7 +32,7 @@ class AsyncSocket:
             while True:
                 self._check()
                 # Asked first: a refusal is an exception, and after each step's outputs there mostly is nothing more.
-                if self._socket.get(zmq.EVENTS) & _READABLE:
+                if cast(int, self._socket.get(zmq.EVENTS)) & _READABLE:
                     return self._socket.recv_multipart(zmq.NOBLOCK)
                 await self._signalled()
 

@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import cast
 
 import zmq
 
 from .serialization import Frame
 
+_READABLE = int(zmq.POLLIN)
+
 
 class AsyncSocket:
     """Receives or sends, never both: what the one does would swallow the signal that the other waits for.
 
-    ZMQ signals once, when a socket that had nothing to give (or to take) can go on. So an operation is tried first, and
-    waits only after ZMQ refused it.
+    ZMQ signals once, when a socket that had nothing to give (or to take) can go on. So it is asked first, and an
+    operation waits only after ZMQ refused it.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -28,10 +31,10 @@ class AsyncSocket:
         async with self._turn:
             while True:
                 self._check()
-                try:
+                # Asked first: a refusal is an exception, and after each step's outputs there mostly is nothing more.
+                if cast(int, self._socket.get(zmq.EVENTS)) & _READABLE:
                     return self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    await self._signalled()
+                await self._signalled()
 
     async def send(self, frames: Sequence[Frame], *, copy: bool) -> None:
         """Sends a message; waits while the socket's queue is full. Raises what :meth:`fail` was given."""

@@ -237,7 +237,6 @@ class OutputLink:
 async def _read(call: Call, stream: ProcessStream) -> None:
     while True:
         stream.deal(await _next(call))
-        await asyncio.sleep(0)  # whose output began or ended answers now, before the next frame is asked for
 
 
 async def _next(call: Call) -> output_processor_pb2.ProcessFrame:

@@ -158,7 +158,6 @@ class EngineLink:
     async def _read(self, call: "grpc.aio.StreamStreamCall[EngineInput, EngineFrame]") -> None:
         while isinstance(frame := await call.read(), EngineFrame):
             self._receive(frame)
-            await asyncio.sleep(0)  # what the gateways are sent of it goes before the next is asked for
         raise errors.Unavailable("the engine ended the stream")
 
     async def _watch(self) -> None:

@@ -75,7 +75,7 @@ class Host:
         options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_message_bytes)]
         self._grpc = grpc.aio.server(options=options, interceptors=[self._edge])
         self._probes: grpc.aio.Server | None = None
-        self._names = _Names(self._grpc)
+        self._servicers = _Servicers(self._grpc)
         self._local: LocalServer | None = None
         self._metrics_server: metrics.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
@@ -86,7 +86,7 @@ class Host:
 
     @property
     def server(self) -> grpc.aio.Server:
-        return cast(grpc.aio.Server, self._names)
+        return cast(grpc.aio.Server, self._servicers)
 
     def authorize_calls(self, authorize: Authorize) -> None:
         """From now on every call, but health checks, needs ``authorize`` to return."""
@@ -166,7 +166,7 @@ class Host:
     async def ready(self) -> None:
         """SERVING, under the names of all servicers that were added; reflection knows them too."""
         self._ready = True
-        names = list(self._names.names)
+        names = list(self._servicers.names)
         reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, self.server)
         self.health.add_names(names)
@@ -218,7 +218,7 @@ class Host:
 
     async def _find_handler(self, method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Past the same edge as gRPC's calls."""
-        return await self._edge.intercept_service(self._names.find, _CallDetails(method))
+        return await self._edge.intercept_service(self._servicers.find, _CallDetails(method))
 
     async def _serve_probes(self) -> str:
         """kubelet's probes carry no certificate: a port that answers nothing else."""
@@ -272,7 +272,7 @@ class _CallDetails:
     invocation_metadata: tuple[tuple[str, str | bytes], ...] = ()
 
 
-class _Names:
+class _Servicers:
     """Passes servicers on to a server and notes their names, which health and reflection tell, and their handlers."""
 
     def __init__(self, server: grpc.aio.Server) -> None:

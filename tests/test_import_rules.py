@@ -16,7 +16,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Import name to folder; of several that fit, the longest.
-FOLDERS = {name: ROOT / folder for name, folder in PYPROJECT["tool"]["setuptools"]["package-dir"].items()}
+FOLDERS = {
+    "tokenloom": ROOT / "tokenloom",
+    **{f"tokenloom.{link.name}": link.resolve() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()},
+}
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
@@ -245,11 +248,23 @@ def test_nothing_deserializes_code(module: Module) -> None:
     assert not found
 
 
-def test_packages_match_the_folders() -> None:
-    listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
-    found = {module.name for package in FOLDERS for module in modules_of(package) if module.is_package}
-    assert listed == found
+def test_links_lead_to_the_top_level_folders() -> None:
+    """An editor that opens a fresh clone, an editable installation and a wheel all see one tree."""
+    links = {link.name: link.readlink() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()}
+    assert links == {
+        "bench": Path("../benchmarks"),
+        "engine_core": Path("../engine_core"),
+        "gpu_worker": Path("../gpu_worker"),
+        "services": Path("../services"),
+        "v1": Path("../protos/tokenloom/v1"),
+    }
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """``packages.find`` leaves out a folder that has no ``__init__.py``."""
+    folders = {module.path.parent for package in FOLDERS for module in modules_of(package)}
+    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
 
 
 def test_a_wheel_has_one_top_level_name() -> None:
-    assert {name.partition(".")[0] for name in PYPROJECT["tool"]["setuptools"]["packages"]} == {"tokenloom"}
+    assert PYPROJECT["tool"]["setuptools"]["packages"]["find"] == {"include": ["tokenloom*"]}

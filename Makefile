@@ -88,7 +88,7 @@ clients: install ## the clients that users have, as they are, against one mesh; 
 	$(BIN)/python -m tests.clients.run
 
 browser: install ## the page /docs in a real browser (Debian: chromium)
-	$(BIN)/python -m tests.services.gateway.check_docs_page
+	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

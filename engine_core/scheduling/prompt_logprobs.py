@@ -29,7 +29,7 @@ def collect_prompt_logprobs(
         if start + scheduled.num_scheduled_tokens[req_id] == request.num_prompt_tokens:
             whole[req_id] = request.prompt_logprobs
             request.prompt_logprobs = None
-            request.skip_reading_prefix_cache = request.sampling_params.skip_reading_prefix_cache
+            request.skip_reading_prefix_cache = bool(request.sampling_params.skip_reading_prefix_cache)
     return whole
 
 

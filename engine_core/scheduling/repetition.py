@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from ..wire.core_sampling_params import RepetitionDetection
+from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 
-def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDetection) -> bool:
+def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDetectionParams) -> bool:
     """Whether ``token_ids[start:]`` ends with one pattern as often as ``detection`` says is too often."""
     num_tokens = len(token_ids) - start
     longest = min(detection.max_pattern_size, num_tokens // detection.min_count)

@@ -125,7 +125,7 @@ class Request:
         self.request_id = message.request_id
         self.status = RequestStatus.WAITING
         self.sampling_params = params
-        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.cache_salt = content_salt(message.cache_salt, message.prompt_embeds)
         self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 from tokenloom.request import bad_words, errors, validation
+from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prompt_embeds import join_parts
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
@@ -49,8 +50,7 @@ class PromptEncoder:
         """Puts words that must not appear into the parameters. Raises ``InvalidArgument``."""
         texts = bad_words.spellings(words)
         encoded = await self._tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)
-        for ids in bad_words.sequences([each.token_ids for each in encoded]):
-            sampling.bad_words.add(ids=ids)
+        bad_words.forbid(sampling, [each.token_ids for each in encoded])
         validation.check_sampling(sampling, limits)
 
     async def texts(self, job: Job, prompts: Sequence[Sequence[int]]) -> list[str]:
@@ -117,4 +117,4 @@ def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimi
     if len(prompt) >= limits.max_model_len:
         # Refused for its length before a long look at its items.
         validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
-    return tokenizer_pb2.TokenizedPrompt(token_ids=validation.narrow_token_ids(field, prompt))
+    return tokenizer_pb2.TokenizedPrompt(token_ids=narrow_token_ids(field, prompt))

@@ -5,9 +5,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
-
-from tokenloom.request import errors, validation
+from tokenloom.request import errors
+from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
 from ..generation.job import Chat
@@ -15,32 +14,13 @@ from ..health import MeshHealth
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.chat_messages import read_messages
 from ..openai.openai_models import Body, BodyReader
+from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..tools.tool_request import read_tools, tools_json
 from .app import Handler
 from .body import decode_object
 from .endpoint import check_model
 from .exchange import Exchange
 from .sse import encode_json
-
-
-class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of ``/tokenize``: a prompt or a conversation."""
-
-    model: Any = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-
-
-class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of ``/detokenize``."""
-
-    model: Any = None
-    tokens: Any = None
 
 
 class TokenizeRoutes:
@@ -68,7 +48,7 @@ class TokenizeRoutes:
         return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
 
     async def tokenize(self, exchange: Exchange) -> None:
-        fields = self._reader.read(await self._body(exchange), TokenizeFields)
+        fields = self._reader.read(await self._body(exchange), TokenizeRequest)
         async with self._limited():
             prompt = await self._encode(fields)
         limits = self._health.limits()
@@ -81,13 +61,13 @@ class TokenizeRoutes:
         await exchange.respond(200, encode_json(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        fields = self._reader.read(await self._body(exchange), DetokenizeFields)
-        token_ids = validation.narrow_token_ids("tokens", fields.tokens)
+        fields = self._reader.read(await self._body(exchange), DetokenizeRequest)
+        token_ids = narrow_token_ids("tokens", fields.tokens)
         async with self._limited():
             text = await self._tokenizers.decode(token_ids, skip_special_tokens=False)
         await exchange.respond(200, encode_json({"prompt": text}))
 
-    async def _encode(self, fields: TokenizeFields) -> tokenizer_pb2.TokenizedPrompt:
+    async def _encode(self, fields: TokenizeRequest) -> tokenizer_pb2.TokenizedPrompt:
         if (fields.prompt is None) == (fields.messages is None):
             raise errors.InvalidArgument("exactly one of prompt and messages must be set", "prompt")
         strings = bool(fields.return_token_strs)
@@ -120,7 +100,7 @@ class TokenizeRoutes:
             raise errors.DeadlineExceeded(f"the request took longer than {self._timeout:g} s") from None
 
 
-def _chat(fields: TokenizeFields, messages: list[dict[str, Any]]) -> Chat:
+def _chat(fields: TokenizeRequest, messages: list[dict[str, Any]]) -> Chat:
     return Chat(
         messages_json=read_messages(messages, "messages"),
         tools_json=tools_json(read_tools(fields.tools)),

@@ -1,7 +1,5 @@
 """``/v1/chat/completions``: reading bodies."""
 
-from typing import Any
-
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
 
@@ -9,26 +7,12 @@ from ..assistant.message_plans import MessagePlans
 from ..generation.generation import Generation
 from ..generation.job import Chat, Job
 from ..http import sse
+from ..openapi.request_schemas import ChatCompletionRequest
 from ..tools.tool_request import ToolRequest, read_tool_request, tools_json
 from .answer import AnswerBase
 from .chat_answer import ChatAnswer
 from .chat_messages import read_messages
-from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
-
-
-class ChatFields(CommonFields, frozen=True, kw_only=True):
-    """A chat body, but for the sampling parameters."""
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: Any = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
+from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
 
 class ChatApi:
@@ -40,7 +24,7 @@ class ChatApi:
         self._plans = plans
 
     def read(self, body: Body) -> tuple[Job, Options]:
-        fields = self._reader.read(body, ChatFields)
+        fields = self._reader.read(body, ChatCompletionRequest)
         if fields.add_special_tokens:
             raise errors.InvalidArgument(
                 "add_special_tokens is not supported for chats: the template has its own", "add_special_tokens"
@@ -55,7 +39,7 @@ class ChatApi:
         return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self._model))
 
 
-def _prompt(fields: ChatFields, request: ToolRequest) -> Chat:
+def _prompt(fields: ChatCompletionRequest, request: ToolRequest) -> Chat:
     return Chat(
         messages_json=read_messages(fields.messages, "messages"),
         tools_json=tools_json(request.tools),
@@ -64,7 +48,7 @@ def _prompt(fields: ChatFields, request: ToolRequest) -> Chat:
     )
 
 
-def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:
+def _sampling(body: Body, fields: ChatCompletionRequest) -> types_pb2.SamplingParams:
     """``max_completion_tokens`` is the newer name of ``max_tokens`` and wins; ``logprobs`` asks for the token's own,
     ``top_logprobs`` for alternatives."""
     own: dict[str, object] = {}

@@ -8,12 +8,13 @@ from google.protobuf import struct_pb2
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_sampling, narrow_token_ids
+from tokenloom.request.sampling_params import GenerationFields
 from tokenloom.v1 import inference_pb2
 
 from .options import ChatOptions, Message, Options
 from .tool_calls import write_call, write_choice, write_tools
 
-_STRINGS = frozenset(("stop", "bad_words"))
+_OF_TABLE = frozenset(GenerationFields.__struct_fields__)
 _KNOWN = frozenset(Options.__struct_fields__)
 _OF_CHATS = frozenset(ChatOptions.__struct_fields__) - _KNOWN
 
@@ -70,8 +71,6 @@ def _request(model: str | None, options: Mapping[str, Any]) -> inference_pb2.Gen
             raise TypeError(f"{name!r} is not an option; expected {', '.join(sorted(_KNOWN))}")
         if name in SAMPLING_NAMES:
             sampling[name] = value
-        elif name in _STRINGS:
-            getattr(request, name).extend(() if value is None else narrow(name, value))
         elif value is not None:
             _set(request, "user_request_id" if name == "request_id" else name, value)
     request.sampling_params.CopyFrom(narrow_sampling(sampling))
@@ -81,8 +80,12 @@ def _request(model: str | None, options: Mapping[str, Any]) -> inference_pb2.Gen
 
 
 def _set(message: inference_pb2.GenerateRequest | inference_pb2.ChatPrompt, name: str, value: object) -> None:
+    value = narrow(name, value) if name in _OF_TABLE else value
     try:
-        setattr(message, name, value)
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{name}: {error}", name) from None
 

@@ -128,7 +128,10 @@ def _narrow_repetition_detection(name: str, value: object) -> types_pb2.Repetiti
         value = {size: getattr(value, size) for size in sizes}
     if not isinstance(value, Mapping) or not set(value) <= set(sizes):
         raise InvalidArgument(f"{name} must be an object of {', '.join(sizes)}", name)
-    numbers = {size: narrow_int(size, value.get(size, 0), 0, _U32) for size in sizes}
+    try:
+        numbers = {size: narrow_int(size, value.get(size, 0), 0, _U32) for size in sizes}
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{name}: {error.message}", name) from None
     numbers["min_pattern_size"] = numbers["min_pattern_size"] or 1
     return types_pb2.RepetitionDetection(**numbers) if numbers["max_pattern_size"] else None
 

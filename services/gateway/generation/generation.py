@@ -222,8 +222,7 @@ class Generator:
         validation.check_sampling(sampling, limits, job.num_samples)
         validation.check_priority(job.priority, limits)
         prompts = await self._encoder.encode(job, sampling, limits, info.max_token_bytes)
-        if job.bad_words:
-            await self._encoder.forbid(job.bad_words, sampling, limits)
+        await self._encoder.forbid(job, sampling, limits)
         tokenize_ns = time.monotonic_ns() - started_ns
         default_max_tokens = info.default_sampling_params.max_tokens
         submits = [_submit(job, prompt, sampling, limits, default_max_tokens) for prompt in prompts]

@@ -44,11 +44,11 @@ class PromptEncoder:
             return [_continued(job, _read(prompt, keep, job.prompt_field, limits)) for prompt in job.prompts]
         return [_continued(job, prompt if keep is None else _truncated(prompt, keep)) for prompt in prompts]
 
-    async def forbid(
-        self, words: Sequence[str], sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
-    ) -> None:
-        """Puts words that must not appear into the parameters. Raises ``InvalidArgument``."""
-        texts = bad_words.spellings(words)
+    async def forbid(self, job: Job, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> None:
+        """Put the words that must not appear into the parameters. Raises ``InvalidArgument``."""
+        if not job.bad_words:
+            return
+        texts = bad_words.spellings(job.bad_words)
         encoded = await self._tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)
         bad_words.forbid(sampling, [each.token_ids for each in encoded])
         validation.check_sampling(sampling, limits)

@@ -36,7 +36,11 @@ def sizes(tmp_path: Path) -> Sizes:
 
 
 def test_a_folder_holds_what_is_in_the_folders_below_it(sizes: Sizes) -> None:
-    assert sizes.folders == [FolderSize("engine_core", 3, 12), FolderSize("engine_core/kv", 2, 3)]
+    assert sizes.folders == [
+        FolderSize("engine_core", 3, 12),
+        FolderSize("engine_core/kv", 2, 3),
+        FolderSize("engine_core/kv/deep", 1, 2),
+    ]
     assert (sizes.product.files, sizes.product.lines) == (3, 12)
     assert sizes.aside == [FolderSize("tests", 3, 1)]
 

@@ -44,7 +44,7 @@ class Sizes:
     product: FolderSize
     """All product folders together."""
     folders: list[FolderSize]
-    """The product's top-level folders, each followed by the folders directly in it."""
+    """Every folder of the product, each followed by the folders in it."""
     aside: list[FolderSize]
     """Tests, benchmarks, examples and tools."""
     flat: list[FlatFolder]
@@ -69,11 +69,11 @@ def measure(tree: SourceTree, flat_folders: int = 8) -> Sizes:
 
 
 def _folders(sources: Sequence[Source]) -> list[FolderSize]:
-    """Sum up every folder down to two levels; deeper folders count in those above them."""
+    """Sum up every folder. A folder's files count in the folders above it as well."""
     by_folder: dict[str, list[Source]] = {}
     for source in sources:
         parts = source.folder.split("/")
-        for depth in range(1, min(len(parts), 2) + 1):
+        for depth in range(1, len(parts) + 1):
             by_folder.setdefault("/".join(parts[:depth]), []).append(source)
     return [_folder_size(folder, members) for folder, members in sorted(by_folder.items())]
 

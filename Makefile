@@ -50,14 +50,8 @@ lint: install ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: tree ## mypy --strict
-	MYPYPATH=build/tree $(BIN)/mypy -p tokenloom
-
-tree: install ## link the packages as a wheel lays them out, for type checkers
-	@rm -rf build/tree && mkdir -p build/tree/tokenloom
-	@for f in tokenloom/*; do ln -sfn $(CURDIR)/$$f build/tree/$$f; done
-	@ln -sfn $(CURDIR)/benchmarks build/tree/tokenloom/bench
-	@for d in engine_core gpu_worker services protos/tokenloom/v1; do ln -sfn $(CURDIR)/$$d build/tree/tokenloom/$$(basename $$d); done
+types: install ## mypy --strict
+	$(BIN)/mypy -p tokenloom
 
 protos: install ## regenerate the client stubs beside the .proto files
 	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. --mypy_grpc_out=quiet:. $(PROTOS)
@@ -94,9 +88,9 @@ clients: install ## the clients that users have, as they are, against one mesh; 
 	$(BIN)/python -m tests.clients.run
 
 browser: install ## the page /docs in a real browser (Debian: chromium)
-	$(BIN)/python -m tests.services.gateway.check_docs_page
+	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench gpu-check lint types tree protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients browser help
+.PHONY: install demo test soak bench gpu-check lint types protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients browser help

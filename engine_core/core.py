@@ -5,23 +5,23 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
-from .batch_queue import BatchQueue
 from .config import EngineConfig
-from .core_kv import CoreKV
-from .executor.interface import Executor, PendingOutput
+from .control.pausing import Pausing
+from .control.sessions import Sessions
+from .control.sleeping import Sleeping
+from .executor.executor import Executor, PendingOutput
 from .executor.worker_calls import CLIENT_METHODS
-from .iteration_log import IterationLog
-from .kv_cache_config import size_kv_cache
-from .kv_connector import finish_transfers, start_transfers
-from .messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from .pausing import Pausing
-from .pool_memory import PoolMemory
-from .scheduler import Scheduler
-from .scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .sessions import Sessions
-from .sleeping import Sleeping
-from .step_dump import dump_failed_step
+from .kv_cache.kv_cache_config import size_kv_cache
+from .kv_cache.pool_memory import PoolMemory
+from .kv_transfer.core_kv import CoreKV
+from .kv_transfer.kv_connector import finish_transfers, start_transfers
+from .scheduling.batch_queue import BatchQueue
+from .scheduling.iteration_log import IterationLog
+from .scheduling.scheduler import Scheduler
+from .scheduling.step_dump import dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
+from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import msgspec
 
-from .kv_transport import KVPool
-from .pool_memory import PoolMemory
-from .scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from .kv_cache.pool_memory import PoolMemory
+from .kv_transfer.kv_transport import KVPool
+from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
 class ModelInfo(msgspec.Struct, frozen=True):

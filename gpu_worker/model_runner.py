@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tokenloom.engine_core.messages import Logprobs
-from tokenloom.engine_core.pool_memory import PoolMemory
-from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
-from .attention.interface import AttentionBackend, IntArray, KVCache
-from .input_batch import InputBatch, StepInputs
-from .models.interface import Model
+from .attention.attention_backend import AttentionBackend, IntArray, KVCache
+from .batch.input_batch import InputBatch, StepInputs
+from .batch.transfer import to_device
+from .models.model import Model
 from .sampler import Sampler
 from .sampler.device_sampler import DeviceSampler
 from .sampler.grammar_mask import allow_only
-from .transfer import to_device
 
 Logits = npt.NDArray[np.float32]
 _CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from .attention.interface import AttentionPlan, KVCache
-from .embedding import InputEmbeds
-from .model_config import ModelConfig, load_model_config
-from .models.interface import Model
-from .weights import FileStamps, file_stamps
+from .attention.attention_backend import AttentionPlan, KVCache
+from .checkpoint.model_config import ModelConfig, load_model_config
+from .checkpoint.weights import FileStamps, file_stamps
+from .layers.embedding import InputEmbeds
+from .models.model import Model
 
 
 class AbsentModel:

@@ -8,23 +8,23 @@ from pathlib import Path
 import torch
 
 from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.kv_transport import KVPool
-from tokenloom.engine_core.pool_memory import PoolMemory
-from tokenloom.engine_core.process_memory import resident_bytes
-from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
+from tokenloom.engine_core.process.process_memory import resident_bytes
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import ModelInfo
 
+from .attention.attention_backend import AttentionBackend
+from .attention.attention_backends import make_attention_backend
 from .attention.cache import kv_layout, make_kv_pool
-from .attention.interface import AttentionBackend
-from .attention.registry import make_attention_backend
-from .input_batch import InputBatch
+from .batch.input_batch import InputBatch
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
-from .models.interface import Model
-from .models.registry import load_model
-from .ops.registry import make_ops
-from .platform import Platform
-from .profiler import Profiler
+from .models.architectures import load_model
+from .models.model import Model
+from .ops.ops_choice import make_ops
+from .platform.platform import Platform
+from .platform.profiler import Profiler
 from .sampler.device_sampler import DeviceSampler
 
 

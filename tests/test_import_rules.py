@@ -16,25 +16,30 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Import name to folder; of several that fit, the longest.
-FOLDERS = {name: ROOT / folder for name, folder in PYPROJECT["tool"]["setuptools"]["package-dir"].items()}
+FOLDERS = {
+    "tokenloom": ROOT / "tokenloom",
+    **{f"tokenloom.{link.name}": link.resolve() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()},
+}
+# Names, checks and errors of requests and of the model's files, for every entrance.
+ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint")
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
 PLAIN_DATA = {
     f"tokenloom.engine_core.{name}"
     for name in (
-        "block_hash",
         "config",
-        "kv_cache_config",
-        "kv_connector",
-        "kv_messages",
-        "kv_transport",
-        "messages",
-        "pool_memory",
-        "process_memory",
-        "prompt_embeds",
-        "sampling_params",
-        "scheduler_output",
+        "kv_cache.block_hash",
+        "kv_cache.kv_cache_config",
+        "kv_cache.pool_memory",
+        "kv_transfer.kv_connector",
+        "kv_transfer.kv_messages",
+        "kv_transfer.kv_transport",
+        "process.process_memory",
+        "wire.core_sampling_params",
+        "wire.embedding_rows",
+        "wire.messages",
+        "wire.scheduler_output",
         "worker",
     )
 }
@@ -145,7 +150,7 @@ def _is_parent(name: str, packages: Sequence[str]) -> bool:
         ("import json, zmq", 0),
         ("from ..gateway import sse", 2),
         ("from .. import gateway", 1),
-        ("import tokenloom.engine_core.request", 1),
+        ("import tokenloom.engine_core.scheduling.request", 1),
         ("from tokenloom.gpu_worker.sampler import x", 2),
         ("def f():\n    import torch.nn", 1),
         ("if TYPE_CHECKING:\n    from torch import Tensor", 2),
@@ -162,14 +167,15 @@ def test_the_rule_sees_every_form_of_import(tmp_path: Path, source: str, wrong: 
 
 def test_the_search_finds_the_modules() -> None:
     names = {module.name: module.path for module in OURS}
-    assert names["tokenloom.services.runtime.errors"] == ROOT / "services" / "runtime" / "errors.py"
+    assert names["tokenloom.services.runtime.host.host"] == ROOT / "services" / "runtime" / "host" / "host.py"
     assert names["tokenloom.engine_core.core"] == ROOT / "engine_core" / "core.py"
     assert names["tokenloom.cli"] == ROOT / "tokenloom" / "cli" / "__init__.py"
 
 
 @pytest.mark.parametrize("module", modules_of("tokenloom.engine_core"), ids=lambda module: module.name)
 def test_engine_core(module: Module) -> None:
-    asynchronous = tuple(f"tokenloom.engine_core.{name}" for name in ("async_client", "async_socket", "pending_calls"))
+    names = ("async_core_client", "async_socket", "pending_calls")
+    asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     third_party = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
     assert not violations("tokenloom.engine_core", third_party=third_party, never=never, modules=[module])
@@ -181,14 +187,23 @@ def test_gpu_worker() -> None:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_services(service: str) -> None:
-    allowed = ["tokenloom.services.runtime", "tokenloom.v1"]
+    allowed = ["tokenloom.services.runtime", *ABOUT_REQUESTS, "tokenloom.v1"]
     if service == "engine":
         allowed += ["tokenloom.engine_core", "tokenloom.gpu_worker"]
     assert not violations(f"tokenloom.services.{service}", allowed, never=("torch", "transformers"))
 
 
 def test_runtime_knows_no_service() -> None:
-    assert not violations("tokenloom.services.runtime", ["tokenloom.v1"], never=("torch", "transformers"))
+    allowed = [*ABOUT_REQUESTS, "tokenloom.v1"]
+    assert not violations("tokenloom.services.runtime", allowed, never=("torch", "transformers"))
+
+
+def test_what_is_about_requests_knows_no_server() -> None:
+    """The client and the offline API use it too."""
+    third_party = {"google", "grpc", "msgspec", "numpy", "huggingface_hub", "tokenizers"}
+    for package in ABOUT_REQUESTS:
+        allowed = [*ABOUT_REQUESTS, "tokenloom.v1"]
+        assert not violations(package, allowed, third_party=third_party)
 
 
 def test_contracts_import_no_code_of_ours() -> None:
@@ -204,8 +219,8 @@ def test_what_runs_in_a_peers_environment_needs_nothing_of_ours() -> None:
 def test_environment_is_read_at_the_edge_only() -> None:
     """Below settings classes and commands, configuration arrives as arguments."""
     edges = (
-        *("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.llm"),
-        *("tokenloom.services.runtime.probe", "tokenloom.bench.step_ab"),  # commands of their own
+        *("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.offline.llm"),
+        *("tokenloom.services.runtime.host.probe", "tokenloom.bench.engine.step_ab"),  # commands of their own
     )
     found = []
     for module in OURS:
@@ -245,11 +260,23 @@ def test_nothing_deserializes_code(module: Module) -> None:
     assert not found
 
 
-def test_packages_match_the_folders() -> None:
-    listed = set(PYPROJECT["tool"]["setuptools"]["packages"])
-    found = {module.name for package in FOLDERS for module in modules_of(package) if module.is_package}
-    assert listed == found
+def test_links_lead_to_the_top_level_folders() -> None:
+    """An editor that opens a fresh clone, an editable installation and a wheel all see one tree."""
+    links = {link.name: link.readlink() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()}
+    assert links == {
+        "bench": Path("../benchmarks"),
+        "engine_core": Path("../engine_core"),
+        "gpu_worker": Path("../gpu_worker"),
+        "services": Path("../services"),
+        "v1": Path("../protos/tokenloom/v1"),
+    }
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    """``packages.find`` leaves out a folder that has no ``__init__.py``."""
+    folders = {module.path.parent for package in FOLDERS for module in modules_of(package)}
+    assert not [folder for folder in folders if not (folder / "__init__.py").is_file()]
 
 
 def test_a_wheel_has_one_top_level_name() -> None:
-    assert {name.partition(".")[0] for name in PYPROJECT["tool"]["setuptools"]["packages"]} == {"tokenloom"}
+    assert PYPROJECT["tool"]["setuptools"]["packages"]["find"] == {"include": ["tokenloom*"]}

@@ -8,25 +8,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .llm import LLM as LLM
-    from .outputs import CompletionOutput as CompletionOutput
-    from .outputs import Logprob as Logprob
-    from .outputs import RequestOutput as RequestOutput
-    from .outputs import RequestOutputKind as RequestOutputKind
-    from .sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
-    from .sampling_params import SamplingParams as SamplingParams
-    from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from .offline.llm import LLM as LLM
+    from .offline.outputs import CompletionOutput as CompletionOutput
+    from .offline.outputs import Logprob as Logprob
+    from .offline.outputs import RequestOutput as RequestOutput
+    from .offline.outputs import RequestOutputKind as RequestOutputKind
+    from .offline.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
+    from .offline.sampling_params import SamplingParams as SamplingParams
+    from .offline.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 _HOMES = {
-    "LLM": ".llm",
-    "CompletionOutput": ".outputs",
-    "Logprob": ".outputs",
-    "RepetitionDetectionParams": ".sampling_params",
-    "RequestOutput": ".outputs",
-    "RequestOutputKind": ".outputs",
-    "SamplingParams": ".sampling_params",
-    "StructuredOutputsParams": ".structured_outputs",
+    "LLM": ".offline.llm",
+    "CompletionOutput": ".offline.outputs",
+    "Logprob": ".offline.outputs",
+    "RepetitionDetectionParams": ".offline.sampling_params",
+    "RequestOutput": ".offline.outputs",
+    "RequestOutputKind": ".offline.outputs",
+    "SamplingParams": ".offline.sampling_params",
+    "StructuredOutputsParams": ".offline.structured_outputs",
 }
 __all__ = [
     "LLM",

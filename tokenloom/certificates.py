@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tokenloom.services.runtime.callers import OPERATOR
-from tokenloom.services.runtime.tls import dns_name
+from .services.runtime.peers.callers import OPERATOR
+from .services.runtime.peers.tls import dns_name
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, "prometheus")
 """Who has a certificate: the services, whoever runs the mesh, and whoever reads its metrics."""

@@ -9,13 +9,13 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tokenloom.services.coordinator.settings import CoordinatorSettings
-from tokenloom.services.engine.settings import EngineSettings
-from tokenloom.services.gateway.settings import GatewaySettings
-from tokenloom.services.output_processor.settings import OutputProcessorSettings
-from tokenloom.services.runtime.callers import CALLERS
-from tokenloom.services.runtime.settings import ServiceSettings
-from tokenloom.services.tokenizer.settings import TokenizerSettings
+from .services.coordinator.coordinator_settings import CoordinatorSettings
+from .services.engine.engine_settings import EngineSettings
+from .services.gateway.gateway_settings import GatewaySettings
+from .services.output_processor.output_processor_settings import OutputProcessorSettings
+from .services.runtime.host.service_settings import ServiceSettings
+from .services.runtime.peers.callers import CALLERS
+from .services.tokenizer.tokenizer_settings import TokenizerSettings
 
 SERVICES: tuple[type[ServiceSettings], ...] = (
     GatewaySettings,
@@ -36,9 +36,9 @@ variables reach them too.
 
 _CALLERS = """# Who may call whom
 
-Written by `make docs` from `services/runtime/callers.py`. Under mutual TLS the caller is who its certificate names;
-health checks are open to every certificate of the mesh. The gateway's own `Inference` and HTTP are public: clients are
-known by their API keys.
+Written by `make docs` from `services/runtime/peers/callers.py`. Under mutual TLS the caller is who its certificate
+names; health checks are open to every certificate of the mesh. The gateway's own `Inference` and HTTP are public:
+clients are known by their API keys.
 
 | method | callers |
 |---|---|

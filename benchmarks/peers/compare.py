@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from .. import machine
-from ..bar_plot import Bar, write_bars
-from ..stats import spread
+from ..report import machine
+from ..report.bar_plot import Bar, write_bars
+from ..report.stats import spread
 from .workloads import WORKLOADS, Workload
 
 ADAPTERS = {

@@ -8,24 +8,17 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from ..array_arena import ArrayArena
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError
-from ..kv_transport import KVPool
-from ..pool_memory import PoolMemory
-from ..scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..serialization import Decoder, encode, from_raw, to_raw
+from ..kv_cache.pool_memory import PoolMemory
+from ..kv_transfer.kv_transport import KVPool
+from ..wire.array_arena import ArrayArena
+from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..wire.serialization import Decoder, encode, from_raw, to_raw
 from ..worker import ModelInfo
-from .interface import PendingOutput
+from .executor import PendingOutput
 from .worker_launch import WORKER_COMMAND, WorkerProcess
-from .worker_messages import (
-    OUTPUT_RANK,
-    SampleCall,
-    WorkerCall,
-    WorkerErrorKind,
-    WorkerReply,
-    WorkerRequestType,
-)
+from .worker_messages import OUTPUT_RANK, SampleCall, WorkerCall, WorkerErrorKind, WorkerReply, WorkerRequestType
 
 
 class RemoteOutput:

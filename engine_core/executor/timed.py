@@ -5,9 +5,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from ..scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..timed_worker import TimedWorker
-from .interface import PendingOutput
+from ..fake_workers.timed_worker import TimedWorker
+from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from .executor import PendingOutput
 from .uniproc import UniProcExecutor
 
 _PR_SET_TIMERSLACK = 29

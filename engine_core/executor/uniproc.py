@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from ..kv_transport import KVPool
-from ..pool_memory import PoolMemory
-from ..scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..serialization import from_raw, to_raw
+from ..kv_cache.pool_memory import PoolMemory
+from ..kv_transfer.kv_transport import KVPool
+from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .interface import PendingOutput
+from .executor import PendingOutput
 from .worker_calls import call_worker
 
 

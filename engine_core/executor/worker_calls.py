@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from ..serialization import call_with_raw, to_raw
+from ..wire.serialization import call_with_raw, to_raw
 from ..worker import Worker
 
 CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import zmq
 
-from ..array_arena import ArenaAddress
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError
-from ..serialization import Decoder, encode
+from ..wire.array_arena import ArenaAddress
+from ..wire.serialization import Decoder, encode
 from .worker_messages import WorkerFailed, WorkerHello, WorkerInit, WorkerReady
 
-WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.worker_main")
+WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
 """Starts a worker; ``--address ADDRESS`` is appended."""
 
 _POLL_MS = 100

@@ -5,9 +5,9 @@ from typing import Final
 
 import msgspec
 
-from ..array_arena import ArenaAddress
 from ..config import EngineConfig
-from ..scheduler_output import GrammarOutput, ModelRunnerOutput
+from ..wire.array_arena import ArenaAddress
+from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 OUTPUT_RANK: Final = 0
 """The worker that answers for all: every rank computes every step, and one tells its tokens."""

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from ..array_arena import ArenaReader
 from ..config import EngineConfig
-from ..process_guard import ProcessGuard
-from ..scheduler_output import SchedulerOutput
-from ..serialization import Decoder, Frame, encode
+from ..process.process_guard import ProcessGuard
+from ..wire.array_arena import ArenaReader
+from ..wire.scheduler_output import SchedulerOutput
+from ..wire.serialization import Decoder, Frame, encode
 from ..worker import Worker
 from .worker_calls import call_worker
 from .worker_launch import remove_socket

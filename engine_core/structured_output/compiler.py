@@ -6,10 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..config import StructuredOutputConfig
-from ..sampling_params import StructuredOutput
-from .backend import CompiledGrammar, StructuredOutputBackend
+from ..wire.core_sampling_params import StructuredOutput
 from .compiler_process import CompilerProcess, CompilerUnavailable, Setup
-from .registry import make_backend
+from .grammar_backend import CompiledGrammar, StructuredOutputBackend
+from .grammar_backends import make_backend
 
 NUM_COMPILERS = 2
 """So that one constraint that takes its full time does not hold up all others."""

@@ -17,9 +17,9 @@ from typing import IO, TypeVar
 import msgspec
 
 from ..config import StructuredOutputConfig
-from ..sampling_params import StructuredOutput
-from .backend import GrammarError
-from .registry import make_backend
+from ..wire.core_sampling_params import StructuredOutput
+from .grammar_backend import GrammarError
+from .grammar_backends import make_backend
 
 COMPILE_SECONDS = 2.0
 _START_SECONDS = 30.0

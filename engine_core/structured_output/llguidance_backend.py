@@ -7,8 +7,8 @@ from pathlib import Path
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
-from ..sampling_params import GrammarKind
-from .backend import Bitmask, GrammarError
+from ..wire.core_sampling_params import GrammarKind
+from .grammar_backend import Bitmask, GrammarError
 from .json_schema import close_objects
 
 _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"

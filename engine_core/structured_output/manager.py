@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ..config import StructuredOutputConfig
-from ..sampling_params import SamplingParams, StructuredOutput
-from ..scheduler_output import GrammarOutput
-from .backend import Bitmask, CompiledGrammar, GrammarError, StructuredOutputBackend, bitmask_of
+from ..wire.core_sampling_params import SamplingParams, StructuredOutput
+from ..wire.scheduler_output import GrammarOutput
 from .compiler import GrammarCompiler
 from .compiler_process import CompilerUnavailable
+from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, StructuredOutputBackend, bitmask_of
 from .request_grammar import GrammarEnd, RequestGrammar
 
 FIELD = "structured_outputs"

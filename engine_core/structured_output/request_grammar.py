@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from .backend import Bitmask, Grammar, GrammarError, bitmask_of
+from .grammar_backend import Bitmask, Grammar, GrammarError, bitmask_of
 
 
 class GrammarEnd(Exception):

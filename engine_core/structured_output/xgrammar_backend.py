@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import xgrammar
 
-from ..sampling_params import GrammarKind
-from .backend import Bitmask, GrammarError, bitmask_of
+from ..wire.core_sampling_params import GrammarKind
+from .grammar_backend import Bitmask, GrammarError, bitmask_of
 from .json_schema import close_objects
 
 _MAX_WHITESPACE = 20

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.kv_transport import KVPool, KVRegion
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
-from ..model_config import ModelConfig
-from .interface import KVCache
+from ..checkpoint.model_config import ModelConfig
+from .attention_backend import KVCache
 
 
 def allocate_kv_caches(

@@ -7,13 +7,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
+from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
-from ..model_config import ModelConfig
+from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, pointers
-from .interface import IntArray, KVCache
 from .shared_prefix import SharedPrefixFinder
 
 _LANES = 16

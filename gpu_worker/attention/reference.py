@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from ..model_config import ModelConfig
+from ..checkpoint.model_config import ModelConfig
+from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches
-from .interface import IntArray, KVCache
 
 
 class ReferenceBackend:

@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from .interface import IntArray
+from .attention_backend import IntArray
 
 _FEWEST_TOKENS = 128
 """Below, merging costs about what sharing saves."""

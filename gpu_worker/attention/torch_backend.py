@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
-from ..model_config import ModelConfig
+from ..checkpoint.model_config import ModelConfig
+from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, write_slots
-from .interface import IntArray, KVCache
 
 _GATHER_BYTES = 1 << 20
 """Keys and values that one call may gather for several decodes: they should stay in a core's cache."""

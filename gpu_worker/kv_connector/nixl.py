@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.kv_transport import (
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import (
     BlockIds,
     IntArray,
     KVPool,
@@ -23,7 +24,6 @@ from tokenloom.engine_core.kv_transport import (
     KVTransferError,
     checked_pairs,
 )
-from tokenloom.engine_core.pool_memory import PoolMemory
 
 _READ_SECONDS = 30.0
 _POLL_SECONDS = 100e-6
@@ -47,7 +47,7 @@ def is_available() -> bool:
 
 
 class NixlTransport:
-    """Fulfils :class:`tokenloom.engine_core.kv_transport.KVTransport` by an agent of nixl."""
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` by an agent of nixl."""
 
     name = "nixl"
 

@@ -17,7 +17,7 @@ import weakref
 
 import msgspec
 
-from tokenloom.engine_core.kv_transport import (
+from tokenloom.engine_core.kv_transfer.kv_transport import (
     BlockIds,
     Bytes,
     KVPool,
@@ -52,7 +52,7 @@ class _Offer(msgspec.Struct, array_like=True):
 
 
 class SharedMemoryTransport:
-    """Fulfils :class:`tokenloom.engine_core.kv_transport.KVTransport` for pools in shared memory."""
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` for pools in shared memory."""
 
     name = "shm"
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from tokenloom.engine_core.kv_transport import IntArray, KVPool
+from tokenloom.engine_core.kv_transfer.kv_transport import IntArray, KVPool
 
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 4 << 20

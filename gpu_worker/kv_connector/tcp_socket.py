@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from tokenloom.engine_core.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
+from tokenloom.engine_core.kv_transfer.kv_transport import BlockIds, KVPool, KVReader, KVTransferError, checked_pairs
 
 from .listener import Listener, hang_up
 from .socket_frames import pieces, receive_frame, receive_into, send, send_frame
@@ -67,7 +67,7 @@ class _Batch(msgspec.Struct, array_like=True):
 
 
 class SocketTransport:
-    """Fulfils :class:`tokenloom.engine_core.kv_transport.KVTransport` for every pool."""
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` for every pool."""
 
     name = "socket"
 

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from ..attention.interface import AttentionPlan, KVCache
-from ..embedding import InputEmbeds, embed, load_embeddings
-from ..linear import load_linear, make_linear
-from ..model_config import ModelConfig
-from ..ops.interface import Ops, Rotation
-from ..rotary import RotaryEmbedding
-from ..weights import Checkpoint
+from ..attention.attention_backend import AttentionPlan, KVCache
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
+from ..layers.embedding import InputEmbeds, embed, load_embeddings
+from ..layers.linear import load_linear, make_linear
+from ..layers.rotary import RotaryEmbedding
+from ..ops.ops import Ops, Rotation
 
 
 class AddNorm:

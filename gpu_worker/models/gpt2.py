@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..activation import ACTIVATIONS
-from ..attention.interface import AttentionPlan, KVCache
-from ..embedding import InputEmbeds, embed, load_embeddings
-from ..linear import load_conv1d, make_linear
-from ..model_config import ModelConfig
-from ..norm import load_layer_norm
-from ..weights import Checkpoint
+from ..attention.attention_backend import AttentionPlan, KVCache
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
+from ..layers.activation import ACTIVATIONS
+from ..layers.embedding import InputEmbeds, embed, load_embeddings
+from ..layers.linear import load_conv1d, make_linear
+from ..layers.norm import load_layer_norm
 
 
 class Attention:

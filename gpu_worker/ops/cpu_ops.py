@@ -5,10 +5,10 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
+from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
-from ..attention.interface import AttentionPlan, KVCache
 from ..kernels.library import HeadsArgs, load_fused
-from .interface import Rotation
+from .ops import Rotation
 from .torch_ops import TorchOps
 
 _SILU = ("silu", "swish")

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from ..activation import ACTIVATIONS
-from ..attention.interface import AttentionPlan, KVCache
-from ..norm import rms_norm
-from ..rotary import rotate
-from .interface import Rotation
+from ..attention.attention_backend import AttentionPlan, KVCache
+from ..layers.activation import ACTIVATIONS
+from ..layers.norm import rms_norm
+from ..layers.rotary import rotate
+from .ops import Rotation
 
 
 class TorchOps:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
-from ..transfer import to_device
+from ..batch.transfer import to_device
 from .philox import Purpose, uniform
 
 

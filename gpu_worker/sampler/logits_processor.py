@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
 
 class LogitsProcessor(Protocol):

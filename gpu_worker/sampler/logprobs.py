@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenloom.engine_core.messages import Logprobs
-from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import Logprobs
 
 from .allowed_set import largest
 

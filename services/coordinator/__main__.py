@@ -2,9 +2,10 @@
 
 import sys
 
-from ..runtime.service import main
+from tokenloom.services.runtime.host.service import main
+
+from .coordinator_settings import CoordinatorSettings
 from .service import CoordinatorService
-from .settings import CoordinatorSettings
 
 if __name__ == "__main__":
     sys.exit(main(CoordinatorService, CoordinatorSettings, CoordinatorSettings.service))

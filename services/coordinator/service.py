@@ -5,13 +5,13 @@ import time
 
 from prometheus_client import Counter, Gauge
 
+from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2_grpc
 
-from ..runtime.host import Host
-from .placement import Policy
-from .registry import Registry
-from .servicer import Changes, CoordinatorServicer
-from .settings import CoordinatorSettings
+from .coordinator_servicer import Changes, CoordinatorServicer
+from .coordinator_settings import CoordinatorSettings
+from .engine_placement import Policy
+from .engine_registry import Registry
 
 _REFRESH_SECONDS = 0.5
 

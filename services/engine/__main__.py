@@ -2,9 +2,10 @@
 
 import sys
 
-from ..runtime.service import main
+from tokenloom.services.runtime.host.service import main
+
+from .engine_settings import EngineSettings
 from .service import EngineService
-from .settings import EngineSettings
 
 if __name__ == "__main__":
     sys.exit(main(EngineService, EngineSettings, EngineSettings.service))

@@ -10,12 +10,12 @@ from typing import NoReturn, TypeAlias
 
 import grpc.aio
 
+from tokenloom.request.errors import Aborted, TokenloomError, Unavailable, of_exception
+from tokenloom.services.runtime.host.task_group import task_group
+from tokenloom.services.runtime.peers.hello import check_hello
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2, types_pb2
 
-from ..runtime.errors import Aborted, TokenloomError, Unavailable, of_exception
-from ..runtime.hello import check_hello
 from .load import LoadTracker
-from .task_group import task_group
 
 log = logging.getLogger(__name__)
 

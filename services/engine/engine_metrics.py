@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
-from tokenloom.engine_core.messages import (
+from tokenloom.engine_core.wire.messages import (
     CoreReady,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -12,11 +12,11 @@ from tokenloom.engine_core.messages import (
     PrefillStats,
     SchedulerStats,
 )
+from tokenloom.services.runtime.telemetry import process_metrics
+from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 
-from ..runtime import metrics
-from ..runtime.fast_metrics import Histogram
-from .attempts import Attempt
-from .kv_metrics import KVMetrics
+from .kv.kv_metrics import KVMetrics
+from .streams.attempts import Attempt
 
 _LABELS = ("model_name", "engine")
 _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -32,31 +32,37 @@ class EngineMetrics:
         self._labels = (model, engine)
         self._seen = SchedulerStats()
         self._show_stats()
-        sources = metrics.counter(
+        sources = process_metrics.counter(
             registry, "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", (*_LABELS, "source")
         )
         self._computed, self._cached, self._loaded = (sources.labels(*self._labels, name) for name in _SOURCES)
         self._corrupted = self._counter("corrupted_requests", "Requests with NaN logits, if those are counted.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
         labels_of = dict(zip(_LABELS, self._labels, strict=True))
-        self.generation_tokens = metrics.fast_counter(registry, "generation_tokens", "Tokens generated.", labels_of)
-        success = metrics.counter(
+        self.generation_tokens = process_metrics.fast_counter(
+            registry, "generation_tokens", "Tokens generated.", labels_of
+        )
+        success = process_metrics.counter(
             registry, "request_success", "Requests that ended, by reason.", (*_LABELS, "finished_reason")
         )
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
         self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.")
         self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of tokens after the first.")
-        self._e2e = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", metrics.REQUEST_SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "Waiting to be scheduled.", metrics.REQUEST_SECONDS)
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "From arrival to the end.", process_metrics.REQUEST_SECONDS
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Waiting to be scheduled.", process_metrics.REQUEST_SECONDS
+        )
         self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From first scheduled to the first token.", metrics.REQUEST_SECONDS
+            "request_prefill_time_seconds", "From first scheduled to the first token.", process_metrics.REQUEST_SECONDS
         )
         self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last.", metrics.REQUEST_SECONDS
+            "request_decode_time_seconds", "From the first token to the last.", process_metrics.REQUEST_SECONDS
         )
         self._inference = self._histogram(
-            "request_inference_time_seconds", "From first scheduled to the last token.", metrics.REQUEST_SECONDS
+            "request_inference_time_seconds", "From first scheduled to the last token.", process_metrics.REQUEST_SECONDS
         )
         self._iteration = self._histogram(
             "iteration_tokens_total",
@@ -72,7 +78,7 @@ class EngineMetrics:
             "enable_prefix_caching": str(enable_prefix_caching),
         }
         names = (*_LABELS, *info)
-        gauge = metrics.gauge(self._registry, "cache_config_info", "Configuration of the KV cache.", names)
+        gauge = process_metrics.gauge(self._registry, "cache_config_info", "Configuration of the KV cache.", names)
         gauge.labels(*self._labels, *info.values()).set(1)
 
     def observe_step(self, outputs: EngineCoreOutputs) -> None:
@@ -155,15 +161,15 @@ class EngineMetrics:
         )
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        metrics.gauge(self._registry, name, text, _LABELS).labels(*self._labels).set_function(read)
+        process_metrics.gauge(self._registry, name, text, _LABELS).labels(*self._labels).set_function(read)
 
     def _reading(self, name: str, text: str, read: Callable[[], float]) -> None:
         labels = dict(zip(_LABELS, self._labels, strict=True))
-        metrics.counter_reading(self._registry, name, text, labels, read)
+        process_metrics.counter_reading(self._registry, name, text, labels, read)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return metrics.counter(self._registry, name, text, _LABELS).labels(*self._labels)
+        return process_metrics.counter(self._registry, name, text, _LABELS).labels(*self._labels)
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float] = metrics.LATENCY_SECONDS) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float] = process_metrics.LATENCY_SECONDS) -> Histogram:
         labels = dict(zip(_LABELS, self._labels, strict=True))
-        return metrics.histogram(self._registry, name, text, labels, buckets)
+        return process_metrics.histogram(self._registry, name, text, labels, buckets)

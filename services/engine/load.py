@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tokenloom.engine_core.messages import EngineCoreOutputs, SchedulerStats
+from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
 
 
 @dataclass(frozen=True)

@@ -6,31 +6,32 @@ import logging
 import socket
 from pathlib import Path
 
-from tokenloom.engine_core.async_client import AsyncClient, AsyncMPClient
-from tokenloom.engine_core.core_launch import CORE_COMMAND
+from tokenloom import checkpoint
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
-from tokenloom.engine_core.messages import CoreReady
+from tokenloom.engine_core.process.core_launch import CORE_COMMAND
+from tokenloom.engine_core.wire.messages import CoreReady
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument, Unavailable
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.token_cost import cpu_seconds_of, show_token_cost
+from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc, types_pb2
 
-from ..runtime import checkpoint, metrics
-from ..runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
-from ..runtime.hello import make_hello
-from ..runtime.host import Host
-from ..runtime.token_cost import cpu_seconds_of, show_token_cost
-from .admin import EngineAdminServicer
-from .admission import Admission
+from .control.engine_admin import EngineAdminServicer
+from .control.kv_event_feed import KVEventFeed
+from .control.pause import Pause
+from .control.role import BY_NAME, NAMES, Role
+from .control.sleep import Sleep
+from .control.weights import Weights
 from .coordinator_link import CoordinatorLink
-from .core_link import CoreLink
+from .core.core_link import CoreLink
 from .engine_metrics import EngineMetrics
-from .kv_event_feed import KVEventFeed
-from .kv_front import KVFront
+from .engine_settings import EngineSettings
+from .kv.kv_front import KVFront
 from .load import LoadTracker
-from .pause import Pause
-from .role import BY_NAME, NAMES, Role
-from .servicer import EngineServicer
-from .settings import EngineSettings
-from .sleep import Sleep
-from .weights import Weights
+from .streams.engine_admission import Admission
+from .streams.engine_servicer import EngineServicer
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class EngineService:
         name = settings.served_model_name or checkpoint.served_name(path, settings.model)
         if self._client is None:
             client = self._client = AsyncMPClient(settings.engine_config(str(path)), _core_command(settings))
-            metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
+            process_metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
         engine_metrics = EngineMetrics(host.metrics, name, settings.instance_id)
         self._kv_events = KVEventFeed(host.epoch) if settings.kv_events else None
         core = CoreLink(

@@ -2,9 +2,10 @@
 
 import sys
 
-from ..runtime.service import main
+from tokenloom.services.runtime.host.service import main
+
+from .gateway_settings import GatewaySettings
 from .service import GatewayService
-from .settings import GatewaySettings
 
 if __name__ == "__main__":
     sys.exit(main(GatewayService, GatewaySettings, "gateway"))

@@ -2,9 +2,9 @@
 
 from tokenloom.v1 import types_pb2
 
-from .mesh_view import MeshView
-from .output_pool import OutputPool
-from .tokenizer_client import TokenizerClient
+from .mesh.mesh_view import MeshView
+from .mesh.output_pool import OutputPool
+from .mesh.tokenizer_client import TokenizerClient
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")
 """What a request needs."""

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
+from tokenloom.services.runtime.host.token_cost import show_token_cost
+from tokenloom.services.runtime.telemetry import process_metrics
+from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.v1 import types_pb2
 
-from ..runtime import metrics
-from ..runtime.fast_metrics import Histogram
-from ..runtime.token_cost import show_token_cost
-from .collector import Delta
 from .health import PARTS, MeshHealth
-from .mesh_view import MeshView
+from .mesh.collector import Delta
+from .mesh.mesh_view import MeshView
 
 FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -29,22 +29,24 @@ class GatewayMetrics:
     """The gateway's counters and histograms."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        def histogram(name: str, text: str, buckets: Sequence[float] = metrics.LATENCY_SECONDS) -> Histogram:
-            return metrics.histogram(registry, name, text, {"model_name": model_name}, buckets)
+        def histogram(name: str, text: str, buckets: Sequence[float] = process_metrics.LATENCY_SECONDS) -> Histogram:
+            return process_metrics.histogram(registry, name, text, {"model_name": model_name}, buckets)
 
-        self.prompt_tokens = metrics.fast_counter(
+        self.prompt_tokens = process_metrics.fast_counter(
             registry, "prompt_tokens", "Prompt tokens of accepted requests.", {"model_name": model_name}
         )
-        self.generation_tokens = metrics.fast_counter(
+        self.generation_tokens = process_metrics.fast_counter(
             registry, "generation_tokens", "Output tokens sent on to clients.", {"model_name": model_name}
         )
         show_token_cost(registry, lambda: self.generation_tokens.value)
         self.time_to_first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.")
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Between outputs of one prompt.")
         self.e2e_latency = histogram(
-            "e2e_request_latency_seconds", "From arrival to the end of one prompt's output.", metrics.REQUEST_SECONDS
+            "e2e_request_latency_seconds",
+            "From arrival to the end of one prompt's output.",
+            process_metrics.REQUEST_SECONDS,
         )
-        success = metrics.counter(
+        success = process_metrics.counter(
             registry, "request_success", "Prompts whose output ended.", ["model_name", "finished_reason"]
         )
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
@@ -103,7 +105,7 @@ class EngineGauges:
             ("num_requests_waiting", "Requests that wait at any engine.", load.num_waiting),
             ("kv_cache_usage_perc", "Share of all engines' KV blocks in use, 0 to 1.", load.kv_usage),
         ):
-            family = GaugeMetricFamily(metrics.VLLM + name, text, labels=["model_name"])
+            family = GaugeMetricFamily(process_metrics.VLLM + name, text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
 

@@ -3,27 +3,27 @@
 import asyncio
 import logging
 
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.members import Members
 from tokenloom.v1 import tokenizer_pb2
 
-from ..runtime.host import Host
-from ..runtime.members import Members
-from .edges import open_edges
-from .generation import Generator
+from .assistant.message_plans import MessagePlans
+from .gateway_settings import GatewaySettings
+from .generation.generation import Generator
+from .generation.served import Served
 from .health import MeshHealth
-from .http_server import HttpServer
-from .mesh_view import MeshView
-from .message_plans import MessagePlans
+from .http.http_server import HttpServer
+from .mesh.mesh_view import MeshView
+from .mesh.output_pool import OutputPool
+from .mesh.tokenizer_client import TokenizerClient
 from .metrics import EngineGauges, GatewayMetrics, HealthGauges
-from .output_pool import OutputPool
-from .served import Served
-from .settings import GatewaySettings
-from .tokenizer_client import TokenizerClient
+from .public_edges import open_edges
 
 log = logging.getLogger(__name__)
 
 
 class GatewayService:
-    """Fulfils :class:`tokenloom.services.runtime.service.Service`.
+    """Fulfils :class:`tokenloom.services.runtime.host.service.Service`.
 
     Attributes:
         http_address: Where HTTP is served, once started.

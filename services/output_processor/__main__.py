@@ -2,9 +2,10 @@
 
 import sys
 
-from ..runtime.service import main
+from tokenloom.services.runtime.host.service import main
+
+from .output_processor_settings import OutputProcessorSettings
 from .service import OutputProcessorService
-from .settings import OutputProcessorSettings
 
 if __name__ == "__main__":
     sys.exit(main(OutputProcessorService, OutputProcessorSettings, OutputProcessorSettings.service))

@@ -2,14 +2,14 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from tokenloom.services.runtime.host.token_cost import show_token_cost
+from tokenloom.services.runtime.telemetry import fast_metrics
+from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 
-from ..runtime import fast_metrics
-from ..runtime.metrics import LATENCY_SECONDS
-from ..runtime.token_cost import show_token_cost
-from .admission import Admission
-from .engine_link import EngineLinks
+from .placement.engine_link import EngineLinks
+from .request_slots import Admission
 
 
 class Metrics:

@@ -8,21 +8,21 @@ from typing import Any
 
 import grpc.aio
 
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.output_processor_pb2 import ProcessInput
 from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_OutputProcessorServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
-from ..runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
-from ..runtime.hello import make_hello
-from ..runtime.host import Host
-from .admission import Admission
-from .detokenizer import Vocabulary
-from .engine_link import INITIAL_CREDIT, EngineLinks
 from .metrics import Metrics
-from .placement import Placer
-from .session import Parts, Session
-from .settings import OutputProcessorSettings
+from .output_processor_settings import OutputProcessorSettings
+from .placement.engine_link import INITIAL_CREDIT, EngineLinks
+from .placement.placement import Placer
+from .request_slots import Admission
+from .stream.gateway_session import Parts, Session
+from .text.detokenizer import Vocabulary
 
 
 class OutputProcessorService:

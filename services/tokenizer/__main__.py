@@ -2,9 +2,10 @@
 
 import sys
 
-from ..runtime.service import main
+from tokenloom.services.runtime.host.service import main
+
 from .service import TokenizerService
-from .settings import TokenizerSettings
+from .tokenizer_settings import TokenizerSettings
 
 if __name__ == "__main__":
     sys.exit(main(TokenizerService, TokenizerSettings, TokenizerSettings.service))

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 if TYPE_CHECKING:  # at run time the render worker stays without gRPC
-    from ..runtime.checkpoint import CheckpointInfo
+    from tokenloom.checkpoint import CheckpointInfo
 
 MAX_RENDERED_CHARS = 8 << 20
 """More text than any context takes; a template that writes more is broken or hostile."""

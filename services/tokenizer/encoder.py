@@ -7,10 +7,9 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
+from tokenloom.request import errors
+from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
-
-from ..runtime import errors
-from ..runtime.block_hash import block_hashes
 
 MAX_WAITING = 1024
 """Calls in threads or waiting for one; more are refused, to be tried again."""

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry
 
-from ..runtime.fast_metrics import Counter, Histogram
-from ..runtime.metrics import LATENCY_SECONDS
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
+from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 
 METHODS = ("encode", "encode_chat", "decode")
 

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from typing import Self
 
-from ..runtime import errors
+from tokenloom.request import errors
+
 from .render_worker import LENGTH, Reply, Setup, pack
 
 _START_SECONDS = 20.0

@@ -2,7 +2,8 @@
 
 import asyncio
 
-from ..runtime import errors
+from tokenloom.request import errors
+
 from .render_process import RenderProcess
 from .render_worker import Job, Reply, Setup, pack
 

@@ -4,18 +4,18 @@ import asyncio
 
 from tokenizers import Tokenizer
 
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
+from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
 from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
 from tokenloom.v1.types_pb2 import Fingerprint
 
-from ..runtime.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
-from ..runtime.host import Host
 from . import output_format
 from .encoder import Encoder
 from .metrics import Metrics
 from .renderer import Renderer
-from .servicer import TokenizerServicer
-from .settings import TokenizerSettings
+from .tokenizer_servicer import TokenizerServicer
+from .tokenizer_settings import TokenizerSettings
 
 
 class TokenizerService:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tokenloom.bench.random_model import write_model
-from tokenloom.gpu_worker.model_config import load_model_config
-from tokenloom.services.runtime.checkpoint import CheckpointInfo, load_tokenizer
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer
+from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,8 @@ def test_every_ascii_text_comes_back_and_every_word_has_text(model: Path) -> Non
 
 
 def test_an_engine_computes_it(model: Path) -> None:
-    from tokenloom.bench.datasets import DatasetOptions
-    from tokenloom.bench.throughput import ThroughputOptions, run_throughput
+    from tokenloom.bench.engine.throughput import ThroughputOptions, run_throughput
+    from tokenloom.bench.load.datasets import DatasetOptions
 
     dataset = DatasetOptions(num_prompts=2, input_len=4, output_len=3)
     options = ThroughputOptions(str(model), dataset, {"max_num_seqs": 2, "max_model_len": 64}, progress=False)

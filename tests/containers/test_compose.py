@@ -43,7 +43,7 @@ def test_a_part_is_closed_in_and_checked(name: str) -> None:
     assert part["cap_drop"] == ["ALL"]
     assert part["security_opt"] == ["no-new-privileges:true"]
     assert part["restart"] == "unless-stopped"
-    assert part["healthcheck"]["test"] == ["CMD", "python", "-m", "tokenloom.services.runtime.probe"]
+    assert part["healthcheck"]["test"] == ["CMD", "python", "-m", "tokenloom.services.runtime.host.probe"]
     assert "depends_on" not in part  # parts wait for each other by themselves
 
 

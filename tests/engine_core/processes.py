@@ -5,14 +5,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenloom.engine_core.client import SyncClient
-from tokenloom.engine_core.messages import EngineCoreOutput
+from tokenloom.engine_core.client.core_client import SyncClient
+from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
 FAILING_CORE = """
 import argparse, os, sys
-from tokenloom.engine_core.core_process import run_engine_core
+from tokenloom.engine_core.process.core_process import run_engine_core
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.hash_worker import HashWorker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
 class FailingWorker(HashWorker):
     def execute_model(self, scheduler_output):

@@ -4,9 +4,9 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.messages import CoreReady, FinishReason
-from tokenloom.engine_core.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.wire.messages import CoreReady, FinishReason
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 
 def test_ready_says_what_was_settled() -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.parity.engine import Engine
 from tests.parity.identical import assert_identical
 from tests.parity.reference import Reference, make_reference
-from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import Sampler
 from tokenloom.gpu_worker.sampler.device_sampler import DeviceSampler
 

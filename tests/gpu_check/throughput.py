@@ -10,9 +10,9 @@ import numpy as np
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.messages import EngineCoreRequest
-from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.devices import make_worker
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.gpu_worker.platform.devices import make_worker
 
 _BUDGET = 8192
 

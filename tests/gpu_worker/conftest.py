@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tokenloom.gpu_worker.attention.registry import make_attention_backend
-from tokenloom.gpu_worker.models.interface import Model
+from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.models.model import Model
 
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")

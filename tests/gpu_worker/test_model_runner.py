@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tokenloom import demo_model
-from tokenloom.engine_core.messages import Logprobs
-from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.engine_core.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from tokenloom.gpu_worker.attention.registry import make_attention_backend
-from tokenloom.gpu_worker.input_batch import InputBatch
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import Logprobs
+from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.model_runner import ModelRunner
-from tokenloom.gpu_worker.models.registry import load_model
+from tokenloom.gpu_worker.models.architectures import load_model
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 

@@ -7,8 +7,8 @@ import torch
 
 from tests.gpu_worker.conftest import EditConfig, RunModel, SaveCheckpoint
 from tokenloom.gpu_worker.model_slot import ModelSlot
-from tokenloom.gpu_worker.models.interface import Model
-from tokenloom.gpu_worker.models.registry import load_model
+from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.models.model import Model
 
 
 def make_slot(path: Path) -> ModelSlot:

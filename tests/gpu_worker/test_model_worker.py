@@ -6,15 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.gpu_worker.device_platform import ApartPlatform
+from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.messages import EngineCoreRequest
-from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.model_worker import ModelWorker
+from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 PARAMS = {

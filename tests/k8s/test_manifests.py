@@ -7,12 +7,12 @@ import pytest
 
 from tests.k8s.cluster import KUSTOMIZATIONS, WHOLE, Object, Workload, build, of_kind, selects, workloads
 from tokenloom.certificates import PARTS
-from tokenloom.services.coordinator.settings import CoordinatorSettings
-from tokenloom.services.engine.settings import EngineSettings
-from tokenloom.services.gateway.settings import GatewaySettings
-from tokenloom.services.output_processor.settings import OutputProcessorSettings
-from tokenloom.services.runtime.settings import ServiceSettings
-from tokenloom.services.tokenizer.settings import TokenizerSettings
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "coordinator": CoordinatorSettings,

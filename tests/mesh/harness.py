@@ -11,21 +11,21 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.hash_worker import expected_tokens
+from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
-from tokenloom.services.coordinator.settings import CoordinatorSettings
+from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
-from tokenloom.services.engine.settings import EngineSettings
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
-from tokenloom.services.gateway.settings import GatewaySettings
+from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
-from tokenloom.services.output_processor.settings import OutputProcessorSettings
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer
-from tokenloom.services.runtime.host import Host
-from tokenloom.services.runtime.service import Service, running
-from tokenloom.services.runtime.settings import ServiceSettings
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service import Service, running
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.tokenizer.service import TokenizerService
-from tokenloom.services.tokenizer.settings import TokenizerSettings
+from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 
 MODEL = DEMO_MODEL_NAME
 VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]

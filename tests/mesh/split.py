@@ -11,18 +11,18 @@ import msgspec
 
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
-from tokenloom.engine_core.async_client import AsyncInprocClient
+from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.engine_core.client.async_core_client import AsyncInprocClient
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.hash_worker import HashWorker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
-from tokenloom.services.coordinator.settings import CoordinatorSettings
-from tokenloom.services.engine.core_main import make_transports
+from tokenloom.services.engine.core.core_main import make_transports
+from tokenloom.services.engine.core.grammar_config import structured_output_config
+from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
-from tokenloom.services.engine.settings import EngineSettings
-from tokenloom.services.engine.structured_output import structured_output_config
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL
-from tokenloom.services.runtime.host import Host
+from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
 
 MAX_MODEL_LEN = 2048
@@ -116,7 +116,7 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
         return AsyncInprocClient(config, UniProcExecutor(worker), transports)
-    from tokenloom.gpu_worker.cpu_worker import CPUWorker  # the other tests need no torch
+    from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker  # the other tests need no torch
 
     return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
 

@@ -9,7 +9,7 @@ import httpx
 import openai
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, Mesh
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 COMMON = {"model": MODEL, "return_token_ids": True, "ignore_eos": True}

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Mesh
-from tests.services.gateway.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, bad_bodies, bad_calls
-from tokenloom.services.runtime.channels import open_channel
+from tests.services.gateway.openai.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, bad_bodies, bad_calls
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2_grpc
 
 CPU_SECONDS = 0.1

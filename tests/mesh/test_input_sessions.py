@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import grpc
 
 from tests.mesh.harness import MODEL, SOON, Mesh
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 

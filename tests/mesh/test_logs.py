@@ -8,7 +8,7 @@ import pytest
 
 from tests.collector import Collector
 from tests.mesh.harness import Mesh
-from tokenloom.services.runtime.logs import JsonFormatter
+from tokenloom.services.runtime.telemetry.logs import JsonFormatter
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import SOON, Mesh
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.engine_pb2 import (
     PAUSE_MODE_ABORT,
     PAUSE_MODE_KEEP,

@@ -12,9 +12,9 @@ from safetensors.numpy import save
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.mesh.split import SplitMesh
-from tokenloom.engine_core.hash_worker import HIDDEN_SIZE, embeds_ids
-from tokenloom.engine_core.prompt_embeds import EmbedsSpan
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE, embeds_ids
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 ROWS = np.random.default_rng(0).random((20, HIDDEN_SIZE), dtype=np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.mesh.harness import MODEL, VOCAB_SIZE, Mesh
 from tests.mesh.split import SplitMesh
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 COMMON = {"model": MODEL, "return_token_ids": True, "ignore_eos": True}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.mesh.split import SplitMesh
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 PERSON = {

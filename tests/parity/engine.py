@@ -7,9 +7,9 @@ from pathlib import Path
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.messages import EngineCoreRequest, SchedulerStats
-from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.devices import make_worker
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest, SchedulerStats
+from tokenloom.gpu_worker.platform.devices import make_worker
 
 MAX_MODEL_LEN = 640
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
-from tokenloom.engine_core.messages import EngineCoreRequest, FinishReason, Logprobs
-from tokenloom.engine_core.sampling_params import RepetitionDetection
-from tokenloom.engine_core.sampling_params import SamplingParams as CoreParams
-from tokenloom.sampling_params import RepetitionDetectionParams
+from tokenloom.engine_core.wire.core_sampling_params import RepetitionDetection
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason, Logprobs
+from tokenloom.offline.sampling_params import RepetitionDetectionParams
 
 BUDGET = 48  # tokens of a step: prompts take several
 PROMPTS = [

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.local_mesh import http_url, with_mesh
+from benchmarks.mesh.local_mesh import http_url, with_mesh
 from tests.mesh.test_structured_outputs import BOMBS
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Protocol
 
 from tests.mesh.harness import VOCAB_SIZE
-from tokenloom.engine_core.hash_worker import expected_tokens
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL
+from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 
 class Expectation(Protocol):

@@ -13,7 +13,7 @@ import grpc
 
 from tests.mesh.harness import MODEL, Mesh
 from tests.soak.nonsense import Nonsense, nonsense, torn
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, types_pb2
 from tokenloom.v1.kserve import grpc_service_pb2
 

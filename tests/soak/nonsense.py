@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tokenloom.services.gateway.openapi import requests as shapes
+from tokenloom.services.gateway.openapi import request_schemas as shapes
 
 MODEL_ROUTES = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 OTHER_ROUTES = (

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 import jsonschema
 
 from tests.schemas import random_schema
-from tokenloom.engine_core.client import InprocClient
+from tokenloom.checkpoint import DEMO_MODEL, CheckpointInfo, load_tokenizer
+from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from tokenloom.engine_core.sampling_params import GrammarKind, SamplingParams, StructuredOutput
-from tokenloom.gpu_worker.cpu_worker import CPUWorker
-from tokenloom.services.engine.structured_output import structured_output_config
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, CheckpointInfo, load_tokenizer
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.services.engine.core.grammar_config import structured_output_config
 
 MAX_TOKENS = 1200
 BATCH = 30

@@ -7,18 +7,18 @@ import typer
 
 from tokenloom import __version__
 
-from .bench import bench
+from .batch.generate import generate
+from .batch.run_batch import run_batch
+from .bench.bench import bench
 from .certs import certs
-from .chat import chat
-from .complete import complete
+from .chat.chat import chat
+from .chat.complete import complete
 from .completion import completion
-from .demo import demo
-from .generate import generate
+from .mesh.demo import demo
+from .mesh.ps import ps
+from .mesh.serve import serve
+from .mesh.top import top
 from .models import models
-from .ps import ps
-from .run_batch import run_batch
-from .serve import serve
-from .top import top
 
 _GROUPS = {
     "Serve": (serve, demo),

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
 
 from .failures import reported
 from .server_options import ApiKey, BaseUrl, connect

@@ -5,16 +5,17 @@
 go well at another time is tried again (:class:`Retries`). Needs neither torch nor a model.
 """
 
-from ..outputs import Logprob
-from ..services.runtime import errors
+from tokenloom.offline.outputs import Logprob
+from tokenloom.request import errors
+
 from .async_client import AsyncClient, AsyncStream
 from .async_session import AsyncSession
-from .request import ChatOptions, Message, Options
+from .client_request import ChatOptions, Message, Options
 from .results import Chunk, Generation, Model, Output, Usage
 from .retries import Retries
 from .sync_client import Client, Stream
 from .sync_session import Session
-from .tools import ToolCall, ToolCallDelta
+from .tool_calls import ToolCall, ToolCallDelta
 
 __all__ = [
     "AsyncClient",

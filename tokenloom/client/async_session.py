@@ -7,10 +7,10 @@ from typing import Self, Unpack
 
 import grpc.aio
 
+from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from ..services.runtime import errors
-from .request import Options, check_streamed, prompt_request
+from .client_request import Options, check_streamed, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation
 
 Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]

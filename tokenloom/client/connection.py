@@ -4,7 +4,7 @@ from pathlib import Path
 
 import grpc
 
-from ..services.runtime.channels import MAX_MESSAGE_BYTES
+from tokenloom.services.runtime.peers.channels import MAX_MESSAGE_BYTES
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 

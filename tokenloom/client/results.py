@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokenloom.offline.outputs import CompletionOutput, Logprob
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from ..outputs import CompletionOutput, Logprob
-from .request import Message
-from .tools import ToolCall, ToolCallDelta, add_delta, read_delta
+from .client_request import Message
+from .tool_calls import ToolCall, ToolCallDelta, add_delta, read_delta
 
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",

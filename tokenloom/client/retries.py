@@ -3,7 +3,7 @@
 import random
 import threading
 
-from ..services.runtime.errors import TokenloomError
+from tokenloom.request.errors import TokenloomError
 
 _MAX_WAIT = 10.0
 _JITTER = 0.2

@@ -8,11 +8,11 @@ from typing import Self, TypeAlias, TypeVar, Unpack, cast
 
 import grpc
 
+from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
-from ..services.runtime import errors
 from . import connection
-from .request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
+from .client_request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 from .sync_session import Session

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tokenloom.services.runtime.addresses import Address
 from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_SUFFIX
+from tokenloom.services.runtime.peers.addresses import Address
 
 from .cores import divide
 from .part_spec import PartSpec

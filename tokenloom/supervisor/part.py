@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 
-from . import health
+from . import part_health
 from .output import LineCopier
 from .part_spec import PartSpec
 from .process import Process
@@ -93,7 +93,7 @@ class Part:
         while (state := read_part_state(self.spec.state_file)) is None or state.pid != pid:  # noqa: ASYNC110 - a file tells nobody
             await asyncio.sleep(_POLL_SECONDS)
         self.state = state
-        await health.follow(state.health, self._report)
+        await part_health.follow(state.health, self._report)
 
     def _report(self, serving: bool) -> None:
         if serving:

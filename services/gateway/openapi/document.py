@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from . import constraints, responses
+from . import constraints, response_schemas
 from .operations import ADMIN_OPERATIONS, OPERATIONS, Operation
 
 TITLE = "Tokenloom"
@@ -20,7 +20,7 @@ def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
     """The whole description. ``admin``: with the admin routes; ``embeds``: engines take embeddings as prompts."""
     operations = OPERATIONS + ADMIN_OPERATIONS if admin else OPERATIONS
     types = {type_ for each in operations for type_ in (each.answer, each.body) if type_ is not None}
-    types.add(responses.ErrorResponse)
+    types.add(response_schemas.ErrorResponse)
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda each: each.__name__), ref_template=_REF)
     for name, constraint in constraints.of_bodies(embeds=embeds).items():
         _add(schemas[name], constraint)
@@ -107,7 +107,7 @@ def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "200", {"description": each.summary, "content": content}
     if each.may_be_away and each.answer is not None:
         yield "503", {"description": "It would not be", "content": {_JSON: {"schema": _ref(each.answer)}}}
-    yield "default", {"description": "A failure", "content": {_JSON: {"schema": _ref(responses.ErrorResponse)}}}
+    yield "default", {"description": "A failure", "content": {_JSON: {"schema": _ref(response_schemas.ErrorResponse)}}}
 
 
 def _ref(type_: type[msgspec.Struct]) -> dict[str, str]:

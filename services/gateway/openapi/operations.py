@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from . import requests, responses
+from . import request_schemas, response_schemas
 
 
 @dataclass(frozen=True)
@@ -33,42 +33,52 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("get", "/v1/models", "The served model", responses.ModelList),
-    Operation("get", "/v1/models/{model}", "One model", responses.Model, path_parameter="model"),
+    Operation("get", "/v1/models", "The served model", response_schemas.ModelList),
+    Operation("get", "/v1/models/{model}", "One model", response_schemas.Model, path_parameter="model"),
     Operation(
         "post",
         "/v1/chat/completions",
         "Answer in a conversation",
-        responses.ChatCompletion,
-        requests.ChatCompletionRequest,
+        response_schemas.ChatCompletion,
+        request_schemas.ChatCompletionRequest,
         streams=True,
     ),
     Operation(
         "post",
         "/v1/completions",
         "Continue prompts",
-        responses.Completion,
-        requests.CompletionRequest,
+        response_schemas.Completion,
+        request_schemas.CompletionRequest,
         streams=True,
     ),
     Operation(
-        "post", "/tokenize", "Encode a prompt or a conversation", responses.TokenizeResponse, requests.TokenizeRequest
+        "post",
+        "/tokenize",
+        "Encode a prompt or a conversation",
+        response_schemas.TokenizeResponse,
+        request_schemas.TokenizeRequest,
     ),
-    Operation("post", "/detokenize", "Decode token ids", responses.DetokenizeResponse, requests.DetokenizeRequest),
+    Operation(
+        "post",
+        "/detokenize",
+        "Decode token ids",
+        response_schemas.DetokenizeResponse,
+        request_schemas.DetokenizeRequest,
+    ),
     Operation(
         "get",
         "/health",
         "Whether a request would be answered",
-        responses.Status,
+        response_schemas.Status,
         may_be_away=True,
         is_open=True,
     ),
-    Operation("get", "/ping", "As /health", responses.Status, may_be_away=True, is_open=True),
-    Operation("post", "/ping", "As /health", responses.Status, may_be_away=True, is_open=True),
-    Operation("get", "/version", "Version of the gateway", responses.Version),
-    Operation("get", "/load", "How much is asked of this gateway", responses.Load),
-    Operation("get", "/server_info", "The mesh behind this gateway", responses.ServerInfo),
-    Operation("get", "/model_info", "The model, as SGLang tells routers", responses.ModelInfo),
+    Operation("get", "/ping", "As /health", response_schemas.Status, may_be_away=True, is_open=True),
+    Operation("post", "/ping", "As /health", response_schemas.Status, may_be_away=True, is_open=True),
+    Operation("get", "/version", "Version of the gateway", response_schemas.Version),
+    Operation("get", "/load", "How much is asked of this gateway", response_schemas.Load),
+    Operation("get", "/server_info", "The mesh behind this gateway", response_schemas.ServerInfo),
+    Operation("get", "/model_info", "The model, as SGLang tells routers", response_schemas.ModelInfo),
     Operation("get", "/metrics", "Prometheus metrics"),
 )
 _BOOLEAN = {"type": "boolean"}
@@ -78,17 +88,17 @@ ADMIN_OPERATIONS = (
         "post",
         "/pause",
         "Pause every engine",
-        responses.EnginesDone,
+        response_schemas.EnginesDone,
         query={"mode": _MODE, "clear_cache": {**_BOOLEAN, "description": "Forget cached prefixes too (default)."}},
         is_admin=True,
     ),
-    Operation("post", "/resume", "Go on", responses.EnginesDone, is_admin=True),
-    Operation("get", "/is_paused", "Whether every engine is paused", responses.EnginesPaused, is_admin=True),
+    Operation("post", "/resume", "Go on", response_schemas.EnginesDone, is_admin=True),
+    Operation("get", "/is_paused", "Whether every engine is paused", response_schemas.EnginesPaused, is_admin=True),
     Operation(
         "post",
         "/sleep",
         "Give memory back to the system",
-        responses.EnginesDone,
+        response_schemas.EnginesDone,
         query={"level": {"enum": [0, 1, 2], "description": "How deep; 1 if not said."}, "mode": _MODE},
         is_admin=True,
     ),
@@ -96,7 +106,7 @@ ADMIN_OPERATIONS = (
         "post",
         "/wake_up",
         "Take memory again",
-        responses.EnginesDone,
+        response_schemas.EnginesDone,
         query={
             "tags": {
                 "type": "array",
@@ -106,17 +116,17 @@ ADMIN_OPERATIONS = (
         },
         is_admin=True,
     ),
-    Operation("get", "/is_sleeping", "Whether every engine sleeps", responses.EnginesSleeping, is_admin=True),
+    Operation("get", "/is_sleeping", "Whether every engine sleeps", response_schemas.EnginesSleeping, is_admin=True),
     Operation(
         "post",
         "/reset_prefix_cache",
         "Forget cached prefixes",
-        responses.EnginesDone,
+        response_schemas.EnginesDone,
         query={
             "reset_running_requests": {**_BOOLEAN, "description": "Preempt running requests rather than refuse."},
         },
         is_admin=True,
     ),
-    Operation("post", "/start_profile", "Begin to record steps", responses.EnginesDone, is_admin=True),
-    Operation("post", "/stop_profile", "Write what was recorded", responses.EnginesDone, is_admin=True),
+    Operation("post", "/start_profile", "Begin to record steps", response_schemas.EnginesDone, is_admin=True),
+    Operation("post", "/stop_profile", "Write what was recorded", response_schemas.EnginesDone, is_admin=True),
 )

@@ -1,7 +1,7 @@
 """Reasoning between ``<think>`` and ``</think>``, before the answer."""
 
-from ..markers import begins_marker, find_marker
-from ..parts import Content, Reasoning, TextPart
+from ..assistant.markers import begins_marker, find_marker
+from ..assistant.message_parts import Content, Reasoning, TextPart
 
 START, END = "<think>", "</think>"
 

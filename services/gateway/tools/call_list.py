@@ -1,6 +1,6 @@
 """Calls written as a JSON array of objects."""
 
-from ..parts import Content, ToolPart
+from ..assistant.message_parts import Content, ToolPart
 from .call_object import CallObject
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection
 
-from ..parts import CallArguments, CallBegin, Content, ToolPart
+from ..assistant.message_parts import CallArguments, CallBegin, Content, ToolPart
 from .json_extent import JsonExtent
 
 _ARGUMENTS = ("arguments", "parameters")

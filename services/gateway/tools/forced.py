@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenloom.request.output_constraints import check_structured_outputs, json_schema_constraint
 from tokenloom.v1 import types_pb2
 
-from ...runtime.structured_outputs import check_structured_outputs, json_schema_constraint
-from ..parts import CallArguments, CallBegin, ToolPart
+from ..assistant.message_parts import CallArguments, CallBegin, ToolPart
 from .call_list import CallList
-from .request import Tool, ToolChoice, ToolRequest
+from .tool_request import Tool, ToolChoice, ToolRequest
 
 
 def constraint_of(request: ToolRequest) -> types_pb2.StructuredOutputs | None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection
 
-from ..markers import find_marker
-from ..parts import ToolPart
+from ..assistant.markers import find_marker
+from ..assistant.message_parts import ToolPart
 from .call_id import new_call_id
 from .call_object import CallObject
-from .parser import ToolParser, Words
+from .tool_parser import ToolParser, Words
 
 START, END = "<tool_call>", "</tool_call>"
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection
 
-from ..markers import begins_marker
-from ..parts import Content, ToolPart
+from ..assistant.markers import begins_marker
+from ..assistant.message_parts import Content, ToolPart
 from .call_id import new_call_id
 from .call_object import CallObject
-from .parser import ToolParser
+from .tool_parser import ToolParser
 
 _TAG = "<|python_tag|>"
 

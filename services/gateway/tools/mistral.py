@@ -5,11 +5,11 @@ import secrets
 import string
 from collections.abc import Collection
 
-from ..markers import find_marker
-from ..parts import CallArguments, CallBegin, Content, ToolPart
+from ..assistant.markers import find_marker
+from ..assistant.message_parts import CallArguments, CallBegin, Content, ToolPart
 from .call_list import CallList
 from .json_extent import JsonExtent
-from .parser import ToolParser, Words
+from .tool_parser import ToolParser, Words
 
 START = "[TOOL_CALLS]"
 # Between a name and its arguments, in some versions: an id of the model's own, and a mark.

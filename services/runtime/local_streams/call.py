@@ -8,7 +8,8 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from ..errors import TokenloomError
+from tokenloom.request.errors import TokenloomError
+
 from .connection import Connection
 from .frames import Kind, Status, decode_status
 from .inbox import Inbox

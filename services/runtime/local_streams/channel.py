@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from ..tasks import Tasks
+from ..host.tasks import Tasks
 from . import sockets
 from .call import LocalCall
 

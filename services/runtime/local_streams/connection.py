@@ -3,7 +3,8 @@
 import asyncio
 from typing import Protocol, cast
 
-from ..errors import TokenloomError
+from tokenloom.request.errors import TokenloomError
+
 from .frames import FrameDecoder, Kind, encode
 
 TICK_SECONDS = 0.5

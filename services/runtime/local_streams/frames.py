@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from ..errors import Internal, ResourceExhausted
+from tokenloom.request.errors import Internal, ResourceExhausted
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from ..tasks import Tasks
+from ..host.tasks import Tasks
 from . import sockets
 from .connection import Connection
 from .server_call import FindHandler, ServerCall

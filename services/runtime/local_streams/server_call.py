@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from ..errors import Internal, TokenloomError
-from ..tasks import Tasks
+from tokenloom.request.errors import Internal, TokenloomError
+
+from ..host.tasks import Tasks
 from .connection import Connection
 from .frames import Kind
 from .inbox import Inbox

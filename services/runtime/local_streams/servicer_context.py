@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from ..errors import ResourceExhausted
+from tokenloom.request.errors import ResourceExhausted
+
 from .connection import Connection
 from .frames import Kind, Metadata, Status, encode_status
 from .inbox import Inbox

@@ -6,7 +6,7 @@ import socket
 import stat
 from pathlib import Path
 
-from .. import addresses
+from ..peers import addresses
 
 SUFFIX = ".streams"
 _BACKLOG = 128

@@ -4,7 +4,7 @@ always in the same way."""
 from collections import deque
 
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import Worker
 
 

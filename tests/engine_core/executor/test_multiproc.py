@@ -14,18 +14,18 @@ import pytest
 from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.processes import has_ended, wait_until
-from tests.engine_core.test_prompt_embeds import expected, make_mixed, make_wide
-from tokenloom.engine_core.client import SyncMPClient
+from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
+from tokenloom.engine_core.client.core_client import SyncMPClient
 from tokenloom.engine_core.config import EngineConfig, KVConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, ExecutorFailedError
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
-from tokenloom.engine_core.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
+from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
 
 FAILING_WORKER = """
 import argparse, os, sys
 from tokenloom.engine_core.executor.worker_process import run_worker
-from tokenloom.engine_core.hash_worker import HashWorker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 
 class FailingWorker(HashWorker):
     def execute_model(self, scheduler_output):

@@ -6,8 +6,8 @@ from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
-from tokenloom.engine_core.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.scheduler_output import SchedulerOutput
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 
 def test_a_core_with_async_scheduling_gives_every_request_its_tokens() -> None:

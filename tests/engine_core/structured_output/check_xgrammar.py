@@ -10,11 +10,11 @@ import jsonschema
 import msgspec
 
 from tests.engine_core.structured_output import helpers
-from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.hash_worker import HashWorker
-from tokenloom.engine_core.sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 OPEN = {name: value for name, value in helpers.PERSON.items() if name != "additionalProperties"}
 GOOD = {

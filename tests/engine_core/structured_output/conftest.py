@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.engine_core.structured_output.helpers import make_client
-from tokenloom.engine_core.client import InprocClient
+from tokenloom.engine_core.client.core_client import InprocClient
 
 
 @pytest.fixture(scope="package")

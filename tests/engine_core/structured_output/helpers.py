@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tokenloom.engine_core.client import InprocClient
+from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import (
     CacheConfig,
     EngineConfig,
@@ -17,13 +18,12 @@ from tokenloom.engine_core.config import (
     WorkerConfig,
 )
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.hash_worker import HashWorker
-from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest
-from tokenloom.engine_core.sampling_params import GrammarKind, SamplingParams, StructuredOutput
-from tokenloom.engine_core.structured_output.backend import Grammar
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.structured_output.grammar_backend import Grammar
 from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
-from tokenloom.services.engine.structured_output import structured_output_config
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest
+from tokenloom.services.engine.core.grammar_config import structured_output_config
 
 VOCAB_SIZE = 2048
 EOS = 0

@@ -5,9 +5,9 @@ import msgspec
 import pytest
 
 from tests.engine_core.structured_output.helpers import PERSON, VOCAB_SIZE, backend, config, json_schema
-from tokenloom.engine_core.sampling_params import GrammarKind, StructuredOutput
-from tokenloom.engine_core.structured_output.backend import GrammarError
 from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, Setup
+from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 
 @pytest.fixture

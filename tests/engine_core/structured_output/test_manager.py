@@ -18,10 +18,10 @@ from tests.engine_core.structured_output.helpers import (
     run,
     text_of,
 )
-from tokenloom.engine_core.client import InprocClient
-from tokenloom.engine_core.messages import FinishReason
-from tokenloom.engine_core.request import RequestStatus
-from tokenloom.engine_core.sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.client.core_client import InprocClient
+from tokenloom.engine_core.scheduling.request import RequestStatus
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
+from tokenloom.engine_core.wire.messages import FinishReason
 
 DATE = StructuredOutput(GrammarKind.REGEX, r"20\d\d-(0[1-9]|1[0-2])")
 BOMB = json_schema({"type": "integer", "multipleOf": 99_999_989})

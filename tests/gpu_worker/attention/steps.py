@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenloom.gpu_worker.attention.interface import AttentionBackend
+from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend
 
 BLOCK_SIZE = 16
 HEAD_SIZE = 32

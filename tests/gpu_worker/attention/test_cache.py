@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.cache import allocate_kv_caches, kv_layout, make_kv_pool, write_slots
 
 CONFIG: Any = SimpleNamespace(

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.kv_transport import KVPool, KVRegion
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
 
 LAYOUT = "test/3x40+2x96"
 SIZES = (40, 40, 40, 96, 96)

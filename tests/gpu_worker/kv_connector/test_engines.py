@@ -11,17 +11,17 @@ import torch
 from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.core_kv import make_core_kv
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
-from tokenloom.engine_core.kv_transport import KVTransport
-from tokenloom.engine_core.leases import prompt_digest
-from tokenloom.engine_core.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from tokenloom.engine_core.sampling_params import SamplingParams
-from tokenloom.gpu_worker.cpu_worker import CPUWorker
+from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
+from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
+from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
+from tokenloom.engine_core.kv_transfer.leases import prompt_digest
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.kv_connector import nixl
-from tokenloom.gpu_worker.kv_connector.registry import make_transports
+from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
+from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
 
 MODEL = str(Path(demo_model.__file__).parent)
 MAKE: dict[str, Callable[[], list[KVTransport]]] = {

@@ -8,12 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tokenloom.engine_core.kv_transport import KVRegion, KVTransferError
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVRegion, KVTransferError
 from tokenloom.gpu_worker.kv_connector.listener import Listener
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryReader, SharedMemoryTransport, _Endpoint, _Offer
-
-from .conftest import LAYOUT, SIZES, MakePool, block
 
 
 @pytest.fixture
@@ -122,8 +121,8 @@ def test_another_process_reads(transport, make_pool: MakePool) -> None:
     endpoint = transport.serve(owner)
     script = f"""
 import sys
-from tokenloom.engine_core.kv_transport import KVPool, KVRegion
-from tokenloom.engine_core.pool_memory import PoolMemory
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVRegion
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.kv_connector.listener import Listener
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
 memory = PoolMemory.allocate(4096, shared=False)

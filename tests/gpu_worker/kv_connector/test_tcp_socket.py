@@ -10,19 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tokenloom.engine_core.kv_transport import KVPool, KVTransferError
+from tests.gpu_worker.kv_connector.conftest import LAYOUT, SIZES, MakePool, block, blocks
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVTransferError
 from tokenloom.gpu_worker.kv_connector.listener import Listener
 from tokenloom.gpu_worker.kv_connector.socket_frames import receive_frame, send_frame
-from tokenloom.gpu_worker.kv_connector.tcp_socket import (
-    TLS,
-    SocketTransport,
-    _Batch,
-    _Endpoint,
-    _Hello,
-    _Welcome,
-)
-
-from .conftest import LAYOUT, SIZES, MakePool, block, blocks
+from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS, SocketTransport, _Batch, _Endpoint, _Hello, _Welcome
 
 Make = Callable[..., SocketTransport]
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tokenloom.engine_core.kv_transport import KVPool, KVReader, KVTransferError, KVTransport
+from tests.gpu_worker.kv_connector.conftest import LAYOUT, MakePool, block, blocks
+from tokenloom.engine_core.kv_transfer.kv_transport import KVPool, KVReader, KVTransferError, KVTransport
 from tokenloom.gpu_worker.kv_connector import nixl
 from tokenloom.gpu_worker.kv_connector.nixl import NixlTransport
 from tokenloom.gpu_worker.kv_connector.shared_memory import SharedMemoryTransport
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
-
-from .conftest import LAYOUT, MakePool, block, blocks
 
 MAKE = {
     "shm": SharedMemoryTransport,

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tokenloom.gpu_worker.models.registry import load_model
-from tokenloom.gpu_worker.ops.registry import make_ops
+from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.ops.ops_choice import make_ops
 
 SaveCheckpoint = Callable[..., Path]
 EditConfig = Callable[..., None]

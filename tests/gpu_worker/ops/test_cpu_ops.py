@@ -8,9 +8,9 @@ import torch
 
 from tokenloom.gpu_worker.attention.cache import write_slots
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
-from tokenloom.gpu_worker.ops import registry
+from tokenloom.gpu_worker.ops import ops_choice
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
-from tokenloom.gpu_worker.ops.registry import make_ops
+from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -106,5 +106,5 @@ def test_torch_takes_the_place_of_missing_kernels(monkeypatch):
     def fail():
         raise KernelsUnavailable("there is no C++ compiler (g++)")
 
-    monkeypatch.setattr(registry, "CPUOps", fail)
+    monkeypatch.setattr(ops_choice, "CPUOps", fail)
     assert isinstance(make_ops("auto", CPU), TorchOps)

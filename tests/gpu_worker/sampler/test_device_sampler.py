@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tokenloom.engine_core.sampling_params import SamplingParams
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.gpu_worker.sampler import Sampler
 from tokenloom.gpu_worker.sampler.device_sampler import DeviceSampler
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.services.runtime.peers.channels import open_channel
 
 
 async def start(folder: Path) -> asyncio.subprocess.Process:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.services.engine.peer import make_settings, running_engine
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.services.runtime.host import Host
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 
 

@@ -12,17 +12,17 @@ from typing import Any, Self
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from tokenloom.engine_core.async_client import AsyncInprocClient
+from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.engine_core.client.async_core_client import AsyncInprocClient
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.hash_worker import HashWorker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.request import logprob_columns
+from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.service import EngineService
-from tokenloom.services.engine.settings import EngineSettings
-from tokenloom.services.runtime import logprob_columns
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL
-from tokenloom.services.runtime.hello import make_hello
-from tokenloom.services.runtime.host import Host
-from tokenloom.services.runtime.service import running
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished
 from tokenloom.v1.engine_pb2_grpc import EngineStub
 from tokenloom.v1.types_pb2 import Hello, Logprobs, Prompt, SamplingParams

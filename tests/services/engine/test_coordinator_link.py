@@ -10,15 +10,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
+from tokenloom.request.errors import Aborted
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
-from tokenloom.services.coordinator.settings import CoordinatorSettings
 from tokenloom.services.engine import coordinator_link
 from tokenloom.services.engine.load import LoadTracker
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.services.runtime.errors import Aborted
-from tokenloom.services.runtime.health import LIVENESS
-from tokenloom.services.runtime.hello import make_hello
-from tokenloom.services.runtime.service import running
+from tokenloom.services.runtime.host.health import LIVENESS
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
     ENGINE_STATE_DRAINING,
     ENGINE_STATE_SERVING,

@@ -1,4 +1,4 @@
-from tokenloom.engine_core.messages import EngineCoreOutputs, SchedulerStats
+from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
 from tokenloom.services.engine.load import LoadTracker
 
 

@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.engine_core.processes import has_ended
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings, running_engine
-from tokenloom.engine_core.hash_worker import expected_tokens
-from tokenloom.services.engine.settings import EngineSettings
-from tokenloom.services.runtime import errors
-from tokenloom.services.runtime.channels import open_channel
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.request import errors
+from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR
 
 

@@ -10,11 +10,12 @@ import grpc
 import grpc.aio
 import httpx
 
+from tokenloom.request import errors
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
-from tokenloom.services.gateway.settings import GatewaySettings
-from tokenloom.services.runtime import channels, errors, hello
-from tokenloom.services.runtime.host import SERVER_OPTIONS
-from tokenloom.services.runtime.service import running
+from tokenloom.services.runtime.host.host import SERVER_OPTIONS
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.peers import channels, hello
 from tokenloom.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

@@ -17,12 +17,12 @@ from tests.services.output_processor.fakes import (
     serve_engine,
 )
 from tests.services.output_processor.harness import Mesh
-from tokenloom.services.output_processor import session
+from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
+from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
 from tokenloom.services.output_processor.service import OutputProcessorService
-from tokenloom.services.output_processor.settings import OutputProcessorSettings
-from tokenloom.services.runtime.channels import open_channel
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
-from tokenloom.services.runtime.service import running
+from tokenloom.services.output_processor.stream import gateway_session
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -138,7 +138,7 @@ def roles() -> list[EngineRole]:
 async def mesh(
     socket_dir: Path, roles: list[EngineRole], hang_timeout: float, heartbeat: float, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Mesh]:
-    monkeypatch.setattr(session, "HEARTBEAT_SECONDS", heartbeat)
+    monkeypatch.setattr(gateway_session, "HEARTBEAT_SECONDS", heartbeat)
     fingerprint = Fingerprint(model=DEMO_MODEL_NAME, tokenizer=tokenizer_fingerprint(DEMO_MODEL))
     engines = [
         FakeEngine(

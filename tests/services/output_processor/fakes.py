@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import grpc.aio
 
-from tokenloom.services.runtime import errors
-from tokenloom.services.runtime.hello import make_hello
+from tokenloom.request import errors
+from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
     EngineIdentity,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, CheckpointInfo
+from tokenloom.checkpoint import DEMO_MODEL, CheckpointInfo
 from tokenloom.services.tokenizer.chat_template import ChatTemplate, TemplateRefused, TemplateTooLong
 
 USER = {"role": "user", "content": "What is 2 + 2? <b>é</b>"}

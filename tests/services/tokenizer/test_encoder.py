@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tokenloom.services.runtime import errors
+from tokenloom.request import errors
 from tokenloom.services.tokenizer import encoder as encoder_module
 from tokenloom.services.tokenizer.encoder import Encoder
 

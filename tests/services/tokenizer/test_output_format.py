@@ -2,7 +2,7 @@
 
 import pytest
 
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL, CheckpointInfo
+from tokenloom.checkpoint import DEMO_MODEL, CheckpointInfo
 from tokenloom.services.tokenizer.output_format import opens_reasoning, reasoning_parser, tool_call_parser
 
 LOOP = "{% for call in message.tool_calls %}"

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tokenloom.services.runtime import errors
+from tokenloom.request import errors
 from tokenloom.services.tokenizer.render_worker import Job
 from tokenloom.services.tokenizer.renderer import Renderer
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from tests.tokenloom.cli.fake_server import FakeServer
+from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.cli.main import app
 from tokenloom.cli.models import checkpoints
-from tokenloom.services.runtime.checkpoint import DEMO_MODEL
 
 
 def test_what_a_server_lists(server: FakeServer) -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from tokenloom.client import ToolCall
-from tokenloom.client.request import prompt_request
+from tokenloom.client.client_request import prompt_request
 from tokenloom.client.results import Collector
-from tokenloom.outputs import Logprob
+from tokenloom.offline.outputs import Logprob
 from tokenloom.v1 import inference_pb2, types_pb2
 
 

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from typing import ClassVar, Literal
 
-from tokenloom.services.runtime.host import Host
-from tokenloom.services.runtime.service import main
-from tokenloom.services.runtime.settings import ServiceSettings
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service import main
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 
 class FakeSettings(ServiceSettings):

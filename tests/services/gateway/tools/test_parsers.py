@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenloom.services.gateway.parts import CallArguments, CallBegin, Content, ToolPart
+from tokenloom.services.gateway.assistant.message_parts import CallArguments, CallBegin, Content, ToolPart
 from tokenloom.services.gateway.tools.forced import NamedCall, RequiredCalls
-from tokenloom.services.gateway.tools.parser import ToolParser
-from tokenloom.services.gateway.tools.registry import FORMATS
+from tokenloom.services.gateway.tools.tool_parser import ToolParser
+from tokenloom.services.gateway.tools.tool_parsers import FORMATS
 
 Told = tuple[str, list[tuple[str, str]]]
 """The text, and each call's name and arguments."""

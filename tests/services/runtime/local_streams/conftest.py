@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 import uvloop
 
-from tokenloom.services.runtime.channels import open_channel
 from tokenloom.services.runtime.local_streams import connection
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
 from tokenloom.services.runtime.local_streams.server import LocalServer
+from tokenloom.services.runtime.peers.channels import open_channel
 
 METHOD = "/test.Test/Stream"
 SOON = 10.0

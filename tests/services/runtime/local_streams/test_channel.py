@@ -12,13 +12,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.services.runtime.local_streams.conftest import SOON
-from tokenloom.services.runtime import errors
-from tokenloom.services.runtime.channels import Channels, open_channel
-from tokenloom.services.runtime.host import Host
+from tokenloom.request import errors
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.local_streams.call import LocalCall
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
-from tokenloom.services.runtime.service import running
-from tokenloom.services.runtime.settings import ServiceSettings
+from tokenloom.services.runtime.peers.channels import Channels, open_channel
 from tokenloom.v1 import coordinator_pb2 as pb
 from tokenloom.v1 import coordinator_pb2_grpc
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.services.runtime.errors import Internal, ResourceExhausted
+from tokenloom.request.errors import Internal, ResourceExhausted
 from tokenloom.services.runtime.local_streams.frames import (
     FrameDecoder,
     Kind,

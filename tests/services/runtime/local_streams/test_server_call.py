@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, echo, serving, stream, write_for
-from tokenloom.services.runtime.errors import ResourceExhausted
+from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.runtime.local_streams.frames import Kind, decode_status, encode
 
 OPEN = encode(Kind.OPEN, METHOD.encode())

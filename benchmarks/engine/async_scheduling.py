@@ -1,0 +1,97 @@
+"""What async scheduling gains: the same batch with it and without, in turns, in one process.
+
+``python -m tokenloom.bench.engine.async_scheduling``: the demo model on this machine's processor, which also
+schedules; and a worker that only waits, as an accelerator's would, in the same core. Who begins a pair alternates.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+
+from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.engine_core.client.core_client import InprocClient
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.services.engine.core.workers import make_worker
+
+from ..load.datasets import DatasetOptions, make_prompts
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """What computes, and how many requests of so many tokens it gets at once."""
+
+    title: str
+    worker: WorkerConfig
+    requests: int = 64
+    input_len: int = 32
+    output_len: int = 64
+
+
+CASES = (
+    Case("demo model", WorkerConfig(model=str(DEMO_MODEL), dtype="float32")),
+    Case("waits 5 ms a step", WorkerConfig(model=str(DEMO_MODEL), worker="timed", step_seconds=0.005), requests=128),
+)
+
+
+def run_case(case: Case, pairs: int) -> list[tuple[float, float]]:
+    """Output tokens per second of each pair, off and on. The first, untimed, warms both up."""
+    off, on = (_open(case, overlaps=overlaps) for overlaps in (False, True))
+    try:
+        speeds = []
+        for pair in range(pairs + 1):
+            order = (off, on) if pair % 2 else (on, off)
+            measured = {id(client): _throughput(client, case) for client in order}
+            speeds.append((measured[id(off)], measured[id(on)]))
+        return speeds[1:]
+    finally:
+        off.close()
+        on.close()
+
+
+def _open(case: Case, *, overlaps: bool) -> InprocClient:
+    num_tokens = case.input_len + case.output_len
+    config = EngineConfig(
+        worker=case.worker,
+        cache=CacheConfig(block_size=_BLOCK, num_blocks=case.requests * (num_tokens // _BLOCK + 2)),
+        scheduler=SchedulerConfig(max_num_seqs=case.requests, async_scheduling=overlaps),
+    )
+    return InprocClient(config, make_executor(config, make_worker))
+
+
+def _throughput(client: InprocClient, case: Case) -> float:
+    client.call_utility("reset_prefix_cache")
+    dataset = DatasetOptions(num_prompts=case.requests, input_len=case.input_len)
+    prompts = make_prompts(dataset, client.ready.vocab_size)
+    params = SamplingParams(max_tokens=case.output_len, seed=0, temperature=0.0)
+    started = time.perf_counter()
+    for index, prompt in enumerate(prompts):
+        client.add_request(EngineCoreRequest(f"{index}", prompt.token_ids, params))
+    left = case.requests
+    while left:
+        left -= sum(output.finish_reason is not None for output in client.get_output().outputs)
+    return case.requests * case.output_len / (time.perf_counter() - started)
+
+
+def main() -> None:
+    """Prints a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=8)
+    pairs = parser.parse_args().pairs
+    for case in CASES:
+        speeds = run_case(case, pairs)
+        off, on = (statistics.median(column) for column in zip(*speeds, strict=True))
+        ratios = sorted(on / off for off, on in speeds)
+        print(
+            f"{case.title}: off {off:,.0f}, on {on:,.0f} output tokens/s; on / off {statistics.median(ratios):.3f} "
+            f"({ratios[0]:.3f} to {ratios[-1]:.3f}, {len(ratios)} pairs)"
+        )
+
+
+if __name__ == "__main__":
+    main()

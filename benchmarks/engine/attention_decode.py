@@ -1,0 +1,124 @@
+"""Our decode attention beside vLLM's CPU operation: one layer, every request at the same context, in turns."""
+
+import json
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
+
+_BLOCK = 16
+_WARM = 3
+_SECONDS = 1.5
+_SCRIPT = Path(__file__).parent / "peers" / "vllm_attention.py"
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What is compared."""
+
+    model: Path
+    vllm: Path
+    """The environment that has vLLM, a directory with `bin/python`."""
+    requests: tuple[int, ...] = (8, 32, 64)
+    context: int = 512
+    """Tokens of each request."""
+    threads: int = 0
+    """0: as many as there are cores."""
+    seconds: float = _SECONDS
+    """Of each measurement."""
+
+
+def run_attention(options: AttentionOptions) -> list[dict[str, Any]]:
+    """A row for each number of requests: least µs of a call, ours and theirs, and how often ours goes into theirs.
+
+    Raises ``ValueError`` where vLLM's process ends.
+    """
+    config = load_model_config(options.model)
+    threads = options.threads or torch.get_num_threads()
+    rows = []
+    with _Theirs(options, config, threads) as theirs:
+        for requests in options.requests:
+            # Twice, in turns: what slows the machine for a while slows both.
+            pairs = [
+                (ours_us(config, requests, options.context, options.seconds / 2), theirs.measure(requests))
+                for _ in range(2)
+            ]
+            ours, vllm = (min(values) for values in zip(*pairs, strict=True))
+            rows.append(
+                {
+                    "requests": requests,
+                    "context": options.context,
+                    "ours_us": round(ours, 1),
+                    "vllm_us": round(vllm, 1),
+                    "ratio": round(vllm / ours, 3),
+                }
+            )
+    return rows
+
+
+def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) -> float:
+    """Least µs of a call, keys and values in huge pages where there are any."""
+    backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
+    width = -(-context // _BLOCK)
+    shape = (2, requests * width, config.num_kv_heads, _BLOCK, config.head_size)
+    memory = PoolMemory.allocate(int(np.prod(shape)) * config.dtype.itemsize, shared=False)
+    cache = torch.frombuffer(memory.buffer, dtype=config.dtype)[: int(np.prod(shape))].view(shape)
+    cache.copy_(torch.randn(shape))
+    query = torch.randn(requests, config.num_heads, config.head_size).to(config.dtype)
+    tables = np.arange(requests * width).reshape(requests, width)
+    lengths = np.full(requests, context)
+    plan = backend.plan(np.arange(requests + 1), lengths, tables, tables[:, -1] * _BLOCK)
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < _WARM or time.perf_counter() < end:
+        started = time.perf_counter()
+        plan.attend(query, cache, config.head_size**-0.5)
+        taken.append(time.perf_counter() - started)
+    return min(taken) * 1e6
+
+
+class _Theirs:
+    """The process in vLLM's environment. A context manager."""
+
+    def __init__(self, options: AttentionOptions, config: ModelConfig, threads: int) -> None:
+        python = options.vllm / "bin" / "python"
+        if not python.exists():
+            raise ValueError(f"vllm: {options.vllm} has no bin/python")
+        setup = {
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "context": options.context,
+            "threads": threads,
+            "seconds": options.seconds / 2,
+        }
+        self._process = subprocess.Popen(
+            [str(python), "-P", str(_SCRIPT), json.dumps(setup)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> "_Theirs":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def measure(self, requests: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(requests, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise ValueError("vllm: its process ended; what it says is above")
+        return float(answer)

@@ -1,0 +1,120 @@
+"""How near the computation of a prompt comes to the rate at which this machine multiplies matrices of its shapes."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
+from tokenloom.gpu_worker.layers.linear import make_linear
+from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+
+from ..load.datasets import DatasetOptions, make_prompts
+from .checkpoint_bytes import embedding_bytes, weight_bytes
+
+_BLOCK = 16
+_PROBE_SECONDS = 0.7
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """What is computed."""
+
+    model: Path
+    lengths: tuple[int, ...] = (512, 2048)
+    """Of the prompts; each is computed in one step."""
+    repeats: int = 3
+    dtype: str = "auto"
+    threads: int = 0
+    """0: as many as there are cores."""
+    attention_backend: str = ""
+    """Empty: the default."""
+
+
+def run_prefill(options: PrefillOptions) -> list[dict[str, Any]]:
+    """A row for each length that the model has room for; products are timed before and after each, with as many rows
+    as the prompt has tokens."""
+    threads = options.threads or torch.get_num_threads()
+    config = load_model_config(options.model, options.dtype)
+    lengths = [length for length in options.lengths if length < config.max_model_len]
+    if not lengths:
+        return []
+    core = _core(options, max(lengths), threads)
+    try:
+        return [_row(core, options, config, length) for length in lengths]
+    finally:
+        core.shutdown()
+
+
+def prefill_flops(model: Path, config: ModelConfig, length: int) -> int:
+    """Of a prompt: every weight of the layers at every token, the output layer at the last, causal attention."""
+    output = embedding_bytes(config) // config.dtype.itemsize
+    layers = weight_bytes(model, config) // config.dtype.itemsize - output
+    pairs = length * (length + 1) // 2
+    attention = 4 * pairs * config.num_heads * config.head_size * config.num_layers
+    return 2 * layers * length + 2 * output + attention
+
+
+def gemm_rate(config: ModelConfig, rows: int, seconds: float = _PROBE_SECONDS) -> float:
+    """Floating-point operations a second of an MLP's two products, packed as the model's are, over so many rows."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    with torch.inference_mode():
+        up = make_linear(torch.randn(2 * inner, hidden).to(config.dtype))
+        down = make_linear(torch.randn(hidden, inner).to(config.dtype))
+        x, y = torch.randn(rows, hidden).to(config.dtype), torch.randn(rows, inner).to(config.dtype)
+        up(x), down(y)
+        count, started = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - started) < seconds:
+            up(x), down(y)
+            count += 1
+    return 6 * rows * hidden * inner * count / elapsed
+
+
+def _row(core: EngineCore, options: PrefillOptions, config: ModelConfig, length: int) -> dict[str, Any]:
+    before = gemm_rate(config, length)
+    seconds = [_timed_prompt(core, config, length, repeat) for repeat in range(options.repeats + 1)][1:]
+    after = gemm_rate(config, length)
+    step = statistics.median(seconds)
+    rate, bound = prefill_flops(options.model, config, length) / step, (before + after) / 2
+    return {
+        "tokens": length,
+        "step_ms": round(step * 1e3, 3),
+        "tokens_per_second": round(length / step, 1),
+        "gflops": round(rate / 1e9, 2),
+        "gemm_before_gflops": round(before / 1e9, 2),
+        "gemm_after_gflops": round(after / 1e9, 2),
+        "share_of_gemm": round(rate / bound, 4),
+    }
+
+
+def _timed_prompt(core: EngineCore, config: ModelConfig, length: int, seed: int) -> float:
+    (prompt,) = make_prompts(DatasetOptions(num_prompts=1, input_len=length, seed=seed), config.vocab_size)
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+    core.add_request(EngineCoreRequest(f"prefill-{length}-{seed}", prompt.token_ids, sampling))
+    started = time.perf_counter()
+    while core.has_work():
+        core.step()
+    return time.perf_counter() - started
+
+
+def _core(options: PrefillOptions, longest: int, threads: int) -> EngineCore:
+    engine = EngineConfig(
+        worker=WorkerConfig(
+            model=str(options.model),
+            dtype=options.dtype,
+            num_threads=threads,
+            attention_backend=options.attention_backend or "auto",
+        ),
+        cache=CacheConfig(enable_prefix_caching=False, num_blocks=longest // _BLOCK + 4),
+        scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=longest),
+        max_model_len=longest + 1,
+    )
+    return EngineCore(engine, UniProcExecutor(CPUWorker(engine)))

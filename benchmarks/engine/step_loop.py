@@ -1,0 +1,135 @@
+"""A whole step beside the model, in one process: schedule, batch preparation, sampling, update.
+
+A stub stands in the model's place, so that what a change costs is not lost beside it. Run as a script it measures on
+demand for :mod:`.step_ab`, against whatever ``tokenloom`` its path names, back to the first version.
+"""
+
+import gc
+import sys
+import time
+from typing import Any
+
+import torch
+
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.worker import ModelInfo
+from tokenloom.gpu_worker.batch.input_batch import InputBatch
+from tokenloom.gpu_worker.model_runner import ModelRunner
+
+_BLOCK = 16
+_CONTEXT = 64
+_WARM_STEPS = 30
+_MAX_MODEL_LEN = 8192
+VOCABULARY = 1024
+"""Small: the pass over the logits would hide the rest."""
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "top-p": {"temperature": 1.0, "top_p": 0.9}}
+
+
+class StepLoop:
+    """So many requests that decode, none of them ever at an end."""
+
+    def __init__(self, rows: int, sampling: str) -> None:
+        """``sampling``: one of ``SAMPLING``."""
+        budget = max(rows, 2048)
+        config = EngineConfig(
+            worker=WorkerConfig(model=""),
+            cache=CacheConfig(num_blocks=rows * (_MAX_MODEL_LEN // _BLOCK)),
+            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=budget),
+        )
+        self._core = EngineCore(config, _executor(_Worker(rows)))
+        params = SamplingParams(max_tokens=_MAX_MODEL_LEN, seed=0, **SAMPLING[sampling])
+        for index in range(rows):
+            prompt = [(index * 7 + position) % VOCABULARY for position in range(_CONTEXT)]
+            self._core.add_request(EngineCoreRequest(str(index), prompt, params))
+        self._num_tokens = 0
+        for _ in range(-(-rows * _CONTEXT // budget) + _WARM_STEPS):
+            self._num_tokens += 1
+            outputs = self._core.step().outputs
+        assert len(outputs) == rows
+
+    def measure(self, steps: int) -> float:
+        """CPU µs of a step, the median over ``steps``."""
+        self._num_tokens += steps
+        assert _CONTEXT + self._num_tokens < _MAX_MODEL_LEN, "measured so often that the contexts are full"
+        gc.collect()
+        gc.freeze()
+        spent = []
+        for _ in range(steps):
+            started = time.process_time_ns()
+            self._core.step()
+            spent.append(time.process_time_ns() - started)
+        gc.unfreeze()
+        spent.sort()
+        return spent[steps // 2] / 1e3
+
+
+def _executor(worker: Any) -> Any:
+    """Trees of the first version have no executors: there the core calls its worker."""
+    try:
+        from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+    except ImportError:
+        return worker
+    return UniProcExecutor(worker)
+
+
+class _Worker:
+    """The model runner over a model without layers."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+
+    def load_model(self) -> ModelInfo:
+        return ModelInfo(VOCABULARY, _MAX_MODEL_LEN, kv_bytes_per_token=1, kv_layout="", numerics="")
+
+    def determine_available_memory(self) -> int:
+        return sys.maxsize
+
+    def initialize_kv_cache(self, num_blocks: int, memory: Any = None) -> None:
+        batch = InputBatch(self._rows, _MAX_MODEL_LEN, _BLOCK)
+        model: Any = _Model(self._rows)
+        backend: Any = _Backend()
+        self._runner: Any = ModelRunner(model, backend, batch, num_blocks)
+
+    def execute_model(self, scheduled: Any) -> Any:
+        return self._runner.execute(scheduled)  # once it returned the tokens, too
+
+    def sample_tokens(self, grammar: Any) -> Any:
+        return self._runner.sample(grammar)
+
+
+class _Backend:
+    def allocate(self, *_: Any) -> list[Any]:
+        return []
+
+    def plan(self, *_: Any) -> None:
+        return None
+
+
+class _Model:
+    def __init__(self, rows: int) -> None:
+        torch.manual_seed(0)
+        self._logits = torch.randn(rows, VOCABULARY) * 3
+
+    def forward(self, token_ids: torch.Tensor, *_: Any) -> torch.Tensor:
+        return token_ids
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits[: len(hidden)]
+
+
+def main() -> None:
+    """Answers each line ``ROWS SAMPLING STEPS`` of standard input with the CPU µs of a step."""
+    torch.set_num_threads(1)
+    loops: dict[tuple[str, str], StepLoop] = {}
+    for line in sys.stdin:
+        rows, sampling, steps = line.split()
+        if (rows, sampling) not in loops:
+            loops[rows, sampling] = StepLoop(int(rows), sampling)
+        print(loops[rows, sampling].measure(int(steps)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

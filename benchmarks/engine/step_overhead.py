@@ -1,0 +1,95 @@
+"""What a step costs in Python beside the model: schedule, batch preparation, update."""
+
+import gc
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tokenloom.gpu_worker.batch.input_batch import InputBatch
+
+from ..load.datasets import DatasetOptions, make_prompts
+from ..report.stats import Distribution
+
+_BLOCK = 16
+_VOCABULARY = 32_000
+_WARM_STEPS = 20
+PARTS = ("schedule", "prepare", "update")
+"""Scheduler, worker's input batch, scheduler: in the order of a step."""
+
+
+@dataclass(frozen=True)
+class OverheadOptions:
+    """So many requests decode at once."""
+
+    requests: int = 256
+    context: int = 128
+    """Prompt tokens of each."""
+    steps: int = 200
+
+
+def run_overhead(options: OverheadOptions) -> dict[str, Any]:
+    """Median and 99th percentile µs of each part over the steps; a stub stands in the model's place."""
+    loop = _Loop(options)
+    for _ in range(loop.num_prefill_steps + _WARM_STEPS):
+        loop.step()
+    gc.collect()
+    gc.freeze()
+    try:
+        rows = [loop.step() for _ in range(options.steps)]
+    finally:
+        gc.unfreeze()
+    assert loop.num_decoding == options.requests
+    report: dict[str, Any] = {"requests": options.requests, "context": options.context}
+    for index, part in enumerate(PARTS):
+        report |= Distribution.of([row[index] / 1e3 for row in rows]).fields(f"{part}_us")
+    return report | Distribution.of([(row[0] + row[2]) / 1e3 for row in rows]).fields("schedule_update_us")
+
+
+class _Loop:
+    """A scheduler and an input batch, and between them a model that answers at once."""
+
+    def __init__(self, options: OverheadOptions) -> None:
+        budget = max(8192, options.requests)
+        self.num_prefill_steps = -(-options.requests * options.context // budget) + 2
+        output_len = self.num_prefill_steps + _WARM_STEPS + options.steps + 1
+        max_model_len = options.context + output_len
+        self.num_decoding = 0
+        self._scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=options.requests, max_num_batched_tokens=budget),
+            CacheConfig(block_size=_BLOCK),
+            KVCacheConfig(num_blocks=options.requests * (-(-max_model_len // _BLOCK) + 2), max_model_len=max_model_len),
+        )
+        self._batch = InputBatch(options.requests, max_model_len, _BLOCK)
+        sampling = SamplingParams(max_tokens=output_len, seed=0, temperature=0.0)
+        dataset = DatasetOptions(num_prompts=options.requests, input_len=options.context)
+        for index, prompt in enumerate(make_prompts(dataset, _VOCABULARY)):
+            self._scheduler.add_request(EngineCoreRequest(f"{index}", prompt.token_ids, sampling))
+
+    def step(self) -> tuple[int, int, int]:
+        """Nanoseconds of each of `PARTS`."""
+        started = time.perf_counter_ns()
+        scheduled = self._scheduler.schedule()
+        planned = time.perf_counter_ns()
+        result = self._prepare(scheduled)
+        prepared = time.perf_counter_ns()
+        outputs = self._scheduler.update_from_output(scheduled, result)
+        self.num_decoding = len(outputs)
+        return planned - started, prepared - planned, time.perf_counter_ns() - prepared
+
+    def _prepare(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """All that the model runner does on this side of the model."""
+        batch = self._batch
+        batch.update(scheduled)
+        inputs = batch.prepare(scheduled.num_scheduled_tokens)
+        batch.sampling(inputs)
+        sampled: list[list[int]] = [[] for _ in inputs.req_ids]
+        batch.append(inputs.rows[inputs.sampled], inputs.sampled + 10)
+        for index in inputs.sampled.tolist():
+            sampled[index] = [10 + index]
+        return ModelRunnerOutput(inputs.req_ids, sampled)

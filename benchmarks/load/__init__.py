@@ -1,0 +1,1 @@
+"""Load for a server: prompts, arrivals, the HTTP client and the events that it records."""

@@ -1,0 +1,74 @@
+"""Sends prompts at their times and collects how they went."""
+
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .datasets import Prompt
+from .events import Outcome
+from .http_client import Client
+
+Done = Callable[[Outcome], None]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When requests begin."""
+
+    request_rate: float = math.inf
+    """Requests a second; infinite: all at once."""
+    burstiness: float = 1.0
+    """Shape of the gamma distribution of intervals: 1 is a Poisson process, less is burstier."""
+    max_concurrency: int | None = None
+    """In flight at once; a request whose time has come waits for its turn, and its clock starts with the turn."""
+    ramp_up: float = 0.0
+    """Seconds over which the first `max_concurrency` requests begin when the rate is infinite."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """All requests in the order of the prompts, and the seconds from the first one's start to the last one's end."""
+
+    outcomes: list[Outcome]
+    seconds: float
+
+
+def arrival_times(count: int, pace: Pace) -> list[float]:
+    """Seconds since the start at which each request's time comes, ascending."""
+    if math.isinf(pace.request_rate):
+        width = min(count, pace.max_concurrency or count)
+        return [min(i / width, 1.0) * pace.ramp_up for i in range(count)]
+    generator = random.Random(pace.seed)
+    scale = 1 / (pace.request_rate * pace.burstiness)
+    intervals = [generator.gammavariate(pace.burstiness, scale) for _ in range(count - 1)]
+    return list(itertools.accumulate(intervals, initial=0.0))
+
+
+async def run_load(client: Client, prompts: Sequence[Prompt], pace: Pace, on_done: Done | None = None) -> LoadResult:
+    """Runs all of them; ``on_done`` is called with each outcome as it comes."""
+    places = asyncio.Semaphore(pace.max_concurrency or len(prompts) or 1)
+    started = time.perf_counter()
+
+    async def one(prompt: Prompt) -> Outcome:
+        try:
+            outcome = await client.stream(prompt, started)
+        finally:
+            places.release()
+        if on_done is not None:
+            on_done(outcome)
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for prompt, arrival in zip(prompts, arrival_times(len(prompts), pace), strict=True):
+            wait = started + arrival - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            await places.acquire()
+            tasks.append(group.create_task(one(prompt)))
+    return LoadResult([task.result() for task in tasks], time.perf_counter() - started)

@@ -1,0 +1,1 @@
+"""Statistics, plots and the description of the machine that every benchmark prints."""

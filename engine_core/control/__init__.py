@@ -1,0 +1,1 @@
+"""Control of a running core: pause, sleep, streaming input sessions and utility calls."""

@@ -1,0 +1,133 @@
+"""Streaming input: requests whose prompt goes on after they were answered (``resumable``, as in vLLM V1)."""
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from ..scheduling.scheduler import Scheduler
+from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+
+MAX_INPUTS = 1024
+"""Inputs of a session that may wait for their turns: a client that only sends is wrong."""
+
+_ENDS_A_TURN = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
+
+
+class _Session:
+    """``tokens``: prompt and output of the present or the last turn; ``turn_id``: of the present one's request;
+    ``has_output``: whether the model has said anything in it."""
+
+    __slots__ = ("has_output", "inputs", "is_closing", "num_turns", "request_id", "tokens", "turn_id")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.tokens: list[int] = []
+        self.inputs: deque[EngineCoreRequest] = deque()  # at most MAX_INPUTS
+        self.turn_id: str | None = None
+        self.num_turns = 0
+        self.has_output = False
+        self.is_closing = False
+
+
+class Sessions:
+    """Each turn is a request to the scheduler like any other, under a name of its own: all that was said before, and
+    the new input.
+
+    So a session between turns holds neither blocks nor a row; what it computed is hit again if nobody needed the
+    room. As in vLLM a turn's last token, whose KV was never computed, is not part of what the next turn continues.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._sessions: dict[str, _Session] = {}  # as many as clients keep open
+        self._by_turn: dict[str, _Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._sessions
+
+    def add(self, message: EngineCoreRequest) -> None:
+        """The first input of a session, or a further one, which waits for the end of the turns before.
+
+        One that is not ``resumable`` is the last; without a prompt it only closes the session: at the end of the
+        present turn, or at once and without an output. Raises ``ValueError``, and ends the session, for an input that
+        cannot be.
+        """
+        session = self._sessions.get(message.request_id)
+        if error := _refusal(message, session):
+            self._scheduler.abort_requests(self.abort([message.request_id]))
+            raise ValueError(error)
+        if session is None:
+            session = self._sessions[message.request_id] = _Session(message.request_id)
+        session.inputs.append(message)
+        if session.turn_id is None:
+            self._begin_turn(session)
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Ends sessions among these requests. Returns the requests, the sessions by their present turns."""
+        names: list[str] = []
+        for request_id in request_ids:
+            session = self._sessions.pop(request_id, None)
+            if session is None:
+                names.append(request_id)
+            elif session.turn_id is not None:
+                del self._by_turn[session.turn_id]
+                names.append(session.turn_id)
+        return names
+
+    def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Gives outputs of turns the names of their sessions; where a turn ended, the next one begins."""
+        for output in outputs:
+            if (session := self._by_turn.get(output.request_id)) is None:
+                continue
+            if output.finish_reason is not None:
+                del self._by_turn[output.request_id]
+            output.request_id = session.request_id
+            session.tokens += output.new_token_ids
+            session.has_output = session.has_output or bool(output.new_token_ids)
+            if output.finish_reason is not None:
+                self._end_turn(session, output.finish_reason)
+
+    def _begin_turn(self, session: _Session) -> None:
+        message = session.inputs.popleft()
+        session.is_closing = not message.resumable
+        if session.is_closing and not message.prompt_token_ids:
+            del self._sessions[session.request_id]
+            return
+        session.num_turns += 1
+        session.turn_id = f"{session.request_id}\0{session.num_turns}"
+        self._by_turn[session.turn_id] = session
+        prompt = session.tokens + message.prompt_token_ids
+        session.tokens = prompt + message.accepted_token_ids
+        session.has_output = bool(message.accepted_token_ids)
+        turn = msgspec.structs.replace(
+            message,
+            request_id=session.turn_id,
+            prompt_token_ids=prompt,
+            arrival_ns=0,  # its time counts from now: before, it waited for its own session
+        )
+        self._scheduler.add_request(turn)
+
+    def _end_turn(self, session: _Session, reason: FinishReason) -> None:
+        session.turn_id = None
+        if session.is_closing or reason not in _ENDS_A_TURN:
+            del self._sessions[session.request_id]
+            return
+        if session.has_output:
+            del session.tokens[-1]
+        if session.inputs:
+            self._begin_turn(session)
+
+
+def _refusal(message: EngineCoreRequest, session: _Session | None) -> str:
+    """Why a session cannot have this input. Empty: it can."""
+    if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
+        return "a resumable request exchanges no KV with other engines"
+    if message.prompt_embeds:
+        return "a resumable request cannot have prompt_embeds"
+    if session is not None and len(session.inputs) >= MAX_INPUTS:
+        return f"{MAX_INPUTS} inputs of the session wait already"
+    return ""

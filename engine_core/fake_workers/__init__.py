@@ -1,0 +1,1 @@
+"""Workers without a model: ``hash`` for tests and ``timed`` for benchmarks."""

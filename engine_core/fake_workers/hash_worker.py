@@ -1,0 +1,272 @@
+"""A worker without a model: the next token is a hash of the prefix, read back from a paged cache.
+
+Its cache holds token ids and positions where a model's holds keys and values, and everything goes through the block
+tables: a wrong block, slot, position or order anywhere changes the tokens.
+"""
+
+import hashlib
+import json
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import EngineConfig
+from ..kv_cache.pool_memory import PoolMemory
+from ..kv_transfer.kv_transport import KVPool, KVRegion
+from ..process.process_memory import resident_bytes
+from ..wire.core_sampling_params import SamplingParams
+from ..wire.embedding_rows import EmbedsSpan
+from ..wire.messages import Logprobs
+from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
+from ..worker import ModelInfo
+from .hash_logprobs import hash_logprobs
+
+DEFAULT_VOCAB_SIZE = 32_000
+DEFAULT_MAX_MODEL_LEN = 4096
+HIDDEN_SIZE = 8
+"""Of prompt embeddings."""
+_BYTES_PER_TOKEN = 8
+_AVAILABLE_BYTES = 64 << 20
+
+_Slots = npt.NDArray[np.int32]
+_TokenIds = npt.NDArray[np.intp]
+
+
+class HashWorker:
+    """Fulfils :class:`tokenloom.engine_core.worker.Executor`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        vocab_size: int = DEFAULT_VOCAB_SIZE,
+        max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+    ) -> None:
+        """``vocab_size`` and ``max_model_len`` yield to those of the configured model, if there is one."""
+        self._config = config.worker
+        self._block_size = config.cache.block_size
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._rows: dict[str, _Row] = {}
+        self._embeds: dict[str, list[EmbedsSpan]] = {}
+        self._params: dict[str, SamplingParams] = {}  # also of preempted requests
+        self._executed: list[str] = []
+        self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
+        self._cache = np.empty((0, 2), dtype=np.int32)
+        self._memory: PoolMemory | None = None
+
+    def load_model(self) -> ModelInfo:
+        if self._config.model:
+            checkpoint = json.loads((Path(self._config.model) / "config.json").read_text())
+            self._vocab_size = checkpoint["vocab_size"]
+            self._max_model_len = checkpoint.get("max_position_embeddings", self._max_model_len)
+        return ModelInfo(
+            vocab_size=self._vocab_size,
+            max_model_len=self._max_model_len,
+            kv_bytes_per_token=_BYTES_PER_TOKEN,
+            kv_layout=self._kv_layout,
+            numerics="hash",
+            hidden_size=HIDDEN_SIZE,
+        )
+
+    def determine_available_memory(self) -> int:
+        return _AVAILABLE_BYTES
+
+    @property
+    def _kv_layout(self) -> str:
+        return f"hash/int32/2/{self._block_size}"
+
+    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+        num_slots = num_blocks * self._block_size
+        self._memory = memory or PoolMemory.allocate(num_slots * _BYTES_PER_TOKEN, shared=False)
+        self._cache = np.frombuffer(self._memory.buffer, dtype=np.int32, count=2 * num_slots).reshape(num_slots, 2)
+        self._cache[:] = -1
+
+    def kv_pool(self) -> KVPool:
+        assert self._memory is not None, "initialize_kv_cache comes first"
+        block_bytes = self._block_size * _BYTES_PER_TOKEN
+        num_blocks = len(self._cache) // self._block_size
+        return KVPool(self._memory, (KVRegion(0, block_bytes),), num_blocks, self._kv_layout)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        self._wait(scheduler_output)
+        self._update_rows(scheduler_output)
+        scheduled = scheduler_output.num_scheduled_tokens
+        # As in a model's layer: everything is written before anything is read.
+        for req_id, num_tokens in scheduled.items():
+            self._write(self._rows[req_id], num_tokens)
+        self._executed = list(scheduled)
+        self._prompt_logprobs = {
+            req_id: self._tell_prompt(self._rows[req_id], num_tokens)
+            for req_id, num_tokens in scheduled.items()
+            if self._rows[req_id].is_in_prompt(num_tokens) and self._params[req_id].prompt_logprobs is not None
+        }
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        allowed = allowed_tokens(grammar, self._vocab_size)
+        tokens = [self._sample(self._rows[req_id], allowed.get(req_id)) for req_id in self._executed]
+        logprobs = {
+            req_id: self._tell(self._rows[req_id], token_ids)
+            for req_id, token_ids in zip(self._executed, tokens, strict=True)
+            if token_ids and self._params[req_id].logprobs is not None
+        }
+        return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs)
+
+    def sleep(self, level: int) -> None:
+        assert self._memory is not None, "initialize_kv_cache comes first"
+        self._memory.discard()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        if "kv_cache" in tags:
+            self._cache[:] = -1
+
+    def reload_weights(self, path: str) -> None:
+        """There are none; but a checkpoint that a model could not take is refused here too."""
+        vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
+        if vocab_size != self._vocab_size:
+            raise ValueError(f"vocab_size is {vocab_size} there and {self._vocab_size} here: not the same architecture")
+
+    def profile(self, start: bool) -> None:
+        raise ValueError("this worker has nothing to profile")
+
+    def resident_bytes(self) -> int:
+        return resident_bytes()
+
+    def shutdown(self) -> None:
+        self._rows.clear()
+
+    def seconds_of(self, scheduler_output: SchedulerOutput) -> float:
+        """As long as the configuration says that such a step takes."""
+        per_token = self._config.token_seconds * scheduler_output.total_num_scheduled_tokens
+        return self._config.step_seconds + per_token
+
+    def _wait(self, scheduler_output: SchedulerOutput) -> None:
+        if seconds := self.seconds_of(scheduler_output):
+            time.sleep(seconds)
+
+    def _update_rows(self, scheduler_output: SchedulerOutput) -> None:
+        for req_id in scheduler_output.finished_req_ids + scheduler_output.preempted_req_ids:
+            self._rows.pop(req_id, None)
+        for req_id in scheduler_output.finished_req_ids:
+            self._params.pop(req_id, None)
+            self._embeds.pop(req_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._params[new.req_id] = new.sampling_params
+            self._rows[new.req_id] = _Row.of_new(new, self._block_size)
+            if new.prompt_embeds:
+                self._embeds[new.req_id] = new.prompt_embeds
+                self._rows[new.req_id].take_embeds(new.prompt_embeds)
+        self._update_cached(scheduler_output.scheduled_cached_reqs)
+
+    def _update_cached(self, cached: CachedRequestData) -> None:
+        columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for req_id, block_ids, num_computed in columns:
+            if req_id in cached.resumed_token_ids:
+                token_ids = cached.resumed_token_ids[req_id]
+                self._rows[req_id] = _Row(token_ids, num_computed, self._params[req_id], self._block_size)
+                self._rows[req_id].take_embeds(self._embeds.get(req_id, []))
+            row = self._rows[req_id]
+            row.add_blocks(block_ids)
+            row.num_computed = num_computed
+
+    def _write(self, row: "_Row", num_tokens: int) -> None:
+        positions = np.arange(row.num_computed, row.num_computed + num_tokens)
+        token_ids = row.token_ids[row.num_computed : row.num_computed + num_tokens]
+        assert len(token_ids) == num_tokens, "more tokens are scheduled than there are"
+        self._cache[row.slots[positions]] = np.column_stack((token_ids, positions))
+        row.num_computed += num_tokens
+
+    def _sample(self, row: "_Row", allowed: "_TokenIds | None") -> list[int]:
+        if row.num_computed < len(row.token_ids):
+            return []
+        prefix = self._cache[row.slots[: row.num_computed]]
+        if allowed is None:
+            token_id = _next_token(prefix, self._vocab_size)
+        else:
+            token_id = int(allowed[_next_token(prefix, len(allowed))])
+        row.token_ids.append(token_id)
+        return [token_id]
+
+    def _tell(self, row: "_Row", token_ids: list[int]) -> Logprobs:
+        """Of the token that was just sampled."""
+        top, extra = row.params.logprobs or 0, row.params.logprob_token_ids
+        return hash_logprobs([self._best(row, row.num_computed)], token_ids, top, extra, self._vocab_size)
+
+    def _tell_prompt(self, row: "_Row", num_tokens: int) -> Logprobs:
+        """Of the prompt's tokens that follow those of the step."""
+        first = row.num_computed - num_tokens + 1
+        last = min(row.num_computed, row.num_prompt_tokens - 1)
+        best = [self._best(row, position) for position in range(first, last + 1)]
+        top = row.params.prompt_logprobs or 0
+        return hash_logprobs(best, row.token_ids[first : last + 1], top, (), self._vocab_size)
+
+    def _best(self, row: "_Row", position: int) -> int:
+        return _next_token(self._cache[row.slots[:position]], self._vocab_size)
+
+
+class _Row:
+    """What the worker keeps of a request between steps."""
+
+    def __init__(self, token_ids: list[int], num_computed: int, params: SamplingParams, block_size: int) -> None:
+        self.token_ids = list(token_ids)
+        self.num_prompt_tokens = len(token_ids)
+        self.num_computed = num_computed
+        self.params = params
+        self.slots: _Slots = np.empty(0, dtype=np.int32)
+        self._block_size = block_size
+
+    @classmethod
+    def of_new(cls, new: NewRequestData, block_size: int) -> "_Row":
+        token_ids = new.prompt_token_ids + new.output_token_ids
+        row = cls(token_ids, new.num_computed_tokens, new.sampling_params, block_size)
+        row.add_blocks(new.block_ids)
+        return row
+
+    def take_embeds(self, spans: list[EmbedsSpan]) -> None:
+        """Rows of prompt embeddings count as ids, too."""
+        for span in spans:
+            self.token_ids[span.position : span.position + len(span.rows)] = embeds_ids(span)
+
+    def is_in_prompt(self, num_tokens: int) -> bool:
+        """Whether the step that just computed so many tokens began within the prompt."""
+        return self.num_computed - num_tokens < self.num_prompt_tokens
+
+    def add_blocks(self, block_ids: list[int]) -> None:
+        if block_ids:
+            first_slots = np.array(block_ids, dtype=np.int32)[:, None] * self._block_size
+            added = first_slots + np.arange(self._block_size, dtype=np.int32)
+            self.slots = np.concatenate((self.slots, added.ravel()))
+
+
+def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, _TokenIds]:
+    """What grammars leave to the requests that have one: the token is chosen among these alone, in ascending order."""
+    if grammar is None:
+        return {}
+    rows = grammar.allowed(vocab_size)
+    return {req_id: np.flatnonzero(row) for req_id, row in zip(grammar.req_ids, rows, strict=True)}
+
+
+def embeds_ids(span: EmbedsSpan) -> list[int]:
+    """What the rows of a span are in the hashed prefix."""
+    return [zlib.crc32(row.tobytes()) >> 1 for row in span.rows]
+
+
+def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:
+    """``prefix`` is [n, 2]: token ids and positions."""
+    digest = hashlib.blake2b(np.ascontiguousarray(prefix, dtype="<i4").tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+def expected_tokens(
+    prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE
+) -> list[int]:
+    """What a worker with an unbounded cache and no bookkeeping would produce after this prompt."""
+    token_ids = list(prompt_token_ids)
+    for _ in range(num_tokens):
+        prefix = np.column_stack((token_ids, np.arange(len(token_ids)))).astype(np.int32)
+        token_ids.append(_next_token(prefix, vocab_size))
+    return token_ids[len(prompt_token_ids) :]

@@ -1,0 +1,1 @@
+"""KV blocks that move: connectors, leases, loads, transports and the offload tier."""

@@ -1,0 +1,111 @@
+"""Threads that copy blocks and compute their checksums, beside the steps."""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+
+from .block_loads import CopyTask
+from .failpoints import Failpoints
+from .kv_messages import KVTarget
+from .kv_transport import KVPool, KVReader, KVTransferError, KVTransport
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+"""A copy is bound by memory: more of them would only take turns."""
+_MAX_READERS = 64
+"""Endpoints kept open: engines that this one has read from."""
+
+
+class KVCopier:
+    """Copies into one pool. Its tasks run on the threads of an executor; the results are handed to callbacks there."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        transports: Iterable[KVTransport],
+        executor: Executor,
+        failpoints: Failpoints,
+        *,
+        checksum: bool,
+    ) -> None:
+        self._pool = pool
+        self._transports = {transport.name: transport for transport in transports}
+        self._executor = executor
+        self._failpoints = failpoints
+        self._checksum = checksum
+        self._lock = threading.Lock()
+        self._readers: OrderedDict[tuple[str, bytes], KVReader] = OrderedDict()
+
+    def copy(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
+        """``done(checksums, error)`` is called by the thread that copied."""
+        self._executor.submit(self._run, task, done)
+
+    def checksums(self, block_ids: Sequence[int], done: Callable[[list[int]], None]) -> None:
+        """Of blocks of this pool; ``done`` is called by the thread that computed them."""
+        self._executor.submit(lambda: done([self._pool.checksum(block_id) for block_id in block_ids]))
+
+    def interrupt(self, target: KVTarget) -> None:
+        """Ends what is being read from there, with an error."""
+        self._forget(target)
+
+    def close(self) -> None:
+        """Ends everything. Idempotent."""
+        with self._lock:
+            readers, self._readers = list(self._readers.values()), OrderedDict()
+        for reader in readers:
+            reader.close()
+
+    def _run(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
+        try:
+            self._copy(task)
+            done([self._pool.checksum(block_id) for block_id in task.block_ids] if self._checksum else [], None)
+        except KVTransferError as error:
+            log.warning("KV of a request was not copied: %s", error)
+            done([], error)
+        except Exception as error:
+            log.exception("a transport failed")
+            done([], KVTransferError("transport", f"{type(error).__name__}: {error}"))
+
+    def _copy(self, task: CopyTask) -> None:
+        if self._failpoints.fires("slow_copy"):
+            time.sleep(0.05)
+        if self._failpoints.fires("copy_fails"):
+            raise KVTransferError("transport", "failpoint")
+        try:
+            self._reader(task.target).read(task.source_ids, task.block_ids, self._pool)
+        except KVTransferError as error:
+            self._forget(task.target)
+            if error.reason != "transport" or not task.is_wanted:
+                raise
+            # Once more, over a new link: the old one may have been cut while nobody used it.
+            self._reader(task.target).read(task.source_ids, task.block_ids, self._pool)
+        if self._failpoints.fires("torn_copy"):
+            self._pool.views[-1][task.block_ids[-1], -1] ^= 0xFF
+
+    def _reader(self, target: KVTarget) -> KVReader:
+        key = target.transport, target.endpoint
+        with self._lock:
+            if (reader := self._readers.get(key)) is not None:
+                self._readers.move_to_end(key)
+                return reader
+        if (transport := self._transports.get(target.transport)) is None:
+            raise KVTransferError("transport", f"no transport {target.transport!r} here")
+        reader = transport.open(target.endpoint, self._pool.layout)
+        with self._lock:
+            kept = self._readers.setdefault(key, reader)  # the other thread's, if it was faster
+            surplus = reader if kept is not reader else None
+            if len(self._readers) > _MAX_READERS:
+                surplus = self._readers.popitem(last=False)[1]
+        if surplus is not None:
+            surplus.close()
+        return kept
+
+    def _forget(self, target: KVTarget) -> None:
+        with self._lock:
+            reader = self._readers.pop((target.transport, target.endpoint), None)
+        if reader is not None:
+            reader.close()

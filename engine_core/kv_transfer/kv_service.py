@@ -1,0 +1,236 @@
+"""What the KV thread does: answers the front about leases held here, and drives loads from elsewhere. No I/O."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from ..config import KVConfig
+from .block_loads import CopyTask, LoadOrder, LoadResult, Loads
+from .failpoints import Failpoints
+from .kv_copier import NUM_THREADS, KVCopier
+from .kv_messages import (
+    KVAcquire,
+    KVAnswer,
+    KVCall,
+    KVEvent,
+    KVProgress,
+    KVRelease,
+    KVRemoteProgress,
+    KVRenew,
+    KVTarget,
+    KVVerdict,
+    KVVerify,
+)
+from .kv_transport import KVPool, KVTransferError, KVTransport
+from .leases import LeaseTable
+
+Command = Callable[[], None]
+
+
+class KVService:
+    """Leases and loads of one engine.
+
+    ``receive``, ``run`` and ``take_events`` are the KV thread's; ``start_load``, ``give_up`` and ``leases`` serve the
+    thread that steps; whatever other threads want is queued for the KV thread, and ``on_wake`` tells it.
+    """
+
+    def __init__(
+        self,
+        config: KVConfig,
+        transports: Iterable[KVTransport],
+        failpoints: Failpoints,
+        *,
+        executor: Executor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``executor``: of the threads that copy; None: two of its own."""
+        self.leases = LeaseTable(config.lease_seconds, clock=clock)
+        self.on_wake: Command = _nothing
+        """Called by any thread when :meth:`run` is to be called soon."""
+        self.on_news: Command = _nothing
+        """Called by any thread when a load or a lease has ended."""
+        self.results: deque[LoadResult] = deque()
+        """Loads that ended; at most one for each request that waits."""
+        self._config = config
+        self._transports = list(transports)
+        self._failpoints = failpoints
+        self._executor = executor or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-copy")
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # a few for each load
+        self._events: deque[KVEvent] = deque()
+        self._following: list[KVProgress] = []  # one for each reader that follows a prefill
+        self._endpoints: dict[str, bytes] = {}
+        self._pool: KVPool | None = None
+        self._copier: KVCopier | None = None
+        self._loads = Loads(
+            copy=self._copy,
+            interrupt=self._interrupt,
+            send=self._events.append,
+            finish=self._finish_load,
+            timeout_seconds=config.load_timeout_seconds,
+            clock=clock,
+        )
+        self._closed = threading.Event()
+
+    def register(self, pool: KVPool) -> None:
+        """The pool that readers read and loads fill; from here on it is served."""
+        self._pool = pool
+        for transport in self._transports:
+            if (endpoint := transport.serve(pool)) is not None:
+                self._endpoints[transport.name] = endpoint
+        self._copier = KVCopier(
+            pool, self._transports, self._executor, self._failpoints, checksum=self._config.checksum
+        )
+
+    def close(self) -> None:
+        """Ends copies and transports. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        if self._copier is not None:
+            self._copier.close()
+        for transport in self._transports:
+            transport.close()
+        self._executor.shutdown()
+
+    # For the thread that steps
+
+    def start_load(self, order: LoadOrder) -> None:
+        """Sets a load going; it ends as one of ``results``."""
+        self._post(lambda: self._loads.start(order))
+
+    def give_up(self, request_id: str) -> None:
+        """Lets the front release the lease of a request that does not want it (any more)."""
+        self._post(lambda: self._loads.give_up(request_id))
+
+    def leases_changed(self) -> None:
+        """Leases were published or dropped: who follows one is to hear of it."""
+        if self._following:
+            self.on_wake()
+
+    def has_news(self) -> bool:
+        """Whether a load or a lease has ended."""
+        return bool(self.results) or self.leases.any_freed()
+
+    # For the KV thread
+
+    def receive(self, call: KVCall) -> None:
+        """Answers a call of the front, at once or in a later :meth:`run`."""
+        match call:
+            case KVRemoteProgress():
+                self._loads.progress(call.request_id, call.tokens_ready)
+            case KVVerdict():
+                if not self._failpoints.fires("verdict_lost"):
+                    self._loads.verdict(call)
+            case KVProgress():
+                self._following.append(call)
+            case KVRelease() if self._config.checksum:
+                self._release_with_checksums(call)
+            case _:
+                self._answer(call, [])
+
+    def run(self) -> float | None:
+        """Does what is due; returns the seconds until something else may be, None if nothing is in sight."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except queue.Empty:
+                break
+            command()
+        times = [seconds for seconds in (self.leases.expire(), self._loads.expire()) if seconds is not None]
+        self._following = [call for call in self._following if not self._answer_progress(call)]
+        if self.leases.any_freed():
+            self.on_news()
+        return min(times, default=None)
+
+    def take_events(self) -> list[KVEvent]:
+        """What the front is to be told, in order."""
+        events: list[KVEvent] = []
+        while self._events:
+            event = self._events.popleft()
+            events.append(event)
+            if isinstance(event, KVVerify) and self._failpoints.fires("verify_twice"):
+                events.append(event)
+        return events
+
+    # Leases
+
+    def _answer(self, call: KVAcquire | KVRenew | KVRelease, checksums: list[int]) -> None:
+        try:
+            match call:
+                case KVAcquire():
+                    answer = self._acquire(call)
+                case KVRenew():
+                    answer = KVAnswer(call.call_id, ttl_seconds=self.leases.renew(call.acquisition_id))
+                case KVRelease():
+                    self.leases.release(call.acquisition_id, call.generations)
+                    answer = KVAnswer(call.call_id, valid=True, checksums=checksums)
+        except KVTransferError as error:
+            answer = KVAnswer(call.call_id, failure=error.reason, detail=error.detail)
+        self._events.append(answer)
+
+    def _acquire(self, call: KVAcquire) -> KVAnswer:
+        assert self._pool is not None, "register comes first"
+        if call.kv_layout != self._pool.layout or self._failpoints.fires("wrong_layout"):
+            raise KVTransferError(
+                "layout", f"the owner's KV layout is {self._pool.layout}, the reader's {call.kv_layout}"
+            )
+        transport = next((name for name in call.transports if name in self._endpoints), None)
+        if transport is None:
+            raise KVTransferError("transport", f"the owner serves {sorted(self._endpoints)}, not {call.transports}")
+        lease, ttl = self.leases.acquire(call.lease_id, call.prompt_digest)
+        if self._failpoints.fires("lease_expires"):
+            self.leases.end_early(lease.acquisition_id)
+        target = KVTarget(
+            acquisition_id=lease.acquisition_id,
+            transport=transport,
+            endpoint=self._endpoints[transport],
+            block_ids=lease.block_ids,
+            generations=lease.generations,
+            num_tokens=lease.num_tokens,
+        )
+        return KVAnswer(call.call_id, target=target, ttl_seconds=ttl)
+
+    def _release_with_checksums(self, call: KVRelease) -> None:
+        assert self._copier is not None, "register comes first"
+        try:
+            block_ids = self.leases.blocks_of(call.acquisition_id)
+        except KVTransferError:
+            self._answer(call, [])  # it ended; the table knows how
+            return
+        self._copier.checksums(block_ids, lambda checksums: self._post(lambda: self._answer(call, checksums)))
+
+    def _answer_progress(self, call: KVProgress) -> bool:
+        try:
+            tokens_ready, num_tokens = self.leases.progress(call.acquisition_id)
+        except KVTransferError as error:
+            self._events.append(KVAnswer(call.call_id, failure=error.reason, detail=error.detail))
+            return True
+        if tokens_ready <= call.tokens_seen:
+            return False
+        self._events.append(KVAnswer(call.call_id, tokens_ready=tokens_ready, num_tokens=num_tokens))
+        return True
+
+    # Loads
+
+    def _copy(self, task: CopyTask) -> None:
+        assert self._copier is not None, "register comes first"
+        self._copier.copy(task, lambda checksums, error: self._post(lambda: self._loads.copied(task, checksums, error)))
+
+    def _interrupt(self, target: KVTarget) -> None:
+        assert self._copier is not None, "register comes first"
+        self._copier.interrupt(target)
+
+    def _finish_load(self, result: LoadResult) -> None:
+        self.results.append(result)
+        self.on_news()
+
+    def _post(self, command: Command) -> None:
+        self._commands.put(command)
+        self.on_wake()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,158 @@
+"""Several connectors as one: the first that can load, loads; all save."""
+
+from collections.abc import Callable, Sequence
+
+from ..kv_cache.block_pool import BlockPool
+from ..scheduling.request import Request
+from ..wire.scheduler_output import SchedulerOutput
+from .kv_connector import KVConnector, KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
+from .kv_transport import KVPool
+
+
+class MultiMetadata(KVConnectorMetadata):
+    """One for each connector, in their order."""
+
+    parts: list[KVConnectorMetadata | None]
+
+
+class MultiConnector:
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` by others."""
+
+    def __init__(self, connectors: Sequence[KVConnector]) -> None:
+        """``connectors``: the one to load from first, first."""
+        self._connectors = list(connectors)
+        self._loader: dict[str, int] = {}
+        """Request → the connector that offered to load; until it took up the offer or the request ended."""
+        self._holders: dict[str, int] = {}
+        """Request that ended → how many connectors still hold its blocks."""
+        self._bound: list[KVConnector] = []
+        """Those with something to do in this step."""
+
+    # Scheduler side
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        for connector in self._connectors:
+            connector.bind_block_pool(pool)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        for index, connector in enumerate(self._connectors):
+            num_tokens, beside = connector.get_num_new_matched_tokens(request, num_computed_tokens)
+            if num_tokens is None:
+                return None, False
+            if num_tokens:
+                self._loader[request.request_id] = index
+                return num_tokens, beside
+        self._loader.pop(request.request_id, None)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        loader = self._loader.pop(request.request_id, None)
+        for index, connector in enumerate(self._connectors):
+            connector.update_state_after_alloc(request, block_ids, num_external_tokens if index == loader else 0)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiMetadata | None:
+        parts = [connector.build_connector_meta(scheduler_output) for connector in self._connectors]
+        return MultiMetadata(parts) if any(part is not None for part in parts) else None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        for connector in self._connectors:
+            connector.update_connector_output(output)
+
+    def request_preempted(self, request: Request) -> None:
+        for connector in self._connectors:
+            connector.request_preempted(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+        self._loader.pop(request.request_id, None)
+        holders = sum([connector.request_finished(request, block_ids) for connector in self._connectors])
+        if holders:
+            self._holders[request.request_id] = holders
+        return holders > 0
+
+    def request_aborted(self, request_id: str) -> None:
+        for connector in self._connectors:
+            connector.request_aborted(request_id)
+
+    def revoke_oldest(self) -> str | None:
+        """Of the first connector that has one; blocks that others hold for the same request stay."""
+        for connector in self._connectors:
+            request_id = connector.revoke_oldest()
+            if request_id is not None:
+                return request_id if self._release(request_id) else self.revoke_oldest()
+        return None
+
+    def want_room(self) -> None:
+        for connector in self._connectors:
+            connector.want_room()
+
+    def num_leases(self) -> int:
+        return sum(connector.num_leases() for connector in self._connectors)
+
+    # Worker side
+
+    def register_kv_caches(self, pool: KVPool) -> None:
+        for connector in self._connectors:
+            connector.register_kv_caches(pool)
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, MultiMetadata)
+        for connector, part in zip(self._connectors, metadata.parts, strict=True):
+            if part is not None:
+                connector.bind_connector_metadata(part)
+                self._bound.append(connector)
+
+    def start_load_kv(self) -> None:
+        # From the last, which saves what the first is about to load over.
+        for connector in reversed(self._bound):
+            connector.start_load_kv()
+
+    def wait_for_save(self) -> None:
+        for connector in self._connectors:
+            connector.wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        sent: set[str] = set()
+        received: set[str] = set()
+        for connector in self._connectors:
+            its_sent, its_received = connector.get_finished(finished_req_ids)
+            sent |= {request_id for request_id in its_sent if self._release(request_id)}
+            received |= its_received
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set[int]().union(*(connector.get_block_ids_with_load_errors() for connector in self._connectors))
+
+    def get_kv_connector_stats(self) -> KVConnectorStats:
+        total = KVConnectorStats()
+        for connector in self._connectors:
+            stats = connector.get_kv_connector_stats()
+            total.blocks_received += stats.blocks_received
+            for transport, nbytes in stats.bytes_received.items():
+                total.bytes_received[transport] = total.bytes_received.get(transport, 0) + nbytes
+            total.failures |= stats.failures
+        return total
+
+    def clear_connector_metadata(self) -> None:
+        self._bound.clear()
+        for connector in self._connectors:
+            connector.clear_connector_metadata()
+
+    def has_news(self) -> bool:
+        return any(connector.has_news() for connector in self._connectors)
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        for connector in self._connectors:
+            connector.on_news(callback)
+
+    def shutdown(self) -> None:
+        for connector in self._connectors:
+            connector.shutdown()
+
+    def _release(self, request_id: str) -> bool:
+        """One connector let go of a request's blocks; whether it was the last."""
+        left = self._holders.get(request_id, 1) - 1
+        if left:
+            self._holders[request_id] = left
+        else:
+            self._holders.pop(request_id, None)
+        return not left

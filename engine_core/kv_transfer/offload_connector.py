@@ -1,0 +1,210 @@
+"""Keeps prefix blocks that the pool evicts in a file, and brings them back when a prompt would hit them."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..config import CacheConfig
+from ..kv_cache.block_hash import hash_block
+from ..kv_cache.block_pool import BlockPool
+from ..scheduling.request import Request
+from ..wire.scheduler_output import SchedulerOutput
+from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
+from .kv_transport import KVPool
+from .offload_tier import OffloadTier, TierIndex, TierLoad, TierSave
+
+
+class OffloadEviction(msgspec.Struct):
+    """A block whose content is to be kept in a slot."""
+
+    block_id: int
+    block_hash: bytes
+    slot: int
+
+
+class OffloadMetadata(KVConnectorMetadata):
+    """What a step evicts and loads, in the order in which the slots were given."""
+
+    jobs: list[OffloadEviction | TierLoad]
+
+
+class OffloadConnector:
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector`."""
+
+    def __init__(self, cache: CacheConfig, directory: Path, capacity_bytes: int) -> None:
+        """``capacity_bytes`` bounds the file in ``directory``; at least a block must fit, else ``ValueError`` later."""
+        self._block_size = cache.block_size
+        self._hash_seed = cache.block_hash_seed
+        self._directory = directory
+        self._capacity_bytes = capacity_bytes
+        self._index = TierIndex(0)
+        self._matches: dict[str, TierLoad] = {}
+        """Request → what it would load, without blocks; until it does, or ends."""
+        self._jobs: list[OffloadEviction | TierLoad] = []
+        self._metadata: OffloadMetadata | None = None
+        self._pool: KVPool | None = None
+        self._tier: OffloadTier | None = None
+        self._lock = threading.Lock()
+        self._loaded: list[tuple[TierLoad, int, str]] = []
+        """Loads that ended, with the blocks that were read and why not all; bounded by the requests that wait."""
+        self._reported: list[tuple[TierLoad, int, str]] = []
+        """Those of the latest ``get_finished``."""
+        self._on_news: Callable[[], None] = lambda: None
+
+    # Scheduler side
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        pool.listeners.append(self)
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:
+        """From the block pool, while a step is planned."""
+        if self._index.find(block_hash) is not None:
+            self._index.touch(block_hash)
+        elif self._tier is not None and self._tier.has_room(len(self._jobs) + 1):
+            self._jobs.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
+
+    def forgot_all(self) -> None:
+        """From the block pool: another model's content, say, is of no use."""
+        self._index.clear()
+        self._jobs = [job for job in self._jobs if isinstance(job, TierLoad)]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._matches.pop(request.request_id, None)
+        first = num_computed_tokens // self._block_size
+        slots = self._find_slots(request, first)
+        if not slots:
+            return 0, False
+        hashes = request.block_hashes[first : first + len(slots)]
+        for block_hash in hashes:
+            self._index.touch(block_hash)
+        self._matches[request.request_id] = TierLoad(request.request_id, slots, hashes, [], first)
+        return len(slots) * self._block_size, True
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        load = self._matches.pop(request.request_id, None)
+        if load is None or not num_external_tokens:
+            return
+        # Making room may have given one of its slots to a block evicted just now: the tier will find that out.
+        load.block_ids = block_ids[load.first_block : load.first_block + len(load.slots)]
+        self._jobs.append(load)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata | None:
+        jobs, self._jobs = self._jobs, []
+        return OffloadMetadata(jobs) if jobs else None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+    def request_preempted(self, request: Request) -> None:
+        pass
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+        self._matches.pop(request.request_id, None)
+        return False  # what can be hit is saved when it is evicted
+
+    def request_aborted(self, request_id: str) -> None:
+        pass
+
+    def revoke_oldest(self) -> str | None:
+        return None
+
+    def want_room(self) -> None:
+        pass
+
+    def num_leases(self) -> int:
+        return 0
+
+    # Worker side
+
+    def register_kv_caches(self, pool: KVPool) -> None:
+        num_slots = self._capacity_bytes // pool.block_bytes
+        if num_slots < 1:
+            raise ValueError(f"an offload file of {self._capacity_bytes} bytes holds no block of {pool.block_bytes}")
+        self._pool = pool
+        self._index = TierIndex(num_slots)
+        self._tier = OffloadTier(self._directory, num_slots, pool, self._note_loaded)
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, OffloadMetadata)
+        self._metadata = metadata
+
+    def start_load_kv(self) -> None:
+        """Copies what was evicted, all of it before any load may write there; the file gets it beside the steps."""
+        if self._metadata is None:
+            return
+        assert self._pool is not None
+        assert self._tier is not None
+        views = self._pool.views
+        jobs = [
+            job
+            if isinstance(job, TierLoad)
+            else TierSave(job.slot, job.block_hash, b"".join(view[job.block_id].data for view in views))
+            for job in self._metadata.jobs
+        ]
+        for job in jobs:
+            if isinstance(job, TierLoad):
+                self._tier.load(job)
+            else:
+                self._tier.save(job)
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        with self._lock:
+            self._reported, self._loaded = self._loaded, []
+        for load, count, failure in self._reported:
+            if failure:
+                self._index.remove(load.block_hashes[count])
+        return set(), {load.request_id for load, _, _ in self._reported}
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return {block_id for load, count, _ in self._reported for block_id in load.block_ids[count:]}
+
+    def get_kv_connector_stats(self) -> KVConnectorStats:
+        assert self._pool is not None
+        num_blocks = sum(count for _, count, _ in self._reported)
+        return KVConnectorStats(
+            blocks_received=num_blocks,
+            bytes_received={"offload": num_blocks * self._pool.block_bytes} if num_blocks else {},
+            failures={load.request_id: failure for load, _, failure in self._reported if failure},
+        )
+
+    def clear_connector_metadata(self) -> None:
+        self._metadata = None
+
+    def has_news(self) -> bool:
+        return bool(self._loaded)
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        self._on_news = callback
+
+    def shutdown(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
+
+    def _find_slots(self, request: Request, first_block: int) -> list[int]:
+        """Of the blocks from there on. Never of all tokens: the last one must be computed."""
+        slots = []
+        for index in range(first_block, (request.num_tokens - 1) // self._block_size):
+            slot = self._index.find(self._block_hash(request, index))
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def _block_hash(self, request: Request, index: int) -> bytes:
+        """Of the block at ``index``; the request keeps what is computed."""
+        hashes = request.block_hashes
+        while len(hashes) <= index:
+            start = len(hashes) * self._block_size
+            token_ids = request.all_token_ids[start : start + self._block_size]
+            hashes.append(hash_block(hashes[-1] if hashes else self._hash_seed, token_ids, request.cache_salt))
+        return hashes[index]
+
+    def _note_loaded(self, load: TierLoad, count: int, failure: str) -> None:
+        with self._lock:
+            self._loaded.append((load, count, failure))
+        self._on_news()

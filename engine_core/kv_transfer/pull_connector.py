@@ -1,0 +1,183 @@
+"""The connector of prefill and decode on different engines: the reader pulls blocks that their owner leases to it."""
+
+from collections.abc import Callable
+
+from ..kv_cache.block_pool import BlockPool
+from ..scheduling.request import Request, RequestStatus
+from ..wire.scheduler_output import SchedulerOutput
+from .block_loads import LoadOrder, LoadResult
+from .failpoints import Failpoints
+from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
+from .kv_messages import KVTarget
+from .kv_service import KVService
+from .kv_transport import KVPool
+from .leases import prompt_digest
+
+
+class PullMetadata(KVConnectorMetadata):
+    """One step's transfers."""
+
+    loads: list[LoadOrder]
+    ready: dict[str, int]
+    """Tokens of leased prompts that are computed once this step is done, by request."""
+
+
+class PullConnector:
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` over a :class:`KVService`."""
+
+    def __init__(self, service: KVService, block_size: int, failpoints: Failpoints) -> None:
+        self._service = service
+        self._leases = service.leases
+        self._block_size = block_size
+        self._failpoints = failpoints
+        self._prefills: dict[str, Request] = {}
+        """Running under a lease."""
+        self._loading: dict[str, Request] = {}
+        self._orders: list[LoadOrder] = []  # of this step
+        self._metadata: PullMetadata | None = None
+        self._results: list[LoadResult] = []
+        self._block_bytes = 0
+
+    # Scheduler side
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self._leases.generations = pool.generations
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.remote is None or (target := request.remote.target) is None:
+            return 0, False
+        if (num_tokens := target.num_tokens - num_computed_tokens) > 0:
+            return num_tokens, True
+        self._forget_target(request)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        if (remote := request.remote) is None:
+            return
+        if num_external_tokens and remote.target is not None:
+            self._order_load(request, remote.target, block_ids, num_external_tokens)
+        elif remote.lease_id and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            digest = prompt_digest(request.all_token_ids, request.cache_salt)
+            blocks = block_ids[: -(-request.num_tokens // self._block_size)]
+            self._leases.grant(remote.lease_id, request.request_id, blocks, request.num_tokens, digest)
+            self._prefills[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PullMetadata | None:
+        if not self._prefills and not self._orders:
+            return None
+        scheduled = scheduler_output.num_scheduled_tokens
+        ready = {
+            request_id: request.num_computed_tokens
+            for request_id, request in self._prefills.items()
+            if request_id in scheduled
+        }
+        loads, self._orders = self._orders, []
+        return PullMetadata(loads, ready)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        for request_id in output.finished_recving:
+            if (request := self._loading.pop(request_id, None)) is not None and request.remote is not None:
+                request.remote.target = None
+
+    def request_preempted(self, request: Request) -> None:
+        if self._prefills.pop(request.request_id, None) is not None:
+            self._drop_lease(request.request_id)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> bool:
+        self._forget_target(request)
+        if self._prefills.pop(request.request_id, None) is None:
+            return False
+        if request.status is RequestStatus.FINISHED_PREFILLED:
+            is_kept = self._leases.keep(request.request_id)
+            self._service.on_wake()  # its time runs from here, and the KV thread may be asleep
+            return is_kept and not self._failpoints.fires("blocks_reused")
+        self._drop_lease(request.request_id)
+        return False
+
+    def request_aborted(self, request_id: str) -> None:
+        self._leases.drop_unacquired(request_id)
+
+    def revoke_oldest(self) -> str | None:
+        return self._leases.revoke_oldest()
+
+    def want_room(self) -> None:
+        self._leases.want_room()
+        self._service.on_wake()
+
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    # Worker side
+
+    def register_kv_caches(self, pool: KVPool) -> None:
+        self._block_bytes = pool.block_bytes
+        self._service.register(pool)
+
+    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, PullMetadata)
+        self._metadata = metadata
+
+    def start_load_kv(self) -> None:
+        for order in self._metadata.loads if self._metadata is not None else ():
+            self._service.start_load(order)
+
+    def wait_for_save(self) -> None:
+        if self._metadata is None or not self._metadata.ready:
+            return
+        for request_id, tokens_ready in self._metadata.ready.items():
+            self._leases.publish(request_id, tokens_ready)
+        self._service.leases_changed()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self._service.results
+        self._results = [results.popleft() for _ in range(len(results))]
+        return self._leases.take_freed(), {result.request_id for result in self._results}
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return {block_id for result in self._results if result.failure is not None for block_id in result.block_ids}
+
+    def get_kv_connector_stats(self) -> KVConnectorStats:
+        stats = KVConnectorStats()
+        for result in self._results:
+            if result.failure is None:
+                stats.add_received(result.transport, len(result.block_ids), self._block_bytes)
+            elif result.failure:
+                stats.failures[result.request_id] = result.failure
+        return stats
+
+    def clear_connector_metadata(self) -> None:
+        self._metadata = None
+
+    def has_news(self) -> bool:
+        return self._service.has_news()
+
+    def on_news(self, callback: Callable[[], None]) -> None:
+        self._service.on_news = callback
+
+    def shutdown(self) -> None:
+        self._service.close()
+
+    # Parts
+
+    def _order_load(self, request: Request, target: KVTarget, block_ids: list[int], num_tokens: int) -> None:
+        assert request.remote is not None
+        first_block = (target.num_tokens - num_tokens) // self._block_size
+        order = LoadOrder(
+            request_id=request.request_id,
+            target=target,
+            first_block=first_block,
+            block_ids=block_ids[first_block : len(target.block_ids)],
+            block_size=self._block_size,
+            is_complete=not request.remote.awaits_tokens,
+        )
+        self._loading[request.request_id] = request
+        self._orders.append(order)
+
+    def _forget_target(self, request: Request) -> None:
+        if request.remote is not None and request.remote.target is not None:
+            request.remote.target = None
+            self._service.give_up(request.request_id)
+
+    def _drop_lease(self, request_id: str) -> None:
+        self._leases.drop(request_id)
+        self._service.leases_changed()

@@ -1,0 +1,197 @@
+"""The scheduler's part in moving KV: requests that wait for blocks, and blocks that outlive their requests."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..scheduling.request import RemoteKVState, Request, RequestStatus
+from ..wire.messages import EngineCoreOutput, SchedulerStats
+from .kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorStats
+
+
+class RemoteKV:
+    """Keeps who is in ``WAITING_FOR_REMOTE_KVS``; asks and tells the connector.
+
+    Waiting requests are not in the scheduler's queue. They are never preempted: what they hold is being written to.
+    """
+
+    def __init__(
+        self,
+        connector: KVConnectorScheduler,
+        kv: KVCacheManager,
+        policy: str,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``policy``: as in ``KVConfig``."""
+        connector.bind_block_pool(kv.pool)
+        self.connector = connector
+        self._kv = kv
+        self._fail = policy == "fail"
+        self._clock = clock
+        self._waiting: dict[str, Request] = {}
+        self._loading: dict[str, Request] = {}
+        """Loads in flight, also of requests that ended meanwhile: their blocks stay until the load ends."""
+        self._held: dict[str, list[int]] = {}
+        """Blocks of ended requests that others may read."""
+        self._blocks_received = 0
+        self._bytes_received: Counter[str] = Counter()
+        self._recomputes: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether anything that waits, or is being loaded, will give blocks back some day."""
+        return bool(self._loading) or any(request.block_ids for request in self._waiting.values())
+
+    # On the way in
+
+    def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Tokens after the first ``num_computed_tokens`` to load; None: not known yet."""
+        return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)[0]
+
+    def awaits_tokens(self, request: Request) -> bool:
+        """Whether a request must not run before its first tokens have come."""
+        return request.remote is not None and request.remote.awaits_tokens
+
+    def load(self, request: Request, num_external_tokens: int) -> None:
+        """Sends an admitted request to wait for its blocks."""
+        remote = request.remote = request.remote or RemoteKVState()
+        remote.num_external_tokens = num_external_tokens
+        self._kv.reserve(request)
+        self._loading[request.request_id] = request
+        self.wait(request)
+        self.connector.update_state_after_alloc(request, request.block_ids, num_external_tokens)
+
+    def wait(self, request: Request) -> None:
+        """Sends a request to wait, for its blocks or for its first tokens."""
+        assert request.remote is not None
+        request.remote.resume_status = request.status
+        request.remote.waiting_since_ns = self._clock()
+        request.set_status(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self._waiting[request.request_id] = request
+
+    def starts(self, request: Request, num_new_tokens: int) -> list[EngineCoreOutput]:
+        """An admitted request is about to run. One to be leased gets all its blocks, so that a reader can know them;
+        when it takes more than this step, what comes back tells of the lease: its KV may be read meanwhile."""
+        is_leased = request.remote is not None and bool(request.remote.lease_id)
+        if is_leased:
+            self._kv.reserve(request)
+        self.connector.update_state_after_alloc(request, request.block_ids, 0)
+        is_first = request.first_scheduled_ns is None
+        if not (is_leased and is_first and num_new_tokens < request.num_tokens - request.num_computed_tokens):
+            return []
+        index, num_tokens = request.num_output_tokens, request.num_tokens
+        return [EngineCoreOutput(request.request_id, [], index, kv_granted_tokens=num_tokens)]
+
+    # On the way out
+
+    def update(self, output: KVConnectorOutput) -> list[Request]:
+        """Takes in what became of transfers; returns requests that have waited long enough, in order of arrival."""
+        self.connector.update_connector_output(output)
+        for request_id in output.finished_sending:
+            self._release(request_id)
+        self._count(output.stats)
+        ended = [self._loading.pop(request_id) for request_id in output.finished_recving if request_id in self._loading]
+        ready = [request for request in ended if self._end_load(request, output)]
+        return sorted(ready, key=lambda request: request.arrival_ns)
+
+    def tokens_accepted(self, request: Request) -> bool:
+        """A request that waits has its tokens now. Whether it waits for nothing else; then it waits no more."""
+        if request.request_id in self._loading:
+            return False
+        self._resume(request)
+        return True
+
+    def request_finished(self, request: Request) -> bool:
+        """A request ended. Whether its blocks are not to be freed yet."""
+        self._waiting.pop(request.request_id, None)
+        is_held = self.connector.request_finished(request, request.block_ids)
+        if is_held:
+            self._held[request.request_id] = request.block_ids
+        return is_held or request.request_id in self._loading
+
+    def revoke_oldest(self) -> bool:
+        """Takes back the blocks that are held for others for longest; False if there are none."""
+        if (request_id := self.connector.revoke_oldest()) is None:
+            return False
+        self._release(request_id)
+        return True
+
+    def failure_of(self, request: Request) -> str:
+        """Why a request is to end: its blocks could not be loaded. Empty: it goes on."""
+        if not self._fail or request.remote is None or not request.remote.failure:
+            return ""
+        return f"the prompt's KV could not be loaded from the engine that computed it: {request.remote.failure}"
+
+    def lose_hits(self) -> None:
+        """What waiting requests found here, or load, counts for nothing: they will compute it."""
+        for request in self._waiting.values():
+            assert request.remote is not None
+            request.remote.hits_lost = True
+
+    def lose_rows(self) -> None:
+        """The worker knows none of the waiting requests any more."""
+        for request in self._waiting.values():
+            assert request.remote is not None
+            request.remote.resume_status = RequestStatus.WAITING
+
+    def fill_stats(self, stats: SchedulerStats) -> None:
+        """Adds this part's counters and gauges."""
+        stats.num_running += len(self._waiting)
+        stats.kv_blocks_received = self._blocks_received
+        stats.kv_bytes_received = dict(self._bytes_received)
+        stats.kv_recomputes = dict(self._recomputes)
+        stats.num_leases = self.connector.num_leases()
+
+    # Parts
+
+    def _end_load(self, request: Request, output: KVConnectorOutput) -> bool:
+        """Whether the request waits no more."""
+        if request.is_finished:
+            self._kv.free(request)
+            return False
+        remote = request.remote
+        assert remote is not None
+        num_valid = self._num_valid_tokens(request, remote, output.invalid_block_ids)
+        if num_valid < request.num_computed_tokens + remote.num_external_tokens:
+            remote.failure = output.stats.failures.get(request.request_id, "transport")
+            if remote.awaits_tokens:
+                self._kv.free(request)  # nobody knows how long it will wait
+                num_valid = 0
+        remote.num_external_tokens = max(0, num_valid - request.num_computed_tokens)
+        if remote.awaits_tokens and not self.failure_of(request):
+            return False
+        self._resume(request)
+        return True
+
+    def _num_valid_tokens(self, request: Request, remote: RemoteKVState, invalid_block_ids: set[int]) -> int:
+        num_tokens = request.num_computed_tokens + remote.num_external_tokens
+        for index, block_id in enumerate(request.block_ids):
+            if block_id in invalid_block_ids:
+                return min(num_tokens, index * self._kv.block_size)
+        return num_tokens
+
+    def _resume(self, request: Request) -> None:
+        remote = request.remote
+        assert remote is not None
+        if remote.hits_lost:
+            remote.hits_lost = False
+            self._kv.free(request)
+        elif request.block_ids:
+            # The last token is computed here in any case: its logits are the next token.
+            num_tokens = request.num_computed_tokens + remote.num_external_tokens
+            self._kv.finish_load(request, min(num_tokens, request.num_tokens - 1))
+        del self._waiting[request.request_id]
+        remote.wait_ns += self._clock() - remote.waiting_since_ns
+        request.set_status(remote.resume_status)
+
+    def _release(self, request_id: str) -> None:
+        self._kv.pool.release(self._held.pop(request_id, []))
+
+    def _count(self, stats: KVConnectorStats) -> None:
+        self._blocks_received += stats.blocks_received
+        self._bytes_received.update(stats.bytes_received)
+        self._recomputes.update(stats.failures.values())

@@ -1,0 +1,199 @@
+"""The engine core in a process of its own: an input thread, and the busy loop, which sends its outputs itself.
+
+client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy loop ──PUSH──▶ client
+                         └─────▶ aborts queue ─────┘ (also read while a step's results come in)
+"""
+
+import contextlib
+import enum
+import gc
+import logging
+import os
+import queue
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from ..config import EngineConfig
+from ..control.core_calls import CoreCalls
+from ..control.utilities import UtilityCall
+from ..core import EngineCore
+from ..errors import ExecutorFailedError
+from ..executor.executor import Executor
+from ..kv_transfer.core_kv import CoreKV, make_core_kv
+from ..kv_transfer.kv_thread import KVThread
+from ..kv_transfer.kv_transport import KVTransport
+from ..wire.array_arena import ArenaReader
+from ..wire.messages import (
+    AcceptTokens,
+    CoreFailed,
+    CoreHello,
+    CoreInit,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    RequestType,
+)
+from ..wire.serialization import Decoder, encode
+from .core_io import InputItem, InputThread, OutputSocket
+from .core_launch import remove_sockets
+from .process_guard import ProcessGuard
+
+log = logging.getLogger(__name__)
+
+
+class ProcState(enum.Enum):
+    """The life of the busy loop."""
+
+    RUNNING = enum.auto()
+    REQUESTED = enum.auto()
+    """Asked to go: live requests finish, new ones are refused."""
+    SHUTTING_DOWN = enum.auto()
+    """Nothing is left to do."""
+
+
+class EngineCoreProc:
+    """Runs an :class:`EngineCore` for one client. :meth:`run` is for one thread; :meth:`request_shutdown` and
+    :meth:`wake` are for any."""
+
+    def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
+        self._core = core
+        self._calls = CoreCalls(core)
+        arrays = ArenaReader(init.arrays) if init.arrays is not None else None
+        self._input = InputThread(context, init.input_address, arrays)
+        self._output = OutputSocket(context, init.output_address)
+        self.state = ProcState.RUNNING
+
+    def start(self) -> None:
+        """From here on the client is heard."""
+        self._input.start()
+
+    def request_shutdown(self) -> None:
+        """Lets live requests finish, then :meth:`run` returns."""
+        if self.state is ProcState.RUNNING:
+            self.state = ProcState.REQUESTED
+            self._input.input_queue.put((RequestType.WAKEUP, None))
+
+    def wake(self) -> None:
+        """Lets :meth:`run` look for work if it waits for input."""
+        with contextlib.suppress(queue.Full):  # then it does not wait
+            self._input.input_queue.put_nowait((RequestType.WAKEUP, None))
+
+    def executor_failed(self) -> None:
+        """Lets :meth:`run` give up, if it waits for input; a step that waits for the executor fails by itself."""
+        with contextlib.suppress(queue.Full):
+            self._input.input_queue.put_nowait((RequestType.EXECUTOR_FAILED, None))
+
+    def run(self) -> None:
+        """Steps until a shutdown that was asked for. When the core fails the client is told, and the failure raised."""
+        try:
+            while self._process_inputs():
+                self._send(self._calls.step(self._input.take_aborts))
+        except BaseException:
+            self._output.send_dead()
+            raise
+        finally:
+            self._output.close()
+
+    def _process_inputs(self) -> bool:
+        """Takes in all that has arrived; with nothing to do, waits for something. False: shut down."""
+        inputs = self._input.input_queue
+        while not self._core.has_work():
+            if self.state is not ProcState.RUNNING and not self._core.has_requests():
+                self.state = ProcState.SHUTTING_DOWN
+                return False
+            self._process(inputs.get())
+        # No more than is there now: a client that never pauses must not keep the core from stepping.
+        for _ in range(inputs.qsize()):
+            self._process(inputs.get())
+        return True
+
+    def _process(self, item: InputItem) -> None:
+        kind, message = item
+        if kind is RequestType.ADD:
+            assert isinstance(message, EngineCoreRequest)
+            self._send(self._calls.add(message))
+        elif kind is RequestType.ABORT:
+            assert isinstance(message, list)
+            self._send(self._calls.abort(message))
+        elif kind is RequestType.ACCEPT:
+            assert isinstance(message, AcceptTokens)
+            self._core.accept_tokens(message)
+        elif kind is RequestType.UTILITY:
+            assert isinstance(message, UtilityCall)
+            self._calls.call(message, self._output.send)
+        elif kind is RequestType.EXECUTOR_FAILED:
+            raise ExecutorFailedError("a worker is gone while nobody waited for it")
+        else:
+            assert kind is RequestType.WAKEUP, kind
+            if self.state is not ProcState.RUNNING:
+                self._calls.refuse_new()
+
+    def _send(self, outputs: EngineCoreOutputs | None) -> None:
+        if outputs is not None:
+            self._output.send(outputs)
+
+
+def run_engine_core(
+    handshake_address: str,
+    make_executor: Callable[[EngineConfig], Executor],
+    make_transports: Callable[[EngineConfig], Sequence[KVTransport]] = lambda config: (),
+) -> int:
+    """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
+    guard = ProcessGuard(on_orphaned=lambda: remove_sockets(handshake_address))
+    guard.start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with context.socket(zmq.PAIR) as socket:
+            socket.connect(handshake_address)
+            init = _shake_hands(socket)
+            try:
+                kv = make_core_kv(init.config, make_transports(init.config))
+                core = EngineCore(init.config, make_executor(init.config), kv)
+            except ValueError as error:  # of the configuration or the checkpoint: the client's log has the words
+                log.debug("the engine core cannot start", exc_info=True)
+                socket.send_multipart(encode(CoreFailed(str(error), permanent=True)))
+                return 1
+            except Exception as error:
+                log.exception("the engine core cannot start")
+                socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
+                return 1
+            # What start-up made stays for good: no later collection need look at it.
+            gc.collect()
+            gc.freeze()
+            proc = EngineCoreProc(core, context, init)
+            proc.start()
+            kv_thread = _start_kv_thread(context, init, kv)
+            core.on_news(proc.wake)
+            core.executor.on_failure(proc.executor_failed)
+            guard.on_terminate = proc.request_shutdown
+            socket.send_multipart(encode(core.ready))
+        status = _run(proc, core)
+        if kv_thread is not None:
+            kv_thread.stop()
+        return status
+    finally:
+        context.term()  # wakes the input thread, which closes its socket; waits until the last messages are out
+
+
+def _shake_hands(socket: zmq.Socket[bytes]) -> CoreInit:
+    socket.send_multipart(encode(CoreHello(os.getpid())))
+    return Decoder[CoreInit](CoreInit).decode(socket.recv_multipart())
+
+
+def _start_kv_thread(context: zmq.Context[zmq.Socket[bytes]], init: CoreInit, kv: CoreKV | None) -> KVThread | None:
+    if kv is None or kv.service is None or not init.kv_address:
+        return None
+    thread = KVThread(context, init.kv_address, kv.service)
+    thread.start()
+    return thread
+
+
+def _run(proc: EngineCoreProc, core: EngineCore) -> int:
+    try:
+        proc.run()
+    except Exception:
+        log.exception("the engine core failed")
+        return 1
+    finally:
+        core.shutdown()
+    return 0

@@ -1,0 +1,1 @@
+"""What crosses process boundaries: messages, their encoding, and shared memory for large arrays."""

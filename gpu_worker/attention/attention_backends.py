@@ -1,0 +1,35 @@
+"""Attention backends by name."""
+
+import torch
+
+from ..checkpoint.model_config import ModelConfig
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import warn_unavailable
+from .attention_backend import AttentionBackend
+from .cpu_backend import CPUBackend
+from .reference import ReferenceBackend
+from .torch_backend import TorchBackend
+
+NAMES = ("auto", "cpu", "torch", "reference")
+
+
+def make_attention_backend(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:
+    """The backend ``name`` for a model.
+
+    ``auto`` is ``cpu`` on a CPU and ``torch`` elsewhere. Where the kernels of ``cpu`` cannot be had, ``torch`` takes
+    its place. Raises ``ValueError`` for an unknown name.
+    """
+    match name:
+        case "cpu" | "auto" if device.type == "cpu":
+            try:
+                return CPUBackend(config, block_size, device)
+            except KernelsUnavailable as error:
+                warn_unavailable(str(error))
+                return TorchBackend(config, block_size, device)
+        case "cpu":
+            raise ValueError(f"attention_backend cpu does not run on {device.type}")
+        case "auto" | "torch":
+            return TorchBackend(config, block_size, device)
+        case "reference":
+            return ReferenceBackend(config, block_size, device)
+    raise ValueError(f"attention_backend must be one of {', '.join(NAMES)}, not {name!r}")

@@ -1,0 +1,1 @@
+"""The rows of a step: block tables, sampling parameters, embeddings and prompt log probabilities."""

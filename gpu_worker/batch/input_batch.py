@@ -1,0 +1,186 @@
+"""The persistent batch: what the worker remembers of the requests between steps, and what one step takes from it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from ..sampler import LogprobRows, make_logits_processors
+from .block_table import BlockTable
+from .prompt_logprobs import PromptLogprobs
+from .prompt_rows import PromptEmbeds, TokenRows
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the model computes in one step: R requests with T tokens in all, in the order of the schedule."""
+
+    req_ids: list[str]
+    rows: Ints
+    """[R] of the input batch."""
+    token_ids: Ints
+    """[T]"""
+    positions: Ints
+    """[T]"""
+    cu_query_lens: npt.NDArray[np.int32]
+    """[R + 1] where each request's tokens begin."""
+    seq_lens: npt.NDArray[np.int32]
+    """[R] tokens whose KV exists after the step."""
+    block_tables: npt.NDArray[np.int32]
+    """[R, blocks of the longest]"""
+    slot_mapping: Ints
+    """[T] where each token's KV is written."""
+    sampled: Ints
+    """Requests, as indices in [0, R), whose known tokens all are computed after the step: only these draw a token."""
+    embeds: Sequence[TokenRows] = ()
+    """Rows that take the place of those of ``token_ids``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What outlives the row: a preempted request comes back with its tokens and new blocks only."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    prompt_embeds: list[EmbedsSpan]
+
+
+class InputBatch:
+    """Rows of token ids and block tables. A request keeps its row from its first step until it ends or is preempted,
+    so a step changes only what is new: nothing is moved, and a step gathers the rows it computes."""
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_table = BlockTable(max_num_seqs, max_model_len, block_size)
+        # Zeroed memory is mapped when it is touched: room for the longest request costs nothing until it comes.
+        self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._max_num_seqs = max_num_seqs
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets every request."""
+        self.logits_processors = make_logits_processors()
+        self.logprobs = LogprobRows()
+        self.prompt_logprobs = PromptLogprobs()
+        self.prompt_embeds = PromptEmbeds()
+        self._requests: dict[str, _Request] = {}
+        self._row_of: dict[str, int] = {}
+        self._params: dict[int, SamplingParams] = {}
+        self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
+
+    def __len__(self) -> int:
+        """Rows in use."""
+        return len(self._row_of)
+
+    def update(self, step: SchedulerOutput) -> None:
+        """Takes in what changed since the last step."""
+        for req_id in step.finished_req_ids:
+            self._requests.pop(req_id, None)
+            self._remove_row(req_id)
+        for req_id in step.preempted_req_ids:
+            self._remove_row(req_id)
+        for new in step.scheduled_new_reqs:
+            self._add(new)
+        self._update_cached(step.scheduled_cached_reqs)
+
+    def _add(self, new: NewRequestData) -> None:
+        self._requests[new.req_id] = _Request(new.sampling_params, len(new.prompt_token_ids), new.prompt_embeds)
+        token_ids = new.prompt_token_ids + new.output_token_ids
+        self._add_row(new.req_id, token_ids, new.block_ids, new.num_computed_tokens)
+
+    def _update_cached(self, cached: CachedRequestData) -> None:
+        columns = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for req_id, block_ids, num_computed in columns:
+            token_ids = cached.resumed_token_ids.get(req_id)
+            if token_ids is not None:
+                self._add_row(req_id, token_ids, block_ids, num_computed)
+            else:
+                row = self._row_of[req_id]
+                self.block_table.append(row, block_ids)
+                self._num_computed[row] = num_computed
+
+    def _add_row(self, req_id: str, token_ids: list[int], block_ids: Sequence[int], num_computed: int) -> None:
+        assert req_id not in self._row_of, f"request {req_id} already has a row"
+        row = self._row_of[req_id] = self._free_rows.pop()
+        self._token_ids[row, : len(token_ids)] = token_ids
+        self._num_tokens[row] = len(token_ids)
+        self._num_computed[row] = num_computed
+        self.block_table.replace(row, block_ids)
+        request = self._requests[req_id]
+        self._num_prompt_tokens[row] = request.num_prompt_tokens
+        self._params[row] = request.params
+        self.logits_processors.add(row, request.params, token_ids, request.num_prompt_tokens)
+        self.logprobs.add(row, request.params)
+        self.prompt_logprobs.add(row, request.params, token_ids, request.num_prompt_tokens)
+        if request.prompt_embeds:
+            self.prompt_embeds.add(row, request.prompt_embeds)
+
+    def _remove_row(self, req_id: str) -> None:
+        row = self._row_of.pop(req_id, None)
+        if row is not None:
+            del self._params[row]
+            self.logits_processors.remove(row)
+            self.logprobs.remove(row)
+            self.prompt_logprobs.remove(row)
+            self.prompt_embeds.remove(row)
+            self._free_rows.append(row)
+
+    def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
+        """Arrays of the step that computes so many tokens of each of these requests."""
+        rows = np.array([self._row_of[req_id] for req_id in num_scheduled_tokens], dtype=np.int64)
+        lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
+        starts = self._num_computed[rows]
+        seq_lens = starts + lengths
+        if lengths.max(initial=1) == 1:  # every request decodes
+            cu_query_lens = np.arange(len(rows) + 1, dtype=np.int32)
+            positions, token_rows = starts, rows
+        else:
+            cu_query_lens = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(lengths, out=cu_query_lens[1:])
+            positions = np.arange(cu_query_lens[-1]) + np.repeat(starts - cu_query_lens[:-1], lengths)
+            token_rows = np.repeat(rows, lengths)
+        return StepInputs(
+            req_ids=list(num_scheduled_tokens),
+            rows=rows,
+            token_ids=self._token_ids[token_rows, positions].astype(np.int64),
+            positions=positions,
+            cu_query_lens=cu_query_lens,
+            seq_lens=seq_lens.astype(np.int32),
+            block_tables=self.block_table.gather(rows),
+            slot_mapping=self.block_table.slots(token_rows, positions),
+            sampled=np.flatnonzero(seq_lens == self._num_tokens[rows]),
+            embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
+        )
+
+    @property
+    def only_draws(self) -> bool:
+        """Whether no request wants its logits changed or told of."""
+        return not (self.logits_processors or self.logprobs)
+
+    def sampling(self, step: StepInputs) -> tuple[list[SamplingParams], Ints]:
+        """How the rows of ``step.sampled`` draw, in their order: parameters, and the tokens' output indices, [S]."""
+        rows = step.rows[step.sampled]
+        params = self._params
+        return [params[row] for row in rows.tolist()], self._num_tokens[rows] - self._num_prompt_tokens[rows]
+
+    def append(self, rows: Ints, token_ids: Ints) -> None:
+        """Adds a drawn token to each of these rows: the next step computes it.
+
+        The last token that a context holds is not kept: none follows it.
+        """
+        ends = self._num_tokens[rows]
+        has_room = ends < self._token_ids.shape[1]
+        if not has_room.all():
+            rows, token_ids, ends = rows[has_room], token_ids[has_room], ends[has_room]
+        self._token_ids[rows, ends] = token_ids
+        self._num_tokens[rows] = ends + 1
+        self.logits_processors.append(rows, token_ids)

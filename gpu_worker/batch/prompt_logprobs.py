@@ -1,0 +1,55 @@
+"""Log probabilities of prompts: computed chunk by chunk, as the prompt is."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import Logprobs
+
+from ..sampler.logprobs import logprobs_of
+
+_SLICE = 64
+"""Rows of logits at once: those of a whole chunk may be larger than the model."""
+
+
+class PromptLogprobs:
+    """The batch rows whose prompts are still to be told of; a step without any costs one look at a dict.
+
+    Only requests without output: the first token and the prompt's log probabilities leave together, once.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[int, Sequence[int]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """A request joins with these tokens, or comes back with them from a preemption."""
+        if params.prompt_logprobs is not None and len(token_ids) == num_prompt_tokens:
+            self._rows[row] = params.prompt_logprobs, token_ids
+
+    def remove(self, row: int) -> None:
+        """It leaves."""
+        self._rows.pop(row, None)
+
+    def compute(
+        self, row: int, start: int, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    ) -> Logprobs | None:
+        """Of the prompt tokens that follow those whose hidden states, [n, hidden_size], stand at ``start`` and after.
+
+        None if the row does not ask. After the last token of the prompt it does not ask any more.
+        """
+        if row not in self._rows:
+            return None
+        num_top, token_ids = self._rows[row]
+        if start + len(hidden) == len(token_ids):
+            del self._rows[row]
+        followers = token_ids[start + 1 : start + 1 + len(hidden)]
+        result = Logprobs([], [], num_top)
+        for first in range(0, len(followers), _SLICE):
+            targets = followers[first : first + _SLICE]
+            logits = compute_logits(hidden[first : first + len(targets)]).cpu().numpy()
+            result.extend(logprobs_of(logits, targets, num_top))
+        return result

@@ -1,0 +1,52 @@
+"""Prompt embeddings of the rows in the batch, and what of them one step computes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
+
+Ints = npt.NDArray[np.int64]
+
+
+class TokenRows(NamedTuple):
+    """Embeddings of consecutive tokens of a step."""
+
+    start: int
+    """In [0, T)."""
+    rows: npt.NDArray[np.float32]
+    """[n, hidden_size]"""
+
+
+class PromptEmbeds:
+    """By row of the input batch; false while no row has any."""
+
+    def __init__(self) -> None:
+        self._spans: dict[int, list[EmbedsSpan]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    def add(self, row: int, spans: list[EmbedsSpan]) -> None:
+        self._spans[row] = spans
+
+    def remove(self, row: int) -> None:
+        """Also of a row that has none."""
+        self._spans.pop(row, None)
+
+    def gather(
+        self, rows: Ints, starts: Ints, lengths: Ints, cu_query_lens: npt.NDArray[np.int32]
+    ) -> Sequence[TokenRows]:
+        """What falls into a step that computes ``lengths`` tokens from ``starts`` on of each of these rows; there
+        they begin at ``cu_query_lens``."""
+        found = []
+        columns = zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_query_lens.tolist(), strict=False)
+        for row, start, length, offset in columns:
+            for span in self._spans.get(row, ()):
+                first, last = max(span.position, start), min(span.position + len(span.rows), start + length)
+                if first < last:
+                    part = span.rows[first - span.position : last - span.position]
+                    found.append(TokenRows(offset + first - start, part))
+        return found

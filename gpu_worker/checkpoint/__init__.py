@@ -1,0 +1,1 @@
+"""A checkpoint's files: its configuration and its weights."""

@@ -1,0 +1,1 @@
+"""The layers that models are made of: linear, norm, rotary, embedding, activation."""

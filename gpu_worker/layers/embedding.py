@@ -1,0 +1,36 @@
+"""Token embeddings and the output matrix, which may be one."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
+
+_OUTPUT = "lm_head.weight"
+
+InputEmbeds = Sequence[tuple[int, Tensor]]
+"""(index of the first token, [n, hidden_size] float32) of tokens that have rows instead of ids."""
+
+
+def embed(table: Tensor, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
+    """[T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], but for those that ``embeds`` gives."""
+    hidden = F.embedding(input_ids, table)
+    for start, rows in embeds:
+        hidden[start : start + len(rows)] = rows
+    return hidden
+
+
+def load_embeddings(checkpoint: Checkpoint, name: str, config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(token embeddings, output matrix), each [vocab_size, hidden_size].
+
+    Tied matrices are stored under either name. If a checkpoint that says they are tied holds both, they may differ,
+    and both are used, as transformers does.
+    """
+    shape = (config.vocab_size, config.hidden_size)
+    stored = [key for key in (name, _OUTPUT) if key in checkpoint]
+    if config.tie_word_embeddings and len(stored) == 1:
+        tied = checkpoint.take(stored[0], *shape)
+        return tied, tied
+    return checkpoint.take(name, *shape), checkpoint.take(_OUTPUT, *shape)

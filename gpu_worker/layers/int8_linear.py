@@ -1,0 +1,79 @@
+"""Linear layers in int8: weights rounded once, by output; inputs at every product, by row.
+
+A row's result depends on no other row, so that a token does not depend on the batch it is computed in.
+"""
+
+from ctypes import CDLL
+
+import torch
+from torch import Tensor
+
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import load_int8, warn_unavailable
+
+_LARGEST = 127
+_BLOCK_OUTPUTS, _BLOCK_INPUTS, _FOUR = 32, 64, 4
+"""As in ``int8.cpp``."""
+
+
+class Int8Linear:
+    """Fulfils :class:`.linear.Linear` on the CPU; keeps an int8 copy of ``weight`` [out, in], not the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        rounded, self._scales = round_rows(weight)
+        self._bias = None if bias is None else bias.float()
+        self._shape = (weight.shape[0], weight.shape[1])
+        self._kernels: CDLL | None
+        try:
+            self._kernels = _kernels(weight)
+        except KernelsUnavailable as error:
+            warn_unavailable(f"int8 layers: {error}")
+            self._kernels = None
+        self._weight = rounded.t().contiguous() if self._kernels is None else _in_blocks(rounded)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        result = self._with_torch(x) if self._kernels is None else self._with_kernels(self._kernels, x.contiguous())
+        return result if dtype is None else result.to(dtype)
+
+    def _with_kernels(self, kernels: CDLL, x: Tensor) -> Tensor:
+        outputs, inputs = self._shape
+        out = x.new_empty(len(x), outputs)
+        kernels.multiply_int8(
+            x.dtype == torch.bfloat16,
+            *(t.data_ptr() for t in (x, self._weight, self._scales)),
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            len(x),
+            inputs,
+            outputs,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def _with_torch(self, x: Tensor) -> Tensor:
+        rounded, units = round_rows(x)
+        result = torch._int_mm(rounded, self._weight).float() * (units[:, None] * self._scales)
+        return (result if self._bias is None else result + self._bias).to(x.dtype)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [n, m] as int8 of the same shape, and what a unit of each row is worth: [n] float32."""
+    x = x.float()
+    largest = x.abs().amax(dim=1)
+    # A number by a tensor would be the number times the reciprocal, which rounds differently than the kernel.
+    scales = torch.where(largest > 0, torch.full_like(largest, _LARGEST) / largest, 0.0)
+    return (x * scales[:, None]).round().to(torch.int8), largest / _LARGEST
+
+
+def _in_blocks(weight: Tensor) -> Tensor:
+    """[out, in] as the kernel reads it: blocks of outputs, blocks of inputs, fours, outputs, inputs of a four."""
+    outputs, inputs = weight.shape
+    sizes = (outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // _BLOCK_INPUTS, _BLOCK_INPUTS // _FOUR, _FOUR)
+    return weight.view(sizes).permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _kernels(weight: Tensor) -> CDLL:
+    outputs, inputs = weight.shape
+    if outputs % _BLOCK_OUTPUTS or inputs % _BLOCK_INPUTS or weight.dtype not in (torch.bfloat16, torch.float32):
+        raise KernelsUnavailable(f"a matrix of {outputs} by {inputs} {weight.dtype}")
+    return load_int8()

@@ -1,0 +1,68 @@
+"""Linear layers."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoint.model_config import INT8_DYNAMIC
+from ..checkpoint.weights import Checkpoint
+from .int8_linear import Int8Linear
+from .packed_linear import PackedLinear, can_pack
+
+
+class Linear(Protocol):
+    """x · weightᵀ + bias."""
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """[n, in] to [n, out] of ``dtype``, by default that of x."""
+
+
+class PlainLinear:
+    """PyTorch's own."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        result = F.linear(x, self._weight, self._bias)
+        return result if dtype is None else result.to(dtype)
+
+
+def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
+    """``weight`` [out, in], ``bias`` [out] or None: packed where that can be done, which copies the weight."""
+    if quantization == INT8_DYNAMIC:
+        return Int8Linear(weight, bias)
+    if can_pack(weight.device, weight.dtype):
+        return PackedLinear(weight, bias)
+    return PlainLinear(weight, bias)
+
+
+def load_linear(
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    inputs: int,
+    outputs: Sequence[int],
+    bias: bool,
+    quantization: str | None = None,
+) -> Linear:
+    """The layers ``names``, of ``outputs`` rows each, as one: a single multiplication reads the input once."""
+    pairs = list(zip(names, outputs, strict=True))
+    weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
+    biases = [checkpoint.take(f"{name}.bias", rows) for name, rows in pairs] if bias else []
+    return make_linear(_merge(weights), _merge(biases) if biases else None, quantization)
+
+
+def load_conv1d(
+    checkpoint: Checkpoint, name: str, inputs: int, outputs: int, quantization: str | None = None
+) -> Linear:
+    """GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
+    weight = checkpoint.take(f"{name}.weight", inputs, outputs)
+    return make_linear(weight.t().contiguous(), checkpoint.take(f"{name}.bias", outputs), quantization)
+
+
+def _merge(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)

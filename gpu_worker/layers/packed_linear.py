@@ -1,0 +1,58 @@
+"""Linear layers whose weights lie as oneDNN's kernels read them.
+
+Packing once at load saves a reordering, or a slower kernel, at every multiplication: a step of one token reads its
+weights at the memory's speed. The operations are private to PyTorch, so they are tried before they are relied upon.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.compiler import KernelsUnavailable
+from .few_rows import FewRows
+
+_ROWS = 32
+"""Inputs that the layout is chosen for. It is the same, and as good, from one to hundreds."""
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+class PackedLinear:
+    """Fulfils :class:`.linear.Linear` on the CPU; keeps a packed copy of ``weight`` [out, in], not the weight."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        with torch.inference_mode(False):
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self._bias = bias
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+        self._few_rows = self._make_few_rows(weight)
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self._few_rows is not None and 0 < len(x) <= self._few_rows.most_rows:
+            return self._few_rows(x, dtype or x.dtype)
+        result: Tensor = self._multiply(x, self._weight, self._bias, "none", [], "")
+        return result if dtype is None else result.to(dtype)
+
+    def _make_few_rows(self, weight: Tensor) -> FewRows | None:
+        try:
+            few_rows = FewRows(self._weight, (weight.shape[0], weight.shape[1]), self._bias)
+        except KernelsUnavailable:
+            return None
+        return few_rows if few_rows.agrees(self._multiply, self._weight) else None
+
+
+@functools.cache
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packing works here and multiplies right."""
+    if device.type != "cpu" or dtype not in _TOLERANCE:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(*size, generator=generator).to(dtype) for size in ((48, 32), (48,), (3, 32)))
+    try:
+        found = [PackedLinear(weight, bias)(x[:rows]) for rows in (1, 3)]
+    except (AttributeError, RuntimeError, TypeError):  # another version of PyTorch, or a CPU that oneDNN refuses
+        return False
+    tolerance = _TOLERANCE[dtype]
+    expected = F.linear(x, weight, bias)
+    return all(torch.allclose(y, expected[: len(y)], rtol=tolerance, atol=10 * tolerance) for y in found)

@@ -1,0 +1,184 @@
+"""Rotary position embeddings: the frequencies of each rope type, and their application to query and key heads."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.config_reader import ConfigReader
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Low frequencies are divided by ``factor``, high ones stay, those between are blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Interpolation by ``factor`` for slow dimensions, none for fast ones, a linear ramp between (YaRN)."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    """Multiplies cosine and sine."""
+    truncate: bool
+    """Round the ends of the ramp to whole dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """How a model rotates its heads."""
+
+    head_size: int
+    theta: float = 10_000.0
+    scaling: float | Llama3Scaling | YarnScaling = field(default=1.0)
+    """A number divides every frequency (rope type ``linear``; 1 is ``default``)."""
+
+    @property
+    def attention_factor(self) -> float:
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+
+def read_rope(config: ConfigReader, head_size: int, max_position: int) -> RopeConfig:
+    """Takes the rope entries of a configuration, in the spelling of transformers 4 or 5.
+
+    Raises ``ValueError`` naming a rope type or parameter that is not supported.
+    """
+    scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
+    outer_theta = config.take_float("rope_theta", 10_000.0)
+    outer_original = config.take("original_max_position_embeddings")
+    if config.take("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise config.error("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
+    rope = scaling or parameters
+    if rope is None:
+        return RopeConfig(head_size, outer_theta)
+
+    old_name = rope.take("type", "default")
+    rope_type = rope.take("rope_type", old_name)
+    if rope_type not in get_args(RopeType):
+        raise rope.error("rope_type" if rope.take("rope_type") else "type", f"must be one of {get_args(RopeType)}")
+    if rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise rope.error("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
+    theta = rope.take_float("rope_theta", outer_theta)
+    original = rope.take_int("original_max_position_embeddings", max_position)
+    if outer_original is not None:  # the entry outside the rope object outranks the one inside
+        original = config.take_int("original_max_position_embeddings")
+    result = RopeConfig(head_size, theta, _read_scaling(rope, rope_type, original))
+    rope.refuse_rest()
+    return result
+
+
+def _read_scaling(rope: ConfigReader, rope_type: RopeType, original: int) -> float | Llama3Scaling | YarnScaling:
+    match rope_type:
+        case "default":
+            return 1.0
+        case "linear":
+            return rope.take_float("factor")
+        case "llama3":
+            return Llama3Scaling(
+                factor=rope.take_float("factor"),
+                low_freq_factor=rope.take_float("low_freq_factor"),
+                high_freq_factor=rope.take_float("high_freq_factor"),
+                original_max_position=original,
+            )
+        case "yarn":
+            factor = rope.take_float("factor")
+            return YarnScaling(
+                factor=factor,
+                original_max_position=original,
+                beta_fast=rope.take_float("beta_fast", 32.0),
+                beta_slow=rope.take_float("beta_slow", 1.0),
+                attention_factor=_yarn_attention_factor(rope, factor),
+                truncate=rope.take_bool("truncate", True),
+            )
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    given, mscale, mscale_all = rope.take("attention_factor"), rope.take("mscale"), rope.take("mscale_all_dim")
+    if given is not None:
+        return rope.take_float("attention_factor")
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+
+
+def inverse_frequencies(config: RopeConfig) -> Tensor:
+    """Angle per position of each pair of dimensions: [head_size / 2], float32, on the CPU."""
+    exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
+    frequencies = 1.0 / config.theta**exponents
+    match config.scaling:
+        case Llama3Scaling() as scaling:
+            return _llama3(frequencies, scaling)
+        case YarnScaling() as scaling:
+            return _yarn(config, scaling)
+        case factor:
+            return frequencies / factor
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    longest_kept = scaling.original_max_position / scaling.high_freq_factor
+    shortest_scaled = scaling.original_max_position / scaling.low_freq_factor
+    blend = scaling.original_max_position / wavelengths - scaling.low_freq_factor
+    blend = blend / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    scaled = torch.where(wavelengths > shortest_scaled, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < longest_kept, frequencies, scaled)
+
+
+def _yarn(config: RopeConfig, scaling: YarnScaling) -> Tensor:
+    dims = config.head_size
+    powers = config.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+
+    def dimension_of(rotations: float) -> float:
+        """The dimension that turns this often within the original context."""
+        turns = scaling.original_max_position / (rotations * 2 * math.pi)
+        return dims * math.log(turns) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    keep = 1 - ((torch.arange(dims // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (scaling.factor * powers) * (1 - keep) + 1.0 / powers * keep
+
+
+class RotaryEmbedding:
+    """Cosines and sines of a step, computed once and shared by its layers."""
+
+    def __init__(self, config: RopeConfig, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(config).to(device)
+        self._attention_factor = config.attention_factor
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[T] positions to (cos, sin), each [T, 1, head_size / 2] float32."""
+        angles = (positions[:, None].float() * self._frequencies)[:, None]
+        factor = self._attention_factor
+        if factor == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates [T, heads, head_size], in its dtype.
+
+    Dimension i pairs with i + head_size / 2 (the Hugging Face convention).
+    """
+    cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

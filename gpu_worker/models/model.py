@@ -1,0 +1,33 @@
+"""What the model runner needs of a model."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..attention.attention_backend import AttentionPlan, KVCache
+from ..checkpoint.model_config import ModelConfig
+from ..layers.embedding import InputEmbeds
+
+
+class Model(Protocol):
+    """A decoder-only language model with its weights."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        embeds: InputEmbeds = (),
+    ) -> Tensor:
+        """Last hidden states [T, hidden_size] of T tokens; ``input_ids`` and ``positions`` are int64 [T].
+
+        Writes the tokens' keys and values to ``kv_caches`` (one per layer) where ``plan`` says. ``embeds`` take the
+        place of the embeddings of ``input_ids``.
+        """
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [R, hidden_size] to float32 logits [R, vocab_size]."""

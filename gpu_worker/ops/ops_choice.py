@@ -1,0 +1,19 @@
+"""The operations that go with an attention backend."""
+
+import torch
+
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import warn_unavailable
+from .cpu_ops import CPUOps
+from .ops import Ops
+from .torch_ops import TorchOps
+
+
+def make_ops(attention_backend: str, device: torch.device) -> Ops:
+    """C++ kernels with ``auto`` and ``cpu`` on a CPU where they can be had, else PyTorch's operations."""
+    if attention_backend in ("auto", "cpu") and device.type == "cpu":
+        try:
+            return CPUOps()
+        except KernelsUnavailable as error:
+            warn_unavailable(str(error))
+    return TorchOps()

@@ -1,0 +1,1 @@
+"""Devices: what memory they have, and which worker computes on them."""

@@ -1,0 +1,215 @@
+"""The coordinator's RPCs over the registry."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc.aio
+from google.protobuf.duration_pb2 import Duration
+from prometheus_client import Counter
+
+from tokenloom.request.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError, to_proto
+from tokenloom.services.runtime.host.tasks import first_of
+from tokenloom.services.runtime.peers.hello import check_hello, make_hello
+from tokenloom.v1 import coordinator_pb2_grpc
+from tokenloom.v1.coordinator_pb2 import (
+    Drain,
+    EngineCommand,
+    EngineReport,
+    EngineState,
+    PickBatch,
+    PickRequest,
+    PickResponse,
+    PickResult,
+    PickResults,
+    Snapshot,
+    WatchRequest,
+)
+from tokenloom.v1.types_pb2 import EngineRole
+
+from .engine_record import EngineRecord
+from .engine_registry import Registry
+
+log = logging.getLogger(__name__)
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Reports: TypeAlias = AsyncIterator[EngineReport]
+
+WATCH_SECONDS = 0.1
+"""Snapshots to one watcher are at least so far apart; what changes in between goes as one."""
+_HELLO_SECONDS = 5.0
+_NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
+_LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
+_MAX_COMMANDS = 4  # on their way to one engine; it is never asked for more than to drain
+
+
+class Changes:
+    """Wakes everyone who waits for the registry's next revision."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def wait(self) -> None:
+        await self._next.wait()
+
+
+class EngineStream:
+    """The coordinator's end of one engine's Join."""
+
+    def __init__(self, record: EngineRecord) -> None:
+        self.record = record
+        self.overtaken = False
+        self._commands: asyncio.Queue[EngineCommand | None] = asyncio.Queue(_MAX_COMMANDS)
+
+    def command(self, command: EngineCommand) -> None:
+        """Sends a command; ``ResourceExhausted`` when the engine does not read them."""
+        try:
+            self._commands.put_nowait(command)
+        except asyncio.QueueFull:
+            raise ResourceExhausted("the engine does not take commands now") from None
+
+    def overtake(self) -> None:
+        """A newer join has the name: the stream ends with ABORTED."""
+        self.overtaken = True
+        if not self._commands.full():  # else the writer is about to wake anyway
+            self._commands.put_nowait(None)
+
+    async def write(self, answer: EngineCommand, context: _Context) -> None:
+        """Writes the answer to the engine's hello, then commands until overtaken."""
+        await context.write(answer)
+        while not self.overtaken:
+            if (command := await self._commands.get()) is not None:
+                await context.write(command)
+        raise Aborted("a newer engine of this name has joined")
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
+    """Join, Pick, PickStream and Watch. Errors are raised; the edge makes statuses of them."""
+
+    def __init__(self, registry: Registry, changes: Changes, name: str, epoch: int, picks: Counter) -> None:
+        self._registry = registry
+        self._changes = changes
+        self._name = name
+        self._epoch = epoch
+        self._picks = picks
+        self._picked = {name: picks.labels(name) for name in ("WHOLE", *_LEGS.values())}
+        self._streams: dict[str, EngineStream] = {}  # one for each joined engine
+        self._closing = False
+
+    async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
+        return self._pick(request)
+
+    async def PickStream(  # type: ignore[override]  # it writes to the context: no generator for each answer
+        self, requests: AsyncIterator[PickBatch], context: _Context
+    ) -> None:
+        await context.write(PickResults())
+        async for batch in requests:
+            await context.write(PickResults(result=[self._pick_result(request) for request in batch.pick]))
+
+    async def Watch(self, request: WatchRequest, context: _Context) -> AsyncIterator[Snapshot]:
+        while True:
+            snapshot = self._registry.snapshot()
+            yield snapshot
+            await asyncio.sleep(WATCH_SECONDS)
+            while self._registry.revision == snapshot.revision:
+                await self._changes.wait()
+
+    async def Join(  # type: ignore[override]  # it writes to the context: both directions go on at once
+        self, requests: _Reports, context: _Context
+    ) -> None:
+        first = await _first_report(requests)
+        check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
+        check_identity(first)
+        stream = self._open(first)  # whoever reads our hello is known to us
+        answer = EngineCommand(hello=make_hello(self._name, self._epoch))
+        try:
+            await first_of(self._read(stream, requests), stream.write(answer, context))
+        finally:
+            self._close(stream)
+
+    def drain(self, engine_id: str, grace: float) -> None:
+        """Asks an engine to finish what it has and leave within ``grace`` seconds; ``NotFound`` when it is not here."""
+        stream = self._streams.get(engine_id)
+        if stream is None:
+            raise NotFound(f"no engine {engine_id!r} is joined")
+        duration = Duration()
+        duration.FromNanoseconds(round(grace * 1e9))
+        stream.command(EngineCommand(drain=Drain(grace=duration)))
+
+    def close(self) -> None:
+        """To be called before the streams are cut. Then it is the coordinator that leaves, not the engines: watchers,
+        who place by the last snapshot from now on, must not be told of an empty one."""
+        self._closing = True
+
+    def _pick_result(self, request: PickRequest) -> PickResult:
+        try:
+            return PickResult(response=self._pick(request))
+        except TokenloomError as error:  # one request's, not the stream's
+            return PickResult(error=to_proto(error))
+
+    def _pick(self, request: PickRequest) -> PickResponse:
+        try:
+            response = self._registry.pick(request)
+        except TokenloomError as error:
+            self._picks.labels(error.reason).inc()
+            raise
+        self._picked["WHOLE" if response.whole_request else _LEGS[request.role]].inc()
+        return response
+
+    def _open(self, first: EngineReport) -> EngineStream:
+        identity = first.identity
+        if (older := self._streams.get(identity.engine_id)) is not None:
+            older.overtake()
+        stream = EngineStream(self._registry.join(identity, first))
+        self._streams[identity.engine_id] = stream
+        log.info("engine %s joined: %s", identity.engine_id, identity.address)
+        return stream
+
+    def _close(self, stream: EngineStream) -> None:
+        if self._closing:
+            return
+        self._registry.leave(stream.record)
+        engine_id = stream.record.identity.engine_id
+        if self._streams.get(engine_id) is stream:
+            del self._streams[engine_id]
+        log.info("engine %s %s", engine_id, "was overtaken by a newer one" if stream.overtaken else "left")
+
+    async def _read(self, stream: EngineStream, requests: _Reports) -> None:
+        async for report in requests:
+            check_report(report)
+            self._registry.report(stream.record, report)
+
+
+async def _first_report(requests: _Reports) -> EngineReport:
+    try:
+        async with asyncio.timeout(_HELLO_SECONDS):
+            return await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise InvalidArgument("the stream must begin with a report that carries hello and identity", "hello") from None
+
+
+def check_identity(report: EngineReport) -> None:
+    """Checks the first report of a stream."""
+    identity = report.identity
+    if not identity.engine_id:
+        raise InvalidArgument("identity.engine_id is empty", "identity.engine_id")
+    if identity.epoch != report.hello.epoch:
+        raise InvalidArgument("identity.epoch is another than the hello's", "identity.epoch")
+    if not identity.address:
+        raise InvalidArgument("identity.address is empty", "identity.address")
+    if identity.num_kv_blocks == 0 or identity.fingerprint.block_size == 0:
+        raise InvalidArgument("identity must tell the size of the KV cache", "identity.num_kv_blocks")
+    check_report(report)
+
+
+def check_report(report: EngineReport) -> None:
+    """Checks what every report must tell."""
+    if report.role == _NO_ROLE:
+        raise InvalidArgument("role is not told", "role")
+    if report.state == _NO_STATE:
+        raise InvalidArgument("state is not told", "state")

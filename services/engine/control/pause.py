@@ -1,0 +1,59 @@
+"""Whether the engine is paused, and how: for the core, for the coordinator and for peers that watch its step."""
+
+from tokenloom.engine_core.client.async_core_client import AsyncClient
+from tokenloom.engine_core.control.pausing import PauseMode
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+from tokenloom.v1 import engine_pb2
+
+from ..core.core_utility import call_core
+from ..load import LoadTracker
+
+MODES = {
+    engine_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    engine_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    engine_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
+}
+
+
+class Pause:
+    """The one way to pause the core of this engine: nobody else calls its ``pause``, or the mesh would not know."""
+
+    def __init__(self, client: AsyncClient, load: LoadTracker) -> None:
+        self._client = client
+        self._load = load
+        self._mode = engine_pb2.PAUSE_MODE_UNSPECIFIED
+        self._is_leaving = False
+
+    @property
+    def mode(self) -> engine_pb2.PauseMode:
+        """Unspecified: not paused."""
+        return self._mode
+
+    async def begin(self, mode: engine_pb2.PauseMode, *, clear_cache: bool = False) -> None:
+        """Returns when nobody runs any more. Cancelled before that, the engine stays paused.
+
+        Raises ``InvalidArgument`` for no mode, ``FailedPrecondition`` when paused in another, leaving, or resumed
+        meanwhile, ``Unavailable`` when the core is dead.
+        """
+        if mode not in MODES:
+            raise InvalidArgument("mode must be ABORT, WAIT or KEEP", "mode")
+        if self._is_leaving:
+            raise FailedPrecondition("the engine is draining")
+        if self._mode not in (engine_pb2.PAUSE_MODE_UNSPECIFIED, mode):
+            raise FailedPrecondition(f"the engine is paused in mode {MODES[self._mode]}; resume it first")
+        self._set(mode)
+        await call_core(self._client, "pause", MODES[mode].value, clear_cache)
+
+    async def end(self) -> None:
+        """Everybody goes on; not paused, nothing happens. Raises ``Unavailable`` when the core is dead."""
+        await call_core(self._client, "resume")
+        self._set(engine_pb2.PAUSE_MODE_UNSPECIFIED)
+
+    def leave(self) -> bool:
+        """The engine drains: from now on no pause begins. Whether there is one, which who is live would not outlast."""
+        self._is_leaving = True
+        return self._mode != engine_pb2.PAUSE_MODE_UNSPECIFIED
+
+    def _set(self, mode: engine_pb2.PauseMode) -> None:
+        self._mode = mode
+        self._load.set_paused(mode != engine_pb2.PAUSE_MODE_UNSPECIFIED)

@@ -1,0 +1,62 @@
+"""The engine core's process: ``python -m tokenloom.services.engine.core.core_main --handshake ADDRESS``.
+
+A client of the core starts it. Its configuration comes in the handshake; the flags say where that is and how to log.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor.worker_launch import WORKER_COMMAND
+from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
+from tokenloom.engine_core.process.core_process import run_engine_core
+from tokenloom.services.runtime.peers.tls import CertificateFiles, MeshTLS
+from tokenloom.services.runtime.telemetry import logs
+
+from .workers import make_worker
+
+
+def make_transports(config: EngineConfig) -> list[KVTransport]:
+    """Those that ``config`` names. Raises ``ValueError`` for an unknown one."""
+    if not config.kv.transports:
+        return []
+    from tokenloom.gpu_worker.kv_connector import kv_transports
+    from tokenloom.gpu_worker.kv_connector.tcp_socket import TLS
+
+    kv = config.kv
+    tls = None
+    if (files := kv.socket_tls) is not None:
+        mesh = MeshTLS(CertificateFiles(Path(files.ca), Path(files.cert), Path(files.key)))
+        tls = TLS(mesh.server_context(), mesh.client_context(), files.peer_name)
+    return kv_transports.make_transports(
+        kv.transports, socket_listen=kv.socket_listen, socket_advertise=kv.socket_advertise, tls=tls
+    )
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--handshake", required=True, help="ZMQ address of the client")
+    parser.add_argument("--instance-id", default="engine-0", help="name of the engine, for its log")
+    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="human", choices=("human", "json"))
+    arguments = parser.parse_args()
+    logs.setup("engine_core", f"{arguments.instance_id}/core", level=arguments.log_level, style=arguments.log_format)
+    command = (
+        *WORKER_COMMAND,
+        *("--instance-id", arguments.instance_id),
+        *("--log-level", arguments.log_level, "--log-format", arguments.log_format),
+    )
+    status = run_engine_core(
+        arguments.handshake, lambda config: make_executor(config, make_worker, command), make_transports
+    )
+    sys.stderr.flush()
+    # Threads that wait in C (for signals, for the parent) must not hold up the end.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The workers that a configuration can name."""
+
+from collections.abc import Callable
+
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.worker import Worker
+
+
+def make_worker(config: EngineConfig) -> Worker:
+    """The worker that ``config`` names. Raises ``ValueError`` for an unknown one."""
+    name = config.worker.worker
+    if name not in _WORKERS:
+        raise ValueError(f"worker: {name!r} is unknown; there are {', '.join(_WORKERS)}")
+    return _WORKERS[name](config)
+
+
+def _model_worker(config: EngineConfig) -> Worker:
+    # Imported here: the hash worker needs no torch, nor the seconds that importing it takes.
+    from tokenloom.gpu_worker.platform.devices import make_worker as make_model_worker
+
+    return make_model_worker(config)
+
+
+def _hash_worker(config: EngineConfig) -> Worker:
+    from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+
+    return HashWorker(config)
+
+
+def _timed_worker(config: EngineConfig) -> Worker:
+    from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
+
+    return TimedWorker(config)
+
+
+_WORKERS: dict[str, Callable[[EngineConfig], Worker]] = {
+    "cpu": _model_worker,
+    "hash": _hash_worker,
+    "timed": _timed_worker,
+}

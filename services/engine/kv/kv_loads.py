@@ -1,0 +1,208 @@
+"""Attempts whose prompt was computed elsewhere: a lease is acquired before the core gets the request, kept while the
+core copies, and released after it. Whatever fails on the way costs a local recompute, never a wrong token."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from tokenloom.engine_core.kv_transfer.kv_messages import KVRemoteProgress, KVVerdict, KVVerify
+from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
+from tokenloom.engine_core.kv_transfer.leases import prompt_digest
+from tokenloom.engine_core.wire.embedding_rows import content_salt
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.request.errors import Unavailable, of_exception
+from tokenloom.services.runtime.host.task_group import task_group
+from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.v1 import engine_pb2, kv_transfer_pb2
+
+from ..core.core_link import CoreLink
+from ..streams.attempts import Attempt
+from .kv_channels import KVChannels
+from .kv_link import KVLink
+from .kv_paths import KVPaths
+from .kv_peers import EngineRegistry, Owner
+from .kv_reading import Reading, Stub, Verdict
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReaderConfig:
+    """What this engine reads KV into, and how.
+
+    Attributes:
+        host: As in ``EngineIdentity``.
+        kv_layout: As in ``Fingerprint``.
+        block_size: Tokens.
+        transports: By name, best first.
+        must_load: Whether a request fails whose KV cannot be had, rather than being computed here.
+    """
+
+    host: str
+    kv_layout: str
+    block_size: int
+    transports: Sequence[str]
+    must_load: bool = False
+
+
+class _Load:
+    """One attempt's, from the acquired lease to the verdict."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        """The core asks for the verdict, or the attempt ended."""
+        self.verify: KVVerify | None = None
+
+
+class KVLoads:
+    """Owns a task for each such attempt: as many as there are live ones."""
+
+    def __init__(
+        self,
+        config: ReaderConfig,
+        core: CoreLink,
+        link: KVLink,
+        registry: EngineRegistry,
+        channels: Channels,
+        on_recompute: Callable[[str], None],
+    ) -> None:
+        """``on_recompute`` gets the reason when a request goes to the core without its KV."""
+        self._config = config
+        self._core = core
+        self._link = link
+        self._registry = registry
+        self._on_recompute = on_recompute
+        self._channels = KVChannels(registry, channels)
+        self._paths = KVPaths(config.transports, config.host)
+        self._loads: dict[str, _Load] = {}  # by the attempt's key
+        self._tasks = Tasks(_log_bug)
+
+    def begin(self, attempt: Attempt, source: engine_pb2.KVSource) -> None:
+        """Brings an open attempt to the core, with its KV if that can be had."""
+        self._tasks.spawn(self._run(attempt, source), name=f"kv-load-{attempt.key}")
+
+    def on_verify(self, verify: KVVerify) -> None:
+        """The core has copied, or given up."""
+        if (load := self._loads.get(verify.request_id)) is not None:  # else it ended meanwhile, which the core knows
+            load.verify = verify
+            load.over.set()
+
+    async def close(self) -> None:
+        """Leases that are still held run out by themselves."""
+        await self._tasks.close()
+        await self._channels.close()
+
+    async def _run(self, attempt: Attempt, source: engine_pb2.KVSource) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    owner = await self._registry.find(source.engine_id, source.engine_epoch)
+                    stub = await stack.enter_async_context(self._channels.stub(owner.kv_address))
+                    reading = await self._acquire(stub, owner, attempt, source)
+                except KVTransferError as failure:
+                    await self._do_without(attempt, failure)
+                else:
+                    await self._read(attempt, owner, reading)
+        except Exception as error:  # the edge: a bug in one load must not end the engine
+            self._core.fail(attempt, of_exception(error))
+
+    async def _acquire(self, stub: Stub, owner: Owner, attempt: Attempt, source: engine_pb2.KVSource) -> Reading:
+        request = attempt.request
+        if request is None:
+            raise KVTransferError("not_found", "the attempt has ended")
+        token_ids = [*request.prompt_token_ids, *request.accepted_token_ids][: source.num_tokens]
+        if not (transports := self._paths.to(owner)):
+            raise KVTransferError("transport", f"no transport of this engine reaches {owner.engine_id!r}")
+        began = time.monotonic()
+        reading = await Reading.acquire(
+            stub,
+            kv_transfer_pb2.AcquireRequest(
+                lease_id=source.lease_id,
+                engine_epoch=source.engine_epoch,
+                kv_layout=self._config.kv_layout,
+                prompt_digest=prompt_digest(token_ids, content_salt(request.cache_salt, request.prompt_embeds)),
+                transports=transports,
+            ),
+            num_tokens=source.num_tokens,
+            block_size=self._config.block_size,
+        )
+        attempt.kv_wait_ns += round((time.monotonic() - began) * 1e9)
+        return reading
+
+    async def _do_without(self, attempt: Attempt, failure: KVTransferError) -> None:
+        if attempt.request is None:
+            return  # ended meanwhile
+        log.warning("%s: KV cannot be had (%s)", attempt.request_id, failure)
+        self._on_recompute(failure.reason)
+        if self._config.must_load:
+            self._core.fail(attempt, Unavailable("the prompt's KV was lost on the way; another try may succeed"))
+        else:
+            await self._hand_over(attempt, attempt.request)
+
+    async def _read(self, attempt: Attempt, owner: Owner, reading: Reading) -> None:
+        """The life of an acquired lease."""
+        load = _Load()
+        lost = ""
+        if (request := attempt.request) is not None:
+            request.remote_kv = reading.target
+            self._loads[attempt.key] = load
+            attempt.on_end = load.over.set
+            try:
+                is_complete = not request.awaits_tokens  # there would be a first token
+                await self._hand_over(attempt, request)
+                lost = await self._hold(attempt.key, load, reading, is_complete=is_complete)
+            finally:
+                del self._loads[attempt.key]
+        if load.verify is not None and load.verify.failure == "transport":
+            self._paths.note_failure(owner, reading.target.transport)
+        if lost:
+            verdict = Verdict(valid=False, reason=lost)
+        else:
+            verdict = await _release(reading)
+            if load.verify is None or not load.verify.copied:
+                return  # nobody waits for it
+        await self._link.tell(
+            KVVerdict(attempt.key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums))
+        )
+
+    async def _hand_over(self, attempt: Attempt, request: EngineCoreRequest) -> None:
+        assert attempt.request is request
+        try:
+            await self._core.hand_over(attempt)
+        except Unavailable as error:
+            self._core.fail(attempt, error)
+
+    async def _hold(self, key: str, load: _Load, reading: Reading, *, is_complete: bool) -> str:
+        """Until the load is over: renews the lease, and passes on how far an incomplete prefill is. Why the lease did
+        not last, if so."""
+        try:
+            async with task_group() as group:
+                helpers: list[asyncio.Task[None]] = [group.create_task(reading.keep(), name="kv-renew")]
+                if not is_complete:
+                    helpers.append(group.create_task(self._follow(key, reading), name="kv-progress"))
+                await load.over.wait()
+                for task in helpers:
+                    task.cancel()
+        except KVTransferError as failure:
+            log.warning("a lease did not last: %s", failure)
+            return failure.reason
+        return ""
+
+    async def _follow(self, key: str, reading: Reading) -> None:
+        async for tokens_ready in reading.progress():
+            await self._link.tell(KVRemoteProgress(key, tokens_ready))
+
+
+async def _release(reading: Reading) -> Verdict:
+    try:
+        return await reading.release()
+    except KVTransferError as failure:
+        return Verdict(valid=False, reason=failure.reason)
+
+
+def _log_bug(error: BaseException) -> None:
+    log.error("a load ended by a bug", exc_info=error)

@@ -1,0 +1,60 @@
+"""Metrics of KV that moves between engines, under ``tokenloom_``: vLLM has no names for them."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from tokenloom.engine_core.kv_transfer.kv_messages import KV_FAILURES
+from tokenloom.engine_core.wire.messages import SchedulerStats
+from tokenloom.services.runtime.telemetry.fast_metrics import CounterReading
+
+PREFIX = "tokenloom_"
+
+
+class KVMetrics:
+    """What this engine read of others and holds for them."""
+
+    def __init__(self, registry: CollectorRegistry, model: str, engine: str) -> None:
+        labels = ("model_name", "engine")
+        self._labels = (model, engine)
+        self._seen = SchedulerStats()
+        CounterReading(
+            registry,
+            f"{PREFIX}kv_transfer_blocks",
+            "KV blocks read from other engines, and valid.",
+            dict(zip(labels, self._labels, strict=True)),
+            lambda: self._seen.kv_blocks_received,
+        )
+        self._bytes = Counter(
+            f"{PREFIX}kv_transfer_bytes",
+            "Bytes of those blocks, by transport.",
+            (*labels, "transport"),
+            registry=registry,
+        )
+        self._recomputes = Counter(
+            f"{PREFIX}kv_recompute",
+            "Requests whose KV elsewhere was not used, by reason.",
+            (*labels, "reason"),
+            registry=registry,
+        )
+        leases = Gauge(f"{PREFIX}kv_leases", "Leases held for other engines.", labels, registry=registry)
+        leases.labels(*self._labels).set_function(lambda: self._seen.num_leases)
+        for reason in KV_FAILURES:  # rates need a start
+            self._recomputes.labels(*self._labels, reason)
+
+    def start_transports(self, names: Iterable[str]) -> None:
+        """Shows zero bytes for each transport that may be used: rates need a start."""
+        for name in names:
+            self._bytes.labels(*self._labels, name)
+
+    def observe_recompute(self, reason: str) -> None:
+        """A request went to the core without the KV that it came for."""
+        self._recomputes.labels(*self._labels, reason).inc()
+
+    def observe_stats(self, stats: SchedulerStats) -> None:
+        """The core's counters, as they are now."""
+        seen, self._seen = self._seen, stats
+        for transport, count in stats.kv_bytes_received.items():
+            self._bytes.labels(*self._labels, transport).inc(count - seen.kv_bytes_received.get(transport, 0))
+        for reason, count in stats.kv_recomputes.items():
+            self._recomputes.labels(*self._labels, reason).inc(count - seen.kv_recomputes.get(reason, 0))

@@ -1,0 +1,114 @@
+"""The ``KVTransfer`` service: readers elsewhere, and the leases that this engine's core holds for them."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from google.protobuf import duration_pb2
+
+from tokenloom.engine_core.kv_transfer.kv_messages import KVAnswer
+from tokenloom.request.errors import InvalidArgument, Unimplemented
+from tokenloom.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+
+from ..core.core_request import LEASE_ID_BYTES
+from . import kv_errors
+from .kv_link import KVLink
+
+DIGEST_BYTES = 32
+_MAX_ACQUISITION_ID_BYTES = 64
+_MAX_TRANSPORTS = 16
+_MAX_NAME_CHARS = 256
+
+
+class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
+    """Checks what came, and passes it on. Errors are raised; the edge makes statuses of them."""
+
+    def __init__(self, link: KVLink, epoch: int) -> None:
+        """``epoch``: this engine's; a lease of an earlier incarnation is gone with it."""
+        self._link = link
+        self._epoch = epoch
+
+    async def Acquire(self, request: kv_transfer_pb2.AcquireRequest, context: Any) -> kv_transfer_pb2.AcquireResponse:
+        self._check_epoch(request.engine_epoch)
+        _check_acquire(request)
+        answer = _valid(
+            await self._link.acquire(
+                request.lease_id,
+                kv_layout=request.kv_layout,
+                prompt_digest=request.prompt_digest,
+                transports=list(request.transports),
+            )
+        )
+        target = answer.target
+        assert target is not None, "acquired, but no target"
+        return kv_transfer_pb2.AcquireResponse(
+            acquisition_id=target.acquisition_id,
+            transport=target.transport,
+            endpoint=target.endpoint,
+            block_ids=target.block_ids,
+            generations=target.generations,
+            checksums=target.checksums,
+            ttl=_duration(answer.ttl_seconds),
+        )
+
+    async def Progress(
+        self, request: kv_transfer_pb2.ProgressRequest, context: Any
+    ) -> AsyncIterator[kv_transfer_pb2.ProgressResponse]:
+        self._check_epoch(request.engine_epoch)
+        _check_acquisition(request.acquisition_id)
+        seen, is_complete = 0, False
+        while not is_complete:
+            answer = _valid(await self._link.progress(request.acquisition_id, seen))
+            seen, is_complete = answer.tokens_ready, answer.tokens_ready >= answer.num_tokens
+            yield kv_transfer_pb2.ProgressResponse(tokens_ready=seen)
+
+    async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Any) -> kv_transfer_pb2.RenewResponse:
+        self._check_epoch(request.engine_epoch)
+        _check_acquisition(request.acquisition_id)
+        answer = _valid(await self._link.renew(request.acquisition_id))
+        return kv_transfer_pb2.RenewResponse(ttl=_duration(answer.ttl_seconds))
+
+    async def Release(self, request: kv_transfer_pb2.ReleaseRequest, context: Any) -> kv_transfer_pb2.ReleaseResponse:
+        self._check_epoch(request.engine_epoch)
+        _check_acquisition(request.acquisition_id)
+        answer = await self._link.release(request.acquisition_id, list(request.generations))
+        return kv_transfer_pb2.ReleaseResponse(
+            valid=answer.valid and not answer.failure,
+            reason=answer.failure,
+            checksums=answer.checksums,
+        )
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise kv_errors.to_error("owner_lost", "engine_epoch is not this incarnation's: its leases are gone")
+
+
+def _check_acquire(request: kv_transfer_pb2.AcquireRequest) -> None:
+    if len(request.lease_id) != LEASE_ID_BYTES:
+        raise InvalidArgument(f"lease_id has {len(request.lease_id)} bytes, expected {LEASE_ID_BYTES}", "lease_id")
+    if len(request.prompt_digest) != DIGEST_BYTES:
+        raise InvalidArgument(
+            f"prompt_digest has {len(request.prompt_digest)} bytes, expected {DIGEST_BYTES}", "prompt_digest"
+        )
+    if not 1 <= len(request.transports) <= _MAX_TRANSPORTS:
+        raise InvalidArgument(f"transports must name 1 to {_MAX_TRANSPORTS} of them", "transports")
+    if any(len(name) > _MAX_NAME_CHARS for name in (request.kv_layout, *request.transports)):
+        raise InvalidArgument(f"names have at most {_MAX_NAME_CHARS} characters", "kv_layout")
+    if request.skip_tokens:
+        raise Unimplemented("skip_tokens must be 0: readers choose the blocks they copy", field="skip_tokens")
+
+
+def _check_acquisition(acquisition_id: bytes) -> None:
+    if not 1 <= len(acquisition_id) <= _MAX_ACQUISITION_ID_BYTES:
+        raise InvalidArgument("acquisition_id must be as Acquire answered it", "acquisition_id")
+
+
+def _valid(answer: KVAnswer) -> KVAnswer:
+    if answer.failure:
+        raise kv_errors.to_error(answer.failure, answer.detail)
+    return answer
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

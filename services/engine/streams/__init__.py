@@ -1,0 +1,1 @@
+"""The ``Engine`` service: one stream for each peer, its attempts and its frames."""

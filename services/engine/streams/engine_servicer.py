@@ -1,0 +1,96 @@
+"""The ``Engine`` service: one :class:`ConnectStream` for each peer."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+from tokenloom.request.errors import FailedPrecondition, TokenloomError
+from tokenloom.services.runtime.peers.hello import check_hello
+from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
+
+from ..core.core_link import CoreLink
+from ..kv.kv_front import KVFront
+from .connect_stream import ConnectStream, Context
+from .engine_admission import Admission
+
+HELLO_SECONDS = 5.0
+"""How long a peer may take to say who it is."""
+
+
+class EngineServicer(engine_pb2_grpc.EngineServicer):
+    """Owns the streams of all peers."""
+
+    def __init__(
+        self,
+        hello: types_pb2.Hello,
+        limits: types_pb2.ModelLimits,
+        core: CoreLink,
+        admission: Admission,
+        kv: KVFront | None = None,
+        *,
+        frame_interval: float = 0.0,
+    ) -> None:
+        """``hello``: this engine's own. ``kv``: None when it moves no KV. ``frame_interval``: of every stream."""
+        self._hello = hello
+        self._limits = limits
+        self._core = core
+        self._admission = admission
+        self._kv = kv
+        self._frame_interval = frame_interval
+        self._stream_ids = itertools.count(1)
+        self._streams: dict[ConnectStream, asyncio.Event] = {}  # with what tells that it ended
+
+    async def Connect(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
+        self, request_iterator: AsyncIterator[engine_pb2.EngineInput], context: Context
+    ) -> None:
+        """See the contract in engine.proto."""
+        first = await self._receive_hello(request_iterator)
+        stream = ConnectStream(
+            next(self._stream_ids),
+            first.hello,
+            self._limits,
+            self._core,
+            self._admission,
+            self._kv,
+            frame_interval=self._frame_interval,
+        )
+        ended = self._streams[stream] = asyncio.Event()
+        try:
+            await stream.run(first, request_iterator, context, self._hello)
+        finally:
+            del self._streams[stream]
+            ended.set()
+
+    def fail_live(self, error: TokenloomError) -> None:
+        """Ends every live request with ``error``."""
+        for stream in self._streams:
+            stream.fail_live(error)
+
+    async def idle(self) -> None:
+        """Returns once every request is answered and the answers are sent."""
+        while busy := [stream for stream in self._streams if not stream.is_idle]:
+            await busy[0].wait_idle()
+
+    async def close(self, error: TokenloomError, grace: float) -> None:
+        """Fails what is live and ends all streams with ``error``; waits ``grace`` seconds at most for their ends."""
+        ends = list(self._streams.values())
+        for stream in self._streams:
+            stream.close(error)
+        try:
+            async with asyncio.timeout(grace):
+                for ended in ends:
+                    await ended.wait()
+        except TimeoutError:
+            pass  # a peer that does not read: its stream is cut off with the server
+
+    async def _receive_hello(self, requests: AsyncIterator[engine_pb2.EngineInput]) -> engine_pb2.EngineInput:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                first = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            raise FailedPrecondition(f"hello: none came within {HELLO_SECONDS:g} s") from None
+        if not first.HasField("hello"):
+            raise FailedPrecondition("hello: a stream's first message must carry one")
+        ours = self._hello
+        check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
+        return first

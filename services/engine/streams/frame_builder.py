@@ -1,0 +1,236 @@
+"""Steps → frames of one stream, in columns. Without I/O: steps that wait for credit merge here."""
+
+import msgspec
+
+from tokenloom.request import logprob_columns
+from tokenloom.v1 import engine_pb2, types_pb2
+
+DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""gRPC's own limit: of a peer that names none."""
+
+# Upper bounds of what a field costs on the wire.
+_FRAME_BYTES = 64
+_ROW_BYTES = 20  # slot, token_index and num_tokens, varints of at most 5 bytes each, and the columns' growing lengths
+_TOKEN_BYTES = 5
+_LOGPROBS_BYTES = 48  # of one slot, beside its positions
+_POSITION_BYTES = 9  # a float and a rank; so is each alternative, a float and a token id
+_MIN_MESSAGE_BYTES = 1024
+_UNWANTED = (types_pb2.FINISH_REASON_ABORT, types_pb2.FINISH_REASON_ERROR)  # what waits of it is of no use any more
+
+
+class _Row(msgspec.Struct):
+    token_index: int
+    token_ids: list[int]
+    logprobs: types_pb2.Logprobs | None = None
+    """Of all of ``token_ids``, when asked for."""
+
+    def split(self, count: int) -> "_Row":
+        """Keeps the first ``count`` tokens and returns the rest."""
+        size = len(self.token_ids)
+        rest = _Row(self.token_index + count, self.token_ids[count:])
+        self.token_ids = self.token_ids[:count]
+        if self.logprobs is not None:
+            rest.logprobs = logprob_columns.part(self.logprobs, count, size)
+            self.logprobs = logprob_columns.part(self.logprobs, 0, count)
+        return rest
+
+
+class FrameBuilder:
+    """Tokens and ends that were not sent yet. Holds at most what the live slots of its stream may still produce."""
+
+    def __init__(self, max_message_bytes: int = 0) -> None:
+        """``max_message_bytes``: as in the peer's Hello; 0: it named none."""
+        self._max_bytes = max(max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MIN_MESSAGE_BYTES)
+        self._rows: dict[int, _Row] = {}
+        self._begun: list[int] = []  # slots of rows that begin with an output's first token
+        self._num_tokens = 0  # of the rows, at most
+        self._num_told = 0  # rows with log probabilities, at most
+        self._finished: dict[int, engine_pb2.Finished] = {}
+        self._grants: dict[int, engine_pb2.KVGrant] = {}
+        self._prompts: dict[int, tuple[int, types_pb2.Logprobs]] = {}  # with the position of the first
+        self.is_urgent = False
+        """Whether anything waits that somebody waits for: a first token, an end, a lease."""
+
+    @property
+    def has_data(self) -> bool:
+        return bool(self._rows or self._finished or self._grants or self._prompts)
+
+    def add_tokens(
+        self, slot: int, token_index: int, token_ids: list[int], logprobs: types_pb2.Logprobs | None = None
+    ) -> None:
+        """Appends what a step produced; list and columns are kept. ``token_index`` is that of the first, and leaves no
+        gap."""
+        self._num_tokens += len(token_ids)
+        self._num_told += logprobs is not None
+        row = self._rows.get(slot)
+        if row is None:
+            self._rows[slot] = _Row(token_index, token_ids, logprobs)
+            if not token_index:
+                self._begun.append(slot)
+                self.is_urgent = True
+            return
+        assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: a gap at token {token_index}"
+        row.token_ids.extend(token_ids)
+        if logprobs is not None:
+            assert row.logprobs is not None, f"slot {slot}: log probabilities of some of its tokens only"
+            logprob_columns.extend(row.logprobs, logprobs)
+
+    def add_prompt(self, slot: int, logprobs: types_pb2.Logprobs) -> None:
+        """The prompt's log probabilities, from its second token on, once; the slot's tokens follow them."""
+        self._prompts[slot] = 1, logprobs
+        self.is_urgent = True
+
+    def grant(self, slot: int, kv: engine_pb2.KVSource) -> None:
+        """A lease was granted ahead of the slot's first token; not worth telling any more once the slot ended."""
+        self._grants[slot] = engine_pb2.KVGrant(slot=slot, kv=kv)
+        self.is_urgent = True
+
+    def finish(self, finished: engine_pb2.Finished) -> None:
+        """Ends a slot, once; its tokens go first or in the same frame."""
+        assert finished.slot not in self._finished, f"slot {finished.slot} finished twice"
+        self._finished[finished.slot] = finished
+        self.is_urgent = True
+        self._grants.pop(finished.slot, None)
+        if finished.reason in _UNWANTED:
+            self._prompts.pop(finished.slot, None)
+
+    def cut(self, slot: int, num_tokens: int) -> None:
+        """A stop string was found: drops later tokens, and changes an end that waits here to a stop."""
+        row = self._rows.get(slot)
+        if row is not None:
+            kept = max(num_tokens - row.token_index, 0)
+            del row.token_ids[kept:]
+            if row.logprobs is not None:
+                row.logprobs = logprob_columns.part(row.logprobs, 0, kept)
+            if not row.token_ids:
+                del self._rows[slot]
+        if (finished := self._finished.get(slot)) is not None:
+            finished.reason = types_pb2.FINISH_REASON_STOP
+            finished.num_output_tokens = min(num_tokens, finished.num_output_tokens)
+            for field in ("stop_token_id", "error", "kv"):
+                finished.ClearField(field)
+
+    def take(self, step: int) -> engine_pb2.EngineFrame:
+        """The next frame: all that waits, or as much of it as one message holds. First tokens come first: who deals a
+        frame out deals them before the others."""
+        if self._begun:
+            begun = {slot: self._rows[slot] for slot in self._begun if slot in self._rows}  # else a stop cut it off
+            self._rows = begun | self._rows
+            self._begun = []
+        room = self._max_bytes - _FRAME_BYTES
+        if not (self._finished or self._grants or self._prompts or self._num_told) and (
+            _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= room
+        ):
+            return self._take_tokens(step)
+        grants = self._take_grants(room // 2)
+        room -= sum(grant.ByteSize() + 8 for grant in grants)
+        logprobs = self._take_prompts(room) if self._prompts else []
+        room -= sum(each.ByteSize() + 8 for each in logprobs)
+        is_empty = not (grants or logprobs)
+        slots, indices, counts, token_ids = [], [], [], []
+        for slot, row, count in self._take_rows(room, is_alone=is_empty):
+            slots.append(slot)
+            indices.append(row.token_index)
+            counts.append(count)
+            token_ids += row.token_ids
+            room -= _ROW_BYTES + _TOKEN_BYTES * count
+            if row.logprobs is not None:
+                logprobs.append(_slot_logprobs(slot, row.token_index, row.logprobs))
+                room -= logprobs[-1].ByteSize() + 8
+        finished = self._take_finished(room, at_least=0 if slots or not is_empty else 1)
+        self.is_urgent = self.has_data  # what did not fit has waited enough
+        if not self._rows:
+            self._num_tokens = self._num_told = 0
+        return engine_pb2.EngineFrame(
+            step=step,
+            slot=slots,
+            token_index=indices,
+            num_tokens=counts if len(token_ids) != len(slots) else (),
+            token_ids=token_ids,
+            finished=finished,
+            logprobs=logprobs,
+            kv_granted=grants,
+        )
+
+    def _take_tokens(self, step: int) -> engine_pb2.EngineFrame:
+        """All rows, when there is nothing else and they fit: what nearly every step is."""
+        rows, self._rows, self._num_tokens = self._rows, {}, 0
+        self.is_urgent = False
+        counts = [len(row.token_ids) for row in rows.values()]
+        return engine_pb2.EngineFrame(
+            step=step,
+            slot=rows,
+            token_index=[row.token_index for row in rows.values()],
+            num_tokens=() if counts.count(1) == len(counts) else counts,
+            token_ids=[token_id for row in rows.values() for token_id in row.token_ids],
+        )
+
+    def _take_rows(self, room: int, *, is_alone: bool) -> list[tuple[int, _Row, int]]:
+        """Rows that fit, or their first tokens, with how many those are; one token at least if nothing else goes."""
+        taken: list[tuple[int, _Row, int]] = []
+        rows, self._rows = self._rows, {}
+        for slot in self._prompts:  # which goes first
+            if (row := rows.pop(slot, None)) is not None:
+                self._rows[slot] = row
+        for slot, row in rows.items():
+            fixed, per_token = (_ROW_BYTES, _TOKEN_BYTES) if row.logprobs is None else _cost(row.logprobs)
+            size = count = len(row.token_ids)
+            if room < fixed + per_token * size:
+                count = max((room - fixed) // per_token, 0)
+                if not count and is_alone and not taken:
+                    count = 1  # with more alternatives than a peer takes that takes next to nothing
+                if count < size:
+                    self._rows[slot] = row.split(count) if count else row
+            if count:
+                taken.append((slot, row, count))
+                room -= fixed + per_token * count
+        return taken
+
+    def _take_prompts(self, room: int) -> list[engine_pb2.SlotLogprobs]:
+        """Prompts' log probabilities, as many positions as fit, at least one."""
+        taken: list[engine_pb2.SlotLogprobs] = []
+        prompts, self._prompts = self._prompts, {}
+        for slot, (start, logprobs) in prompts.items():
+            size = logprob_columns.num_positions(logprobs)
+            per_position = _POSITION_BYTES * (1 + logprobs.top)
+            count = min(size, max((room - _LOGPROBS_BYTES) // per_position, 0 if taken else 1))
+            if count < size:
+                self._prompts[slot] = start + count, logprob_columns.part(logprobs, count, size)
+                logprobs = logprob_columns.part(logprobs, 0, count)
+            if count > 0:
+                taken.append(_slot_logprobs(slot, start, logprobs, of_prompt=True))
+                room -= _LOGPROBS_BYTES + per_position * count
+        return taken
+
+    def _take_grants(self, room: int) -> list[engine_pb2.KVGrant]:
+        """As many as fit, at least one: all name the same engine, so that they are about equally large."""
+        if not self._grants:
+            return []
+        grants = list(self._grants.values())
+        count = max(room // (grants[0].ByteSize() + 16), 1)
+        self._grants = {grant.slot: grant for grant in grants[count:]}
+        return grants[:count]
+
+    def _take_finished(self, room: int, at_least: int) -> list[engine_pb2.Finished]:
+        """Ends whose tokens are all on their way, as many as fit."""
+        taken: list[engine_pb2.Finished] = []
+        finished, self._finished = self._finished, {}
+        for slot, end in finished.items():
+            num_bytes = end.ByteSize() + 8
+            if slot in self._rows or slot in self._prompts or (num_bytes > room and len(taken) >= at_least):
+                self._finished[slot] = end
+            else:
+                room -= num_bytes
+                taken.append(end)
+        return taken
+
+
+def _cost(logprobs: types_pb2.Logprobs) -> tuple[int, int]:
+    """Bytes of a row with them, and of each of its tokens."""
+    return _ROW_BYTES + _LOGPROBS_BYTES, _TOKEN_BYTES + _POSITION_BYTES * (1 + logprobs.top)
+
+
+def _slot_logprobs(
+    slot: int, token_index: int, logprobs: types_pb2.Logprobs, *, of_prompt: bool = False
+) -> engine_pb2.SlotLogprobs:
+    return engine_pb2.SlotLogprobs(slot=slot, prompt=of_prompt, token_index=token_index, logprobs=logprobs)

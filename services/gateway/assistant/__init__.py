@@ -1,0 +1,1 @@
+"""An assistant's turn, parsed as it grows: text, reasoning and tool calls."""

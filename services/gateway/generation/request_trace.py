@@ -1,0 +1,89 @@
+"""The span of one request at the gateway: the root of its trace, unless the client has begun one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from tokenloom.request.errors import of_exception
+from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, Headers, Span, Tracer
+from tokenloom.v1 import inference_pb2, output_processor_pb2
+
+from ..metrics import FINISH_REASONS
+from .job import Chat, Job
+
+
+class Outcome(Protocol):
+    """What came of a request, as :class:`Generation` tells it."""
+
+    request_id: str
+    finished: dict[int, output_processor_pb2.RequestFinished]
+
+    @property
+    def usage(self) -> inference_pb2.Usage: ...
+
+
+class RequestTrace:
+    """One sampled request's. ``outcome`` is set once there is one."""
+
+    def __init__(self, span: Span) -> None:
+        self.outcome: Outcome | None = None
+        self._span = span
+
+    @property
+    def headers(self) -> Headers:
+        """For the parts that work on the request."""
+        return self._span.headers
+
+    def end(self, error: str) -> None:
+        """It is over."""
+        self._span.end(_outcome_attributes(self.outcome) if self.outcome is not None else None, error)
+
+
+@contextmanager
+def traced(tracer: Tracer | None, job: Job, headers: Headers, model: str) -> Iterator[RequestTrace | None]:
+    """Makes the span of a request. ``headers``: of the client's trace. Gives None when nobody traces it."""
+    operation = "chat" if isinstance(job.prompts, Chat) else "text_completion"
+    span = None
+    if tracer is not None:
+        attributes = _request_attributes(operation, job, model)
+        span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)
+    if span is None:
+        yield None
+        return
+    trace, error = RequestTrace(span), "the client left"
+    token = CURRENT.set(trace.headers)
+    try:
+        yield trace
+        error = ""
+    except Exception as raised:
+        error = of_exception(raised).message
+        raise
+    finally:
+        CURRENT.reset(token)
+        trace.end(error)
+
+
+def _request_attributes(operation: str, job: Job, model: str) -> Attributes:
+    """As https://opentelemetry.io/docs/specs/semconv/gen-ai/ names them; only what the client set."""
+    attributes: dict[str, str | int | float] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "tokenloom",
+        "gen_ai.request.model": model,
+    }
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed"):
+        if value := getattr(job.sampling, name):
+            attributes[f"gen_ai.request.{name}"] = str(value) if name == "seed" else value
+    if job.num_samples > 1:
+        attributes["gen_ai.request.choice.count"] = job.num_samples
+    return attributes
+
+
+def _outcome_attributes(outcome: Outcome) -> Attributes:
+    usage = outcome.usage
+    return {
+        "gen_ai.response.id": outcome.request_id,
+        "gen_ai.response.finish_reasons": [FINISH_REASONS[each.reason] for each in outcome.finished.values()],
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "tokenloom.cached_tokens": usage.cached_tokens,
+    }

@@ -1,0 +1,92 @@
+"""A chat of the public gRPC API in OpenAI's form, so that it is read as one that comes over HTTP."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1 import inference_pb2
+
+from ..generation.job import Chat
+from ..http import sse
+from ..openai.chat_messages import read_messages
+from ..tools.tool_request import ToolRequest, read_tool_request, tools_json
+
+_MODES = {
+    inference_pb2.TOOL_CHOICE_MODE_NONE: "none",
+    inference_pb2.TOOL_CHOICE_MODE_AUTO: "auto",
+    inference_pb2.TOOL_CHOICE_MODE_REQUIRED: "required",
+}
+
+
+def read_chat(chat: inference_pb2.ChatPrompt) -> tuple[Chat, ToolRequest]:
+    """The conversation and its tools. Raises ``InvalidArgument`` naming the field."""
+    parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
+    request = read_tool_request(_tools(chat), _choice(chat), parallel)
+    kwargs = _template_kwargs(chat)
+    conversation = Chat(
+        messages_json=read_messages([_message(message) for message in chat.messages], "chat.messages"),
+        tools_json=tools_json(request.tools),
+        template_kwargs_json=sse.encode_json(kwargs) if kwargs else b"",
+        add_generation_prompt=not chat.HasField("add_generation_prompt") or chat.add_generation_prompt,
+    )
+    return conversation, request
+
+
+def _message(message: inference_pb2.ChatMessage) -> Mapping[str, object]:
+    calls = [
+        {"id": call.id, "function": {"name": call.function.name, "arguments": call.function.arguments}}
+        for call in message.tool_calls
+    ]
+    texts = {name: getattr(message, name) for name in ("role", "content", "name", "tool_call_id", "reasoning")}
+    return texts | {"tool_calls": calls}
+
+
+def _tools(chat: inference_pb2.ChatPrompt) -> list[object]:
+    return [_tool(f"tools[{index}].function", tool.function) for index, tool in enumerate(chat.tools)]
+
+
+def _tool(where: str, function: inference_pb2.Function) -> Mapping[str, object]:
+    definition: dict[str, object] = {"name": function.name}
+    if function.description:
+        definition["description"] = function.description
+    if function.parameters:
+        definition["parameters"] = _schema(f"{where}.parameters", function.parameters)
+    return {"type": "function", "function": definition}
+
+
+def _schema(where: str, source: str) -> object:
+    try:
+        return json.loads(source)
+    except (ValueError, RecursionError):
+        raise InvalidArgument(f"{where} is not JSON", where) from None
+
+
+def _choice(chat: inference_pb2.ChatPrompt) -> object:
+    if not chat.HasField("tool_choice"):
+        return None
+    choice = chat.tool_choice
+    if choice.WhichOneof("choice") == "function":
+        return {"type": "function", "function": {"name": choice.function}}
+    if choice.mode not in _MODES:
+        raise InvalidArgument("tool_choice must be a mode (none, auto, required) or a function's name", "tool_choice")
+    return _MODES[choice.mode]
+
+
+def _template_kwargs(chat: inference_pb2.ChatPrompt) -> Any:
+    try:
+        return _whole_numbers(json_format.MessageToDict(chat.template_kwargs))
+    except (ValueError, json_format.Error) as error:  # NaN and infinities
+        raise InvalidArgument(f"chat.template_kwargs: {error}", "chat.template_kwargs") from None
+
+
+def _whole_numbers(value: Any) -> Any:
+    """A Struct has no integers; a template that counts or slices needs them."""
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return int(value) if is_whole else value

@@ -1,0 +1,166 @@
+"""The public gRPC API."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from tokenloom.request import errors, logprob_columns
+from tokenloom.services.runtime.telemetry.tracing import pick_headers
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+from ..assistant.message_plans import MessagePlans
+from ..assistant.parsed_message import MessagePlan, ParsedMessage
+from ..generation.generation import Generation, Generator
+from ..generation.job import Job
+from ..health import MeshHealth
+from ..http.endpoint import check_model
+from ..mesh.collector import Delta
+from .inference_request import read_request
+from .input_session import InputSession
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+MAX_SESSIONS = 1024
+"""Open at once: each holds its tokens, a context's length at most."""
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    """Generates over the same road as HTTP."""
+
+    def __init__(
+        self, generator: Generator, health: MeshHealth, model: str, plans: MessagePlans, idle_timeout: float
+    ) -> None:
+        """``idle_timeout``: seconds that a session may wait for its next turn."""
+        self._idle_timeout = idle_timeout
+        self._num_sessions = 0
+        self._generator = generator
+        self._health = health
+        self._model = model
+        self._plans = plans
+
+    async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Writes to the context: a handler parked in a ``yield`` would not see the cancellation at once."""
+        check_model(request.model or None, self._model)
+        job, plan = read_request(request, self._plans, context.time_remaining())
+        await _echo_id(request, context)
+        await self._answer(request, job, plan, context)
+
+    async def GenerateSession(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
+    ) -> None:
+        """Writes to the context, too."""
+        if self._num_sessions >= MAX_SESSIONS:
+            raise errors.ResourceExhausted(f"{MAX_SESSIONS} sessions are open; try again")
+        self._num_sessions += 1
+        try:
+            await self._converse(request_iterator, context)
+        finally:
+            self._num_sessions -= 1
+
+    async def _converse(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Context) -> None:
+        """Reads a turn when the one before is answered: those that wait are in gRPC's window, which bounds them."""
+        session: InputSession | None = None
+        while (request := await self._next_turn(requests)) is not None:
+            check_model(request.model or None, self._model)
+            if session is None:
+                session = InputSession()
+                await _echo_id(request, context)
+            job = session.read_turn(request, self._plans, context.time_remaining())
+            await self._answer(request, job, None, context, session)
+            session.end()
+
+    async def _next_turn(
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest]
+    ) -> inference_pb2.GenerateRequest | None:
+        try:
+            async with asyncio.timeout(self._idle_timeout):
+                return await anext(requests, None)
+        except TimeoutError:
+            raise errors.DeadlineExceeded(f"the session's next turn did not come in {self._idle_timeout:g} s") from None
+
+    async def _answer(
+        self,
+        request: inference_pb2.GenerateRequest,
+        job: Job,
+        plan: MessagePlan | None,
+        context: Context,
+        session: InputSession | None = None,
+    ) -> None:
+        """``session``: hears of the tokens."""
+        trace_headers = pick_headers(context.invocation_metadata() or ())
+        async with self._generator.open(job, trace_headers) as generation:
+            if session is not None:
+                session.begin(generation.prompts[0])
+            prompt_ids = generation.prompts[0] if request.return_prompt_token_ids else ()
+            live = generation.num_outputs
+            is_open = generation.opens_reasoning
+            turns = [ParsedMessage(plan, reasoning_is_open=is_open) for _ in range(live)] if plan is not None else ()
+            while not generation.done:
+                for delta in await generation.take():
+                    response = _response(generation, delta)
+                    if session is not None:
+                        session.take(delta.token_ids)
+                    if turns:
+                        _tell_apart(response, turns[delta.index], ends=delta.finished is not None)
+                    response.prompt_token_ids.extend(prompt_ids)
+                    prompt_ids = ()
+                    live -= delta.finished is not None
+                    if not live:
+                        _close(response, generation, with_timeline=request.return_timeline)
+                    await context.write(response)
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        limits = self._health.limits()
+        model = inference_pb2.Model(name=self._model, max_model_len=limits.max_model_len if limits else 0)
+        return inference_pb2.ListModelsResponse(models=[model])
+
+
+async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> None:
+    if request.user_request_id:
+        await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
+
+
+def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateResponse:
+    response = inference_pb2.GenerateResponse(
+        request_id=generation.request_id,
+        index=delta.index,
+        text=delta.text,
+        token_ids=delta.token_ids,
+        token_index=delta.token_index,
+    )
+    for told in delta.logprobs:
+        response.logprobs.top = told.logprobs.top
+        logprob_columns.extend(response.logprobs, told.logprobs)
+    for told in delta.prompt_logprobs:
+        response.prompt_logprobs.top = told.logprobs.top
+        logprob_columns.extend(response.prompt_logprobs, told.logprobs)
+    if delta.finished is not None:
+        response.finish_reason = delta.finished.reason
+        response.stop_reason = delta.finished.stop_reason
+    return response
+
+
+def _tell_apart(response: inference_pb2.GenerateResponse, turn: ParsedMessage, *, ends: bool) -> None:
+    """Puts reasoning and calls, out of the text, where they belong."""
+    told = turn.feed(response.text, ends=ends)
+    response.text, response.reasoning = told.content, told.reasoning
+    for call in told.calls:
+        new = response.tool_calls.add(index=call.index, id=call.call_id)
+        new.function.name, new.function.arguments = call.name, call.arguments
+    if turn.num_calls and response.finish_reason == types_pb2.FINISH_REASON_STOP:
+        response.finish_reason = types_pb2.FINISH_REASON_TOOL_CALLS
+
+
+def _close(response: inference_pb2.GenerateResponse, generation: Generation, *, with_timeline: bool) -> None:
+    response.usage.CopyFrom(generation.usage)
+    if with_timeline:
+        response.timeline.CopyFrom(generation.timeline)
+
+
+def _printable(text: str) -> str:
+    """Fit for metadata, and no longer than an id needs to be."""
+    return "".join(c for c in text[:128] if " " <= c <= "~")

@@ -1,0 +1,1 @@
+"""The HTTP edge: server, bodies, keys, routes and server-sent events."""

@@ -1,0 +1,97 @@
+"""An endpoint that generates: body in, JSON or a stream of events out."""
+
+import logging
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.telemetry.logs import RequestLog
+from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
+
+from ..generation.generation import Generation, Generator
+from ..mesh.collector import Delta
+from ..openai.answer import Answer, Api
+from . import orca, sse
+from .body import decode_object
+from .disconnect import until_disconnected
+from .exchange import Exchange
+from .exchange import Headers as HeaderPairs
+
+log = logging.getLogger(__name__)
+
+
+def check_model(name: object, served: str) -> None:
+    """Raises :class:`errors.ModelNotFound` for another model than the served one; unset means that one."""
+    if name is None or name == served:
+        return
+    if not isinstance(name, str):
+        raise errors.InvalidArgument("model must be a string", "model")
+    raise errors.ModelNotFound(
+        f"no model named {name[:128]!r} is served; GET /v1/models lists those that are", field="model"
+    )
+
+
+def trace_headers(exchange: Exchange) -> Headers:
+    """Of the client's trace, if it has begun one."""
+    if b"traceparent" not in exchange.headers:
+        return NO_HEADERS
+    return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
+
+
+class Endpoint:
+    """Runs one of OpenAI's APIs."""
+
+    def __init__(self, api: Api, generator: Generator, model: str, *, max_body_bytes: int) -> None:
+        self._api = api
+        self._generator = generator
+        self._model = model
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, exchange: Exchange) -> None:
+        body = decode_object(await exchange.read_body(self._max_body_bytes))
+        check_model(body.get("model"), self._model)
+        job, options = self._api.read(body)
+        headers = trace_headers(exchange)
+        async with until_disconnected(exchange), self._generator.open(job, headers) as generation:
+            RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
+            answer = self._api.answer(generation, options)
+            if options.stream:
+                deltas = await generation.take()  # what fails before the first output still gets a status of its own
+                await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
+                await _stream(exchange, generation, answer, deltas)
+            else:
+                whole = await _whole(generation, answer)
+                await exchange.respond(200, whole, headers=self._load_headers(exchange))
+
+    def _load_headers(self, exchange: Exchange) -> HeaderPairs:
+        """The mesh's load as it is now, for who wants it."""
+        wanted = exchange.headers.get(orca.REQUEST_HEADER)
+        return () if wanted is None else orca.response_headers(wanted, self._generator.mesh_load)
+
+
+async def _stream(exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta]) -> None:
+    """The body of a stream, from its first deltas on."""
+    events = answer.first_events()
+
+    def write_now(delta: Delta) -> bool:
+        if not exchange.writable:
+            return False
+        generation.count(delta)
+        if events := answer.events(delta):
+            exchange.write_now(events)
+        return True
+
+    while True:
+        events += b"".join(map(answer.events, deltas))
+        if generation.done:
+            await exchange.finish(events + answer.last_events() + sse.DONE)
+            return
+        if events:
+            await exchange.write(events)
+            events = b""
+        deltas = await generation.take(write_now)
+
+
+async def _whole(generation: Generation, answer: Answer) -> bytes:
+    while not generation.done:
+        for delta in await generation.take():
+            answer.add(delta)
+    return answer.body()

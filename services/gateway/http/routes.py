@@ -1,0 +1,112 @@
+"""What the gateway tells of itself and of its mesh over HTTP."""
+
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from tokenloom.v1 import coordinator_pb2, types_pb2
+
+from ..generation.generation import Generator
+from ..health import MeshHealth
+from ..mesh.mesh_view import MeshView
+from .app import Handler
+from .exchange import Exchange
+from .sse import encode_json
+
+
+class StatusRoutes:
+    """What is not generation: models, health, version, load, engines, metrics."""
+
+    def __init__(
+        self, health: MeshHealth, mesh: MeshView, generator: Generator, registry: CollectorRegistry, model: str
+    ) -> None:
+        self._health = health
+        self._mesh = mesh
+        self._generator = generator
+        self._registry = registry
+        self._model = model
+        self._created = int(time.time())
+
+    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
+        return {
+            "/v1/models": {"GET": self.models},
+            f"/v1/models/{self._model}": {"GET": self.model},
+            "/health": {"GET": self.health},
+            "/ping": {"GET": self.health, "POST": self.health},
+            "/version": {"GET": self.version},
+            "/load": {"GET": self.load},
+            "/server_info": {"GET": self.server_info},
+            "/model_info": {"GET": self.model_info},
+            "/metrics": {"GET": self.metrics},
+        }
+
+    async def models(self, exchange: Exchange) -> None:
+        await exchange.respond(200, encode_json({"object": "list", "data": [self._model_object()]}))
+
+    async def model(self, exchange: Exchange) -> None:
+        await exchange.respond(200, encode_json(self._model_object()))
+
+    async def health(self, exchange: Exchange) -> None:
+        """200 when a request would be answered, else 503 and what is missing."""
+        missing = self._health.missing()
+        if missing:
+            body = encode_json({"status": "unavailable", "missing": missing})
+            await exchange.respond(503, body, headers=[(b"retry-after", b"1")])
+        else:
+            await exchange.respond(200, encode_json({"status": "ok"}))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.respond(200, encode_json({"version": version("tokenloom")}))
+
+    async def load(self, exchange: Exchange) -> None:
+        """How many outputs clients wait for at this gateway, under vLLM's name."""
+        await exchange.respond(200, encode_json({"server_load": self._generator.num_live}))
+
+    async def server_info(self, exchange: Exchange) -> None:
+        limits = self._health.limits()
+        info = {
+            "version": version("tokenloom"),
+            "model": self._model,
+            "max_model_len": limits.max_model_len if limits else None,
+            "vocab_size": limits.vocab_size if limits else None,
+            "server_load": self._generator.num_live,
+            "engines": [_engine_object(entry) for entry in self._mesh.engines],
+        }
+        await exchange.respond(200, encode_json(info))
+
+    async def model_info(self, exchange: Exchange) -> None:
+        """What routers ask SGLang's servers."""
+        info = {"model_path": self._model, "tokenizer_path": self._model, "is_generation": True}
+        await exchange.respond(200, encode_json(info))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())
+
+    def _model_object(self) -> dict[str, object]:
+        limits = self._health.limits()
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tokenloom",
+            "root": self._model,
+            "parent": None,
+            "max_model_len": limits.max_model_len if limits else None,
+        }
+
+
+def _engine_object(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
+    """An engine as the coordinator last told of it; not where it is."""
+    report = entry.report
+    return {
+        "engine_id": entry.identity.engine_id,
+        "role": types_pb2.EngineRole.Name(report.role).removeprefix("ENGINE_ROLE_").lower(),
+        "state": coordinator_pb2.EngineState.Name(report.state).removeprefix("ENGINE_STATE_").lower(),
+        "running": report.running,
+        "waiting": report.waiting,
+        "kv_cache_usage": round(report.kv_usage, 6),
+        "num_kv_blocks": entry.identity.num_kv_blocks,
+    }

@@ -1,0 +1,114 @@
+"""Requests of the Open Inference Protocol as completions: by another wire, with the same fields and checks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenloom.request.errors import InvalidArgument, NotFound
+from tokenloom.request.narrowing import narrow_int
+from tokenloom.v1.kserve import grpc_service_pb2 as pb
+
+from ..generation.job import Job
+from ..http.body import decode_object
+from ..openai.completions import CompletionsApi
+from .kserve_tensors import read_inputs
+
+VERSION = "1"
+"""Of every model."""
+INPUTS = {"text_input": "BYTES", "sampling_parameters": "BYTES", "stream": "BOOL", "exclude_input_in_output": "BOOL"}
+OUTPUTS = ("text_output", "finish_reason")
+_NOT_IN_TENSORS = ("logprobs", "prompt_logprobs", "return_token_ids", "return_timeline", "stream_options")
+_OF_TRITON = frozenset({"triton_enable_empty_final_response"})
+_MAX_TIMEOUT_US = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """One request, read."""
+
+    job: Job
+    stream: bool
+    outputs: Sequence[str]
+    """Names of the tensors that are wanted, in order."""
+    raw: bool
+    """Tensors come, and go, as bytes."""
+
+
+def read_inference(request: pb.ModelInferRequest, api: CompletionsApi, time_remaining: float | None) -> Inference:
+    """Raises ``InvalidArgument`` naming the tensor or parameter. ``time_remaining``: of the call, seconds."""
+    check_version(request.model_version)
+    inputs = read_inputs(request, INPUTS)
+    if not inputs.get("text_input"):
+        raise InvalidArgument("inputs: the tensor text_input is missing or empty", "text_input")
+    values = _values(inputs.get("sampling_parameters"), request)
+    timeout = values.pop("timeout", None)
+    excluded = _flag(inputs, "exclude_input_in_output", default=True)
+    body = {**values, "prompt": [_text("text_input", value) for value in inputs["text_input"]], "echo": not excluded}
+    job, options = api.read(body)
+    if options.echo_only:
+        raise InvalidArgument("max_tokens must be at least 1", "max_tokens")
+    return Inference(
+        replace(job, prompt_field="text_input", timeout=_sooner(time_remaining, timeout)),
+        stream=_flag(inputs, "stream", default=False),
+        outputs=_outputs(request),
+        raw=bool(request.raw_input_contents),
+    )
+
+
+def check_version(version: str) -> None:
+    """Raises ``NotFound`` for a version that is not served."""
+    if version not in ("", VERSION):
+        raise NotFound(f"no version {version[:16]!r} of the model is served; there is {VERSION!r}")
+
+
+def _values(json: Sequence[object] | None, request: pb.ModelInferRequest) -> dict[str, Any]:
+    """What a completion's body would hold."""
+    values: dict[str, Any] = {}
+    if json:
+        data = _single("sampling_parameters", json)
+        assert isinstance(data, bytes)
+        values |= decode_object(data)
+    for name, parameter in request.parameters.items():
+        kind = parameter.WhichOneof("parameter_choice")
+        if kind is not None and name not in _OF_TRITON:
+            values[name] = getattr(parameter, kind)
+    for name in ("prompt", "echo", "stream", "model", "prompt_embeds"):
+        if name in values:
+            raise InvalidArgument(f"{name} is no parameter here: tensors and model_name say it", name)
+    for name in _NOT_IN_TENSORS:
+        if values.get(name) not in (None, False):
+            raise InvalidArgument(f"{name} is not supported: the answer's tensors hold only text", name)
+    return values
+
+
+def _outputs(request: pb.ModelInferRequest) -> Sequence[str]:
+    names = [output.name for output in request.outputs]
+    for name in names:
+        if name not in OUTPUTS:
+            raise InvalidArgument(f"outputs: no tensor named {name[:64]!r}; there are {', '.join(OUTPUTS)}", "outputs")
+    return names or OUTPUTS
+
+
+def _sooner(time_remaining: float | None, timeout_us: object) -> float | None:
+    if timeout_us is None:
+        return time_remaining
+    seconds = narrow_int("timeout", timeout_us, 1, _MAX_TIMEOUT_US) / 1e6
+    return seconds if time_remaining is None else min(seconds, time_remaining)
+
+
+def _flag(inputs: Any, name: str, *, default: bool) -> bool:
+    return bool(_single(name, inputs[name])) if name in inputs else default
+
+
+def _single(name: str, values: Sequence[object]) -> object:
+    if len(values) != 1:
+        raise InvalidArgument(f"{name} must have one element, not {len(values)}", name)
+    return values[0]
+
+
+def _text(name: str, value: object) -> str:
+    assert isinstance(value, bytes)
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument(f"{name} is not UTF-8", name) from None

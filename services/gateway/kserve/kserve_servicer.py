@@ -1,0 +1,143 @@
+"""The Open Inference Protocol, over the same road as HTTP."""
+
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from typing import Any
+
+import grpc.aio
+
+from tokenloom.request import errors
+from tokenloom.v1.kserve import grpc_service_pb2 as pb
+from tokenloom.v1.kserve import grpc_service_pb2_grpc
+
+from ..generation.generation import Generation, Generator
+from ..health import MeshHealth
+from ..http.endpoint import check_model
+from ..openai.answer import finish_reason
+from ..openai.completions import CompletionsApi
+from .kserve_inference import INPUTS, OUTPUTS, VERSION, Inference, check_version, read_inference
+from .kserve_tensors import write_output
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
+    """Text in, text out."""
+
+    def __init__(self, api: CompletionsApi, generator: Generator, health: MeshHealth, model: str) -> None:
+        self._api = api
+        self._generator = generator
+        self._health = health
+        self._model = model
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Context) -> pb.ServerLiveResponse:
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Context) -> pb.ServerReadyResponse:
+        return pb.ServerReadyResponse(ready=not self._health.missing())
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Context) -> pb.ModelReadyResponse:
+        is_known = request.name == self._model and request.version in ("", VERSION)
+        return pb.ModelReadyResponse(ready=is_known and not self._health.missing())
+
+    async def ServerMetadata(self, request: pb.ServerMetadataRequest, context: Context) -> pb.ServerMetadataResponse:
+        return pb.ServerMetadataResponse(name="tokenloom", version=version("tokenloom"))
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Context) -> pb.ModelMetadataResponse:
+        check_model(request.name, self._model)
+        check_version(request.version)
+        tensor = pb.ModelMetadataResponse.TensorMetadata
+        return pb.ModelMetadataResponse(
+            name=self._model,
+            versions=[VERSION],
+            platform="tokenloom",
+            inputs=[
+                tensor(name=name, datatype=kind, shape=[-1 if name == "text_input" else 1])
+                for name, kind in INPUTS.items()
+            ],
+            outputs=[tensor(name=name, datatype="BYTES", shape=[-1]) for name in OUTPUTS],
+        )
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
+        inference = self._read(request, context)
+        if inference.stream:
+            raise errors.InvalidArgument("stream is for ModelStreamInfer", "stream")
+        async with self._generator.open(inference.job) as generation:
+            return await self._whole(request, inference, generation)
+
+    async def ModelStreamInfer(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
+    ) -> None:
+        """Writes to the context: a handler parked in a ``yield`` would not see the cancellation at once."""
+        async for request in requests:
+            try:
+                await self._answer(request, context)
+            except errors.TokenloomError as error:
+                failed = pb.ModelStreamInferResponse(error_message=error.message)
+                failed.infer_response.MergeFrom(self._response(request))
+                await context.write(failed)
+
+    async def _answer(self, request: pb.ModelInferRequest, context: Context) -> None:
+        inference = self._read(request, context)
+        async with self._generator.open(inference.job) as generation:
+            if inference.stream:
+                async for response in self._parts(request, inference, generation):
+                    await context.write(pb.ModelStreamInferResponse(infer_response=response))
+            else:
+                response = await self._whole(request, inference, generation)
+                await context.write(pb.ModelStreamInferResponse(infer_response=response))
+
+    def _read(self, request: pb.ModelInferRequest, context: Context) -> Inference:
+        check_model(request.model_name, self._model)
+        return read_inference(request, self._api, context.time_remaining())
+
+    async def _whole(
+        self, request: pb.ModelInferRequest, inference: Inference, generation: Generation
+    ) -> pb.ModelInferResponse:
+        indices = range(generation.num_outputs)
+        texts = [_echoed(generation, index) for index in indices]
+        while not generation.done:
+            for delta in await generation.take():
+                texts[delta.index] += delta.text
+        reasons = [finish_reason(generation.finished[index]) for index in indices]
+        response = self._response(request)
+        for name in inference.outputs:
+            write_output(response, name, texts if name == "text_output" else reasons, raw=inference.raw)
+        _close(response, generation)
+        return response
+
+    async def _parts(
+        self, request: pb.ModelInferRequest, inference: Inference, generation: Generation
+    ) -> AsyncIterator[pb.ModelInferResponse]:
+        begun: set[int] = set()
+        live = generation.num_outputs
+        while not generation.done:
+            for delta in await generation.take():
+                text = delta.text if delta.index in begun else _echoed(generation, delta.index) + delta.text
+                begun.add(delta.index)
+                reason = finish_reason(delta.finished) if delta.finished is not None else ""
+                if not text and not reason:
+                    continue
+                response = self._response(request)
+                for name in inference.outputs:
+                    values = [text if name == "text_output" else reason]
+                    write_output(response, name, values, raw=inference.raw, index=delta.index)
+                live -= delta.finished is not None
+                if not live:
+                    _close(response, generation)
+                yield response
+
+    def _response(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:
+        return pb.ModelInferResponse(model_name=self._model, model_version=VERSION, id=request.id)
+
+
+def _echoed(generation: Generation, index: int) -> str:
+    """What comes before an output, when the client wants its prompt back."""
+    return generation.prompt_texts[index // generation.num_samples] if generation.prompt_texts else ""
+
+
+def _close(response: pb.ModelInferResponse, generation: Generation) -> None:
+    usage = generation.usage
+    response.parameters["triton_final_response"].bool_param = True
+    response.parameters["prompt_tokens"].int64_param = usage.prompt_tokens
+    response.parameters["completion_tokens"].int64_param = usage.completion_tokens

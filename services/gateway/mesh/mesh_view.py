@@ -1,0 +1,112 @@
+"""What the coordinator last said of the engines: limits, gauges, and whether a request would be placed."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from tokenloom.request.validation import max_logprobs
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.hello import fingerprint_difference
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+
+log = logging.getLogger(__name__)
+
+BACKOFF = 0.2
+POOL_FIELDS = ("model", "tokenizer")
+"""What an engine must share with our tokenizer to be ours; the rest is between engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshLoad:
+    """How busy the engines are, together.
+
+    Attributes:
+        kv_usage: Share of all their KV blocks, 0 to 1.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+
+
+class MeshView:
+    """Watches the coordinator. Off the data path: while it is away the last complete snapshot stays."""
+
+    def __init__(self, address: str, channels: Channels) -> None:
+        self._address = address
+        self._channels = channels
+        self._snapshot = coordinator_pb2.Snapshot()
+        self._limits: types_pb2.ModelLimits | None = None
+        self._limits_of: types_pb2.Fingerprint | None = None
+        self.connected = False
+
+    @property
+    def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
+        """All engines of the last complete snapshot."""
+        return self._snapshot.engines
+
+    def load(self) -> MeshLoad:
+        """Of all engines, as they last reported."""
+        entries = self._snapshot.engines
+        num_blocks = sum(entry.identity.num_kv_blocks for entry in entries)
+        num_used = sum(entry.report.kv_usage * entry.identity.num_kv_blocks for entry in entries)
+        return MeshLoad(
+            num_running=sum(entry.report.running for entry in entries),
+            num_waiting=sum(entry.report.waiting for entry in entries),
+            kv_usage=num_used / num_blocks if num_blocks else 0.0,
+        )
+
+    def serving(self, fingerprint: types_pb2.Fingerprint) -> list[coordinator_pb2.EngineEntry]:
+        """Engines that serve what our tokenizer encodes for."""
+        return [
+            entry
+            for entry in self._snapshot.engines
+            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
+            and fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
+        ]
+
+    def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
+        """What every serving engine can take, or could when there last was one; None before the first."""
+        if self._limits_of != fingerprint:
+            self._limits_of = fingerprint
+            self._update_limits(fingerprint)
+        return self._limits
+
+    async def run(self) -> None:
+        """Watches and reconnects, until cancelled."""
+        async with self._channels.open(self._address, "coordinator") as channel:
+            stub = coordinator_pb2_grpc.CoordinatorStub(channel)
+            while True:
+                call = stub.Watch(coordinator_pb2.WatchRequest())
+                try:
+                    while isinstance(snapshot := await call.read(), coordinator_pb2.Snapshot):
+                        self._take(snapshot)
+                except grpc.aio.AioRpcError as error:
+                    if self.connected:
+                        log.warning("coordinator: %s", error.code().name)
+                finally:
+                    call.cancel()
+                    self.connected = False
+                await asyncio.sleep(BACKOFF)
+
+    def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
+        self.connected = True
+        # A coordinator that just came back does not know its engines yet: the older, complete view is the better one.
+        if snapshot.complete or not self._snapshot.complete:
+            self._snapshot = snapshot
+            if self._limits_of is not None:  # now, rather than when a request waits for it
+                self._update_limits(self._limits_of)
+
+    def _update_limits(self, fingerprint: types_pb2.Fingerprint) -> None:
+        if limits := [entry.identity.limits for entry in self.serving(fingerprint)]:
+            self._limits = types_pb2.ModelLimits(
+                max_model_len=min(limit.max_model_len for limit in limits),
+                vocab_size=min(limit.vocab_size for limit in limits),
+                max_logprobs=min(map(max_logprobs, limits)),
+                priorities=all(limit.priorities for limit in limits),
+                hidden_size=min(limit.hidden_size for limit in limits),
+            )

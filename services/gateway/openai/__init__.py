@@ -1,0 +1,1 @@
+"""OpenAI's HTTP API: request bodies, and the shapes of answers."""

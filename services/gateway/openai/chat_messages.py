@@ -1,0 +1,104 @@
+"""A conversation as clients send it, narrowed to what chat templates take."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenloom.request.errors import InvalidArgument
+
+from ..http import sse
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]], where: str) -> bytes:
+    """A conversation as JSON for the tokenizer. Raises ``InvalidArgument`` naming the part."""
+    if not messages:
+        raise InvalidArgument(f"{where} must not be empty", where)
+    return sse.encode_json([_message(f"{where}[{index}]", message) for index, message in enumerate(messages)])
+
+
+def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
+    """One turn as templates take it: role, text, and what only some roles have."""
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidArgument(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
+    for part in ("function_call", "audio") if role == "assistant" else ("function_call", "audio", "tool_calls"):
+        if message.get(part):
+            raise InvalidArgument(f"{where}.{part} is not supported yet", f"{where}.{part}")
+    turn: dict[str, object] = {"role": role}
+    calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
+    content = message.get("content")
+    turn["content"] = "" if calls and content in (None, []) else _content(f"{where}.content", content)
+    if calls:
+        turn["tool_calls"] = calls
+    for name in ("name", "tool_call_id"):
+        if text := _optional_string(f"{where}.{name}", message.get(name)):
+            turn[name] = text
+    if role == "assistant":
+        for name in ("reasoning_content", "reasoning"):  # vLLM has renamed it; templates have the older name
+            if text := _optional_string(f"{where}.{name}", message.get(name)):
+                turn["reasoning_content"] = text
+    return turn
+
+
+def _content(where: str, content: object) -> str:
+    """A string as it is; parts of text joined by line breaks, as vLLM does."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidArgument(f"{where} must be a string or a list of text parts", where)
+    return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(where: str, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise InvalidArgument(f"{where} must be an object with type and text", where)
+    if part.get("type") != "text":
+        raise InvalidArgument(f"{where}.type: only text is supported yet", f"{where}.type")
+    return _string(f"{where}.text", part.get("text"))
+
+
+def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:
+    """The calls of a past turn; their arguments as objects, which templates write in their own way."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise InvalidArgument(f"{where} must be a list of tool calls", where)
+    return [_tool_call(f"{where}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _tool_call(where: str, call: object) -> dict[str, object]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise InvalidArgument(f'{where} must be {{"id": …, "type": "function", "function": {{…}}}}', where)
+    name = _string(f"{where}.function.name", function.get("name"))
+    arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
+    turn: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    call_id = _optional_string(f"{where}.id", call.get("id"))
+    return turn | {"id": call_id} if call_id else turn
+
+
+def _arguments(where: str, arguments: object) -> dict[str, object]:
+    """OpenAI has them as JSON in a string; an object is taken too."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise InvalidArgument(f"{where} is not JSON", where) from None
+    if not isinstance(arguments, dict):
+        raise InvalidArgument(f"{where} must be a JSON object", where)
+    return arguments
+
+
+def _string(where: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{where} must be a string", where)
+    return value
+
+
+def _optional_string(where: str, value: object) -> str:
+    """Empty for None."""
+    return "" if value is None else _string(where, value)

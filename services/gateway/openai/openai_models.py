@@ -1,0 +1,292 @@
+"""The parts of OpenAI's request bodies that chat and completions share, narrowed from JSON by name and type."""
+
+import functools
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from tokenloom.request import errors, validation
+from tokenloom.v1 import output_processor_pb2, types_pb2
+
+from ..assistant.parsed_message import MessagePlan
+from ..generation.embeds_prompt import EmbedsPrompt
+from ..generation.job import Chat, Job
+from .response_format import read_response_format
+
+log = logging.getLogger(__name__)
+
+Body = Mapping[str, Any]
+
+SAMPLING_FIELDS = frozenset(
+    {
+        "max_tokens",
+        "min_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "stop_token_ids",
+        "prompt_logprobs",
+        "logprob_token_ids",
+        "logit_bias",
+        "allowed_token_ids",
+        "repetition_detection",
+        "skip_reading_prefix_cache",
+        "thinking_token_budget",
+        "extra_args",
+        "structured_outputs",
+    }
+)
+"""Fields that :func:`validation.narrow_sampling` reads, the same for both endpoints."""
+
+NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
+    "suffix": (None, ""),
+    "echo": (None, False),
+    "top_logprobs": (None, 0),
+    "logprobs": (None, False),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "prompt_embeds": (None,),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "continue_final_message": (None, False),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "add_special_tokens": (None,),
+    "cache_salt": (None,),
+    "kv_transfer_params": (None,),
+}
+"""Fields whose effect would be missed, with the values that ask for nothing."""
+
+RENAMED: Mapping[str, str] = {
+    f"guided_{kind}": f'structured_outputs: {{"{kind}": …}}' for kind in ("json", "regex", "choice", "grammar")
+}
+"""Old names of fields whose effect would be missed, and what is to be sent instead."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "parallel_tool_calls",
+        "request_id",
+    }
+)
+"""Known fields that change nothing here."""
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream tells besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that the gateway itself reads, of both endpoints."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    return_timeline: bool | None = None
+    n: Any = None
+    bad_words: list[str] | None = None
+    truncate_prompt_tokens: Any = None
+    add_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Any = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Any = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
+
+
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the answer is to be shaped."""
+
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    return_timeline: bool
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    """The client's own, to tell its stop reason from an end of sequence."""
+    num_logprobs: int | None = None
+    """Alternatives to tell beside each token; None: no log probabilities."""
+    num_prompt_logprobs: int | None = None
+    """The same for the prompt; None: the client did not ask."""
+    tokens_as_ids: bool = False
+    """Tokens are told as ``token_id:…``."""
+    echo: bool = False
+    """The prompt comes before the text."""
+    echo_only: bool = False
+    """Nothing comes after it."""
+    plan: MessagePlan | None = None
+    """How a chat's turns are read; None: they are text."""
+
+    @classmethod
+    def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "Options":
+        """``own``: what only the endpoint has. Raises :class:`errors.InvalidArgument` for options of a stream without a
+        stream."""
+        stream = bool(fields.stream)
+        if fields.stream_options is not None and not stream:
+            raise errors.InvalidArgument("stream_options is only allowed with stream", "stream_options")
+        if stream and sampling.HasField("prompt_logprobs"):
+            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+        options = fields.stream_options or StreamOptions()
+        return cls(
+            stream=stream,
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+            return_token_ids=bool(fields.return_token_ids),
+            return_timeline=bool(fields.return_timeline),
+            stop=tuple(stop_strings(fields)),
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            num_logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            num_prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+            tokens_as_ids=bool(fields.return_tokens_as_token_ids),
+            **own,
+        )
+
+
+class BodyReader:
+    """Narrows bodies, and says once what it does not know."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._warned: set[str] = set()  # bounded below
+
+    def read(self, body: Body, model: type[Fields]) -> Fields:
+        """The gateway's own fields. Raises :class:`errors.InvalidArgument` naming the field."""
+        if others := body.keys() - _known_fields(model):
+            self._check_others(body, [name for name in body if name in others])
+        try:
+            return msgspec.convert(body, model)
+        except msgspec.ValidationError as error:
+            raise _invalid(error) from None
+
+    def _check_others(self, body: Body, names: Iterable[str]) -> None:
+        """Fields of other endpoints, of other times, or of nobody."""
+        for name in names:
+            if name in NOT_SUPPORTED_YET:
+                _check_neutral(name, body[name], NOT_SUPPORTED_YET[name])
+                continue
+            if name in RENAMED:
+                if body[name] is not None:
+                    raise errors.InvalidArgument(f"{name} is not supported; send {RENAMED[name]}", name)
+                continue
+            if self._strict:
+                raise errors.InvalidArgument(f"{name[:64]}: no such field", name[:64])
+            if name not in self._warned and len(self._warned) < 256:
+                self._warned.add(name)
+                log.warning("request field %r is ignored: no such field", name[:64])
+
+
+def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
+    """The sampling parameters of a body, ``response_format`` among them; ``own``: those that the endpoint spells in its
+    own way."""
+    sampling = validation.narrow_sampling({name: body[name] for name in body if name in SAMPLING_FIELDS} | own)
+    if (constraint := read_response_format(body.get("response_format"))) is not None:
+        if sampling.HasField("structured_outputs"):
+            raise errors.InvalidArgument("response_format and structured_outputs exclude each other", "response_format")
+        sampling.structured_outputs.CopyFrom(constraint)
+    return sampling
+
+
+def make_job(
+    fields: CommonFields,
+    prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt],
+    prompt_field: str,
+    sampling: types_pb2.SamplingParams,
+    **own: Any,
+) -> Job:
+    """What the body asks for; ``own``: what only the endpoint has."""
+    return Job(
+        prompts,
+        prompt_field,
+        sampling,
+        text_options(fields),
+        ignore_eos=bool(fields.ignore_eos),
+        priority=fields.priority or 0,
+        num_samples=num_samples(fields),
+        bad_words=fields.bad_words or (),
+        truncate_prompt_tokens=truncation(fields),
+        **own,
+    )
+
+
+def text_options(fields: CommonFields) -> output_processor_pb2.TextOptions:
+    """How the text is made."""
+    interval = fields.stream_interval
+    return output_processor_pb2.TextOptions(
+        stop=stop_strings(fields),
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        skip_special_tokens=fields.skip_special_tokens,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens,
+        detokenize=fields.detokenize,
+        stream_interval=0 if interval is None else validation.narrow_int("stream_interval", interval, 1, 2**32 - 1),
+    )
+
+
+def num_samples(fields: CommonFields) -> int:
+    """``n``."""
+    return 1 if fields.n is None else validation.narrow_int("n", fields.n, 1, validation.MAX_SAMPLES)
+
+
+def truncation(fields: CommonFields) -> int | None:
+    """``truncate_prompt_tokens``."""
+    keep = fields.truncate_prompt_tokens
+    if keep is None:
+        return None
+    return validation.narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1)
+
+
+def stop_strings(fields: CommonFields) -> list[str]:
+    if fields.stop is None:
+        return []
+    return [fields.stop] if isinstance(fields.stop, str) else fields.stop
+
+
+@functools.cache  # there are two
+def _known_fields(model: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(model.__struct_fields__) | SAMPLING_FIELDS | WITHOUT_EFFECT
+
+
+def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:
+    if any(value == allowed and type(value) is type(allowed) for allowed in neutral):
+        return
+    raise errors.InvalidArgument(f"{name} is not supported yet", name)
+
+
+def _invalid(error: msgspec.ValidationError) -> errors.InvalidArgument:
+    """msgspec says where: ``Expected `str`, got `int` - at `$.stop[0]```; the field is ``stop``."""
+    message, _, path = str(error).partition(" - at `$.")
+    where = path.rstrip("`").replace("[...]", "")
+    field = re.sub(r"\[\d+\]$", "", where) or None
+    return errors.InvalidArgument(f"{where}: {message}" if where else message, field)

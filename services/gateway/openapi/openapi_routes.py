@@ -1,0 +1,39 @@
+"""``/openapi.json`` and the page that shows it."""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+
+from ..health import MeshHealth
+from ..http.app import Handler
+from ..http.exchange import Exchange
+from ..http.sse import encode_json
+from .document import document
+
+
+@cache
+def _document(*, admin: bool, embeds: bool) -> bytes:
+    return encode_json(document(admin=admin, embeds=embeds))
+
+
+@cache
+def _page() -> bytes:
+    return resources.files(__package__).joinpath("page.html").read_bytes()
+
+
+async def _docs(exchange: Exchange) -> None:
+    # The page runs its own script and asks its own server, nobody else.
+    policy = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+    headers = [(b"content-security-policy", policy)]
+    await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
+
+
+def document_routes(health: MeshHealth, *, admin: bool) -> Mapping[str, Mapping[str, Handler]]:
+    """``admin``: there are admin routes."""
+
+    async def openapi(exchange: Exchange) -> None:
+        limits = health.limits()
+        embeds = limits is not None and limits.hidden_size > 0
+        await exchange.respond(200, _document(admin=admin, embeds=embeds))
+
+    return {"/openapi.json": {"GET": openapi}, "/docs": {"GET": _docs}}

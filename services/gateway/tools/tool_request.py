@@ -1,0 +1,113 @@
+"""``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a chat body, and what they ask of the output."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from tokenloom.request.errors import InvalidArgument
+
+from ..http.sse import encode_json
+
+MAX_TOOLS = 128
+"""In one request, as OpenAI has it."""
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    """JSON schema of its arguments."""
+    definition: Mapping[str, Any]
+    """As the client sent it and templates write it."""
+
+
+class ToolChoice(Enum):
+    """What the model may do with its tools."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """What a body says of tools."""
+
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice = ToolChoice.NONE
+    named: Tool | None = None
+    """The only one to be called."""
+    parallel: bool = True
+    """Whether more than one call may be made."""
+
+
+def read_tool_request(tools: object, choice: object, parallel: bool | None) -> ToolRequest:
+    """Raises ``InvalidArgument`` naming the field."""
+    known = read_tools(tools)
+    if choice is None:
+        choice = "auto" if known else "none"
+    if choice == "none" or (choice == "auto" and not known):
+        return ToolRequest(known)
+    if not known:
+        raise InvalidArgument("tool_choice needs tools", "tool_choice")
+    several = parallel is not False
+    if choice in ("auto", "required"):
+        return ToolRequest(known, ToolChoice(choice), parallel=several)
+    return ToolRequest(known, ToolChoice.NAMED, _named(choice, known), parallel=several)
+
+
+def read_tools(tools: object) -> Sequence[Tool]:
+    """Raises ``InvalidArgument`` naming the tool."""
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise InvalidArgument("tools must be a list of tools", "tools")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidArgument(f"tools may hold at most {MAX_TOOLS}, not {len(tools)}", "tools")
+    known = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+    if len({tool.name for tool in known}) < len(known):
+        raise InvalidArgument("tools holds two functions of one name", "tools")
+    return known
+
+
+def tools_json(tools: Sequence[Tool]) -> bytes:
+    """As templates take them; empty without any."""
+    return encode_json([tool.definition for tool in tools]) if tools else b""
+
+
+def _tool(where: str, tool: object) -> Tool:
+    if not isinstance(tool, dict) or not isinstance(function := tool.get("function"), dict):
+        raise InvalidArgument(f'{where} must be {{"type": "function", "function": {{…}}}}', where)
+    if tool.get("type", "function") != "function":
+        raise InvalidArgument(f"{where}.type: only function is supported", f"{where}.type")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        field = f"{where}.function.name"
+        raise InvalidArgument(f"{field} must have 1 to 64 letters, digits, underscores, dots or dashes", field)
+    if not (parameters is None or isinstance(parameters, dict)):
+        field = f"{where}.function.parameters"
+        raise InvalidArgument(f"{field} must be a JSON schema, an object", field)
+    if not (function.get("description") is None or isinstance(function["description"], str)):
+        field = f"{where}.function.description"
+        raise InvalidArgument(f"{field} must be a string", field)
+    return Tool(name, _NO_ARGUMENTS if parameters is None else parameters, {"type": "function", **tool})
+
+
+def _named(choice: object, tools: Sequence[Tool]) -> Tool:
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidArgument(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": {"name": …}}',
+            "tool_choice",
+        )
+    for tool in tools:
+        if tool.name == function["name"]:
+            return tool
+    raise InvalidArgument(f"tool_choice: no tool is named {function['name'][:64]!r}", "tool_choice")

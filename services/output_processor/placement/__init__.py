@@ -1,0 +1,1 @@
+"""Where a request runs: picks of the coordinator, the last snapshot, streams to engines."""

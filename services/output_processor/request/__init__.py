@@ -1,0 +1,1 @@
+"""One request: its samples, its attempts on engines, its journal."""

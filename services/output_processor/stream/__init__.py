@@ -1,0 +1,1 @@
+"""The stream to one gateway: credit, and the frames that go out."""

@@ -1,0 +1,1 @@
+"""Token ids to text: incremental decoding, stop strings and the text of log probabilities."""

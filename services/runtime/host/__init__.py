@@ -1,0 +1,1 @@
+"""What a service runs on: lifecycle, gRPC server, health, settings and owned tasks."""

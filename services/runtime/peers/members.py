@@ -1,0 +1,69 @@
+"""Which replicas of a service there are: addresses as given, and names that stand for as many as DNS says."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+from tokenloom.request.errors import InvalidArgument
+
+from . import addresses
+from .addresses import Address
+
+log = logging.getLogger(__name__)
+
+DNS = "dns:///"
+"""Begins an address (``dns:///name:port``) whose name has an entry for each replica, as of a headless Service."""
+REFRESH_SECONDS = 2.0
+
+Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
+"""Name and port → IP addresses. ``OSError``: not now."""
+
+
+def parse_member(text: str, *, field: str = "address") -> str:
+    """The one spelling of an address that may be a name of many. Raises ``InvalidArgument`` naming ``field``."""
+    if not text.startswith(DNS):
+        return str(addresses.parse(text, field=field))
+    named = addresses.parse(text.removeprefix(DNS), field=field)
+    if named.path:
+        raise InvalidArgument(f"expected dns:///name:port, not {text!r}", field)
+    return f"{DNS}{named}"
+
+
+class Members:
+    """The addresses of the replicas now. One that left may still be used for what it has begun, not for more."""
+
+    def __init__(self, given: Sequence[str], resolve: Resolve | None = None) -> None:
+        self._fixed = frozenset(address for address in given if not address.startswith(DNS))
+        self._names = [addresses.parse(name.removeprefix(DNS)) for name in given if name.startswith(DNS)]
+        self._resolve = resolve or _resolve
+        self._found: dict[Address, frozenset[str]] = {}
+
+    def __contains__(self, address: str) -> bool:
+        return address in self._fixed or any(address in found for found in self._found.values())
+
+    async def watch(self, joined: Callable[[str], None]) -> None:
+        """Calls ``joined`` for each address as it comes, or comes again, until cancelled."""
+        for address in sorted(self._fixed):
+            joined(address)
+        while self._names:
+            for name in self._names:
+                await self._look_up(name, joined)
+            await asyncio.sleep(REFRESH_SECONDS)
+        await asyncio.Event().wait()
+
+    async def _look_up(self, name: Address, joined: Callable[[str], None]) -> None:
+        try:
+            hosts = await self._resolve(name.host, name.port)
+        except OSError as error:  # those that are known stay
+            log.debug("%s cannot be resolved: %s", name, error)
+            return
+        before, now = self._found.get(name, frozenset()), frozenset(str(Address(host=h, port=name.port)) for h in hosts)
+        self._found[name] = now
+        for address in sorted(now - before):
+            joined(address)
+
+
+async def _resolve(host: str, port: int) -> Iterable[str]:
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in entries]

@@ -1,0 +1,63 @@
+"""Bytes of a stream to times and counts."""
+
+import pytest
+
+from tests.benchmarks.fake_server import DONE, event, text, usage
+from tokenloom.bench.load.events import AnswerReader, Outcome
+
+
+def read(*arrivals: tuple[float, bytes], sent: float = 10.0) -> Outcome:
+    reader = AnswerReader(Outcome(0.0), sent)
+    for now, data in arrivals:
+        reader.feed(data, now)
+    reader.end()
+    return reader.outcome
+
+
+def test_times_are_those_of_outputs() -> None:
+    outcome = read((10.5, text("a")), (10.75, text("")), (11.0, text("c")), (12.0, usage(4, 3) + DONE))
+    assert (outcome.ttft, outcome.itl, outcome.latency) == (0.5, [0.25, 0.25], 1.0)
+    assert (outcome.input_tokens, outcome.output_tokens, outcome.error) == (4, 3, "")
+    assert outcome.tpot == 0.25
+
+
+def test_an_event_may_come_in_pieces_and_several_at_once() -> None:
+    data = text("a") + text("b") + DONE
+    for cut in range(1, len(data)):
+        outcome = read((10.5, data[:cut]), (11.0, data[cut:]))
+        assert outcome.output_tokens == 2, cut
+
+
+def test_lines_may_end_in_crlf_and_comments_are_skipped() -> None:
+    assert read((10.5, b": ping\r\n\r\n" + text("a").replace(b"\n", b"\r\n"))).output_tokens == 1
+
+
+def test_usage_counts_tokens_of_merged_events() -> None:
+    outcome = read((10.5, text("abc")), (11.5, text("def")), (12.0, usage(1, 6)))
+    assert outcome.output_tokens == 6
+    assert outcome.tpot == pytest.approx(1 / 5)
+
+
+def test_a_chats_role_is_no_output() -> None:
+    role = event(choices=[{"delta": {"role": "assistant", "content": ""}}])
+    word = event(choices=[{"delta": {"content": "a"}}])
+    end = event(choices=[{"delta": {}, "finish_reason": "stop"}])
+    outcome = read((10.25, role), (10.5, word), (11.0, word), (12.0, end))
+    assert (outcome.ttft, outcome.latency, outcome.output_tokens) == (0.5, 1.0, 2)
+
+
+def test_an_error_event_fails_the_request() -> None:
+    assert read((10.5, text("a")), (11.0, event(error={"message": "the engine failed"}))).error == "the engine failed"
+
+
+def test_an_empty_stream_is_a_failure() -> None:
+    assert "without an output" in read((10.5, DONE)).error
+
+
+def test_a_single_token_has_no_time_per_token() -> None:
+    assert read((10.5, text("a"))).tpot is None
+
+
+def test_the_timeline_is_kept() -> None:
+    outcome = read((10.5, text("a") + event(choices=[], timeline={"queued_ms": 1.5, "decode_engine": "engine-0"})))
+    assert outcome.timeline == {"queued_ms": 1.5, "decode_engine": "engine-0"}

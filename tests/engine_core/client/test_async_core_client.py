@@ -1,0 +1,186 @@
+"""The clients for an event loop: over ZMQ, and with the core on a thread."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.engine_core.helpers import make_config, make_request
+from tests.engine_core.processes import failing_core, has_ended
+from tests.engine_core.wire.test_embedding_rows import make_mixed, make_wide
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncInprocClient, AsyncMPClient
+from tokenloom.engine_core.config import EngineConfig, WorkerConfig
+from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, UtilityError
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.wire.messages import EngineCoreOutputs
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+
+CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
+
+MakeClient = Callable[[EngineConfig], AsyncClient]
+
+
+def inproc(config: EngineConfig) -> AsyncClient:
+    return AsyncInprocClient(config, UniProcExecutor(HashWorker(config)))
+
+
+@pytest.fixture(params=[inproc, AsyncMPClient], ids=["inproc", "process"])
+def make_client(request: pytest.FixtureRequest) -> MakeClient:
+    make: MakeClient = request.param
+    return make
+
+
+@pytest.fixture
+async def client(make_client: MakeClient) -> AsyncIterator[AsyncClient]:
+    client = make_client(CONFIG)
+    await client.start()
+    yield client
+    await client.close()
+
+
+async def collect(client: AsyncClient, count: int) -> dict[str, list[int]]:
+    token_ids: dict[str, list[int]] = {}
+    while count:
+        for output in (await client.get_output()).outputs:
+            token_ids.setdefault(output.request_id, []).extend(output.new_token_ids)
+            count -= output.finish_reason is not None
+    return token_ids
+
+
+async def test_requests_come_while_others_run(client: AsyncClient) -> None:
+    await client.add_request(make_request("a", [1, 2, 3], max_tokens=20))
+    await client.get_output()
+    await client.add_request(make_request("b", [4, 5], max_tokens=5))
+    token_ids = await collect(client, 2)
+    assert token_ids["a"][-19:] == expected_tokens([1, 2, 3], 20)[-19:]
+    assert token_ids["b"] == expected_tokens([4, 5], 5)
+
+
+async def test_after_an_abort_the_statistics_are_those_of_an_idle_engine(client: AsyncClient) -> None:
+    for name in "abc":
+        await client.add_request(make_request(name, [ord(name)] * 9, max_tokens=200))
+    await client.get_output()
+    await client.abort_requests(["a", "b", "c", "never was"])
+
+    async def idle() -> EngineCoreOutputs:
+        while True:
+            outputs = await client.get_output()
+            stats = outputs.scheduler_stats
+            if stats is not None and outputs.num_requests_added == 3 and not stats.num_running + stats.num_waiting:
+                return outputs
+
+    outputs = await idle()
+    assert outputs.scheduler_stats is not None
+    assert outputs.scheduler_stats.kv_usage == 0.0
+
+
+async def test_utilities_are_answered_while_outputs_are_read(client: AsyncClient) -> None:
+    reader = asyncio.create_task(collect(client, 1))
+    assert await client.call_utility("reset_prefix_cache") is True
+    with pytest.raises(UtilityError, match="no utility"):
+        await client.call_utility("system", "ls")
+    await client.add_request(make_request("a", [1], max_tokens=2))
+    assert await reader == {"a": expected_tokens([1], 2)}
+
+
+async def test_a_core_that_cannot_start_says_why(make_client: MakeClient) -> None:
+    client = make_client(make_config(max_model_len=9999))
+    with pytest.raises(EngineStartError, match="max_model_len is 9999"):
+        await client.start()
+    await client.close()
+
+
+async def test_a_closed_client_answers_nobody(client: AsyncClient) -> None:
+    waiting = asyncio.create_task(client.get_output())
+    await asyncio.sleep(0)
+    await client.close()
+    await client.close()
+    with pytest.raises(EngineDeadError):
+        await waiting
+    with pytest.raises(EngineDeadError):
+        await client.add_request(make_request("a", [1]))
+    with pytest.raises(EngineDeadError):
+        await client.call_utility("reset_prefix_cache")
+
+
+async def test_cancelling_a_read_loses_no_later_output(client: AsyncClient) -> None:
+    waiting = asyncio.create_task(client.get_output())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await client.add_request(make_request("a", [1], max_tokens=3))
+    assert await collect(client, 1) == {"a": expected_tokens([1], 3)}
+
+
+async def test_cancelling_a_start_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text("import sys; sys.stdin.read()")
+    client = AsyncMPClient(CONFIG, command=["python3", str(script)])
+    start = asyncio.create_task(client.start())
+    while (pid := client.pid) is None:  # noqa: ASYNC110  # the process is spawned by a thread
+        await asyncio.sleep(0)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await client.close()
+    assert has_ended(pid)
+
+
+async def test_a_killed_process_is_noticed_by_everyone_who_waits() -> None:
+    client = AsyncMPClient(CONFIG)
+    await client.start()
+    assert client.pid is not None
+    waiting = asyncio.create_task(client.get_output())
+    await asyncio.sleep(0)
+    os.kill(client.pid, signal.SIGKILL)
+    async with asyncio.timeout(2):
+        with pytest.raises(EngineDeadError, match="status -9"):
+            await waiting
+    with pytest.raises(EngineDeadError):
+        await client.add_request(make_request("a", [1]))
+    await client.close()
+
+
+class FailingWorker(HashWorker):
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        raise RuntimeError("broken")
+
+
+async def test_a_failed_step_is_the_end(tmp_path: Path) -> None:
+    for client in (
+        AsyncInprocClient(CONFIG, UniProcExecutor(FailingWorker(CONFIG))),
+        AsyncMPClient(CONFIG, command=failing_core(tmp_path, "raise RuntimeError('broken')")),
+    ):
+        await client.start()
+        await client.add_request(make_request("a", [1]))
+        # Of its last words and its end either may be heard first.
+        with pytest.raises(EngineDeadError, match=r"the engine core failed|ended with status 1"):
+            await client.get_output()
+        with pytest.raises(EngineDeadError):
+            await client.add_request(make_request("b", [1]))
+        await client.close()
+
+
+async def test_a_request_that_was_cancelled_before_it_was_sent_holds_no_memory() -> None:
+    client = AsyncMPClient(CONFIG)
+    request = make_mixed("a", make_wide(0, 20))
+    async with asyncio.timeout(5):  # nobody reads yet: ZMQ takes no more than its queues hold
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                while True:
+                    await client.abort_requests(["nobody"])
+        sending = asyncio.create_task(client.add_request(request))
+        await asyncio.sleep(0)
+        assert client._arena.num_lent == 1
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+    assert client._arena.num_lent == 0
+    await client.close()

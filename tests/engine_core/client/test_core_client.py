@@ -1,0 +1,120 @@
+"""The clients without an event loop: in process, and with the core in a process of its own."""
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from tests.engine_core.helpers import make_config, make_request
+from tests.engine_core.processes import collect, wait_until
+from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
+from tokenloom.engine_core.client.core_client import InprocClient, SyncClient, SyncMPClient
+from tokenloom.engine_core.config import ParallelConfig, WorkerConfig
+from tokenloom.engine_core.errors import UtilityError
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, HashWorker, expected_tokens
+from tokenloom.engine_core.wire.array_arena import MIN_BYTES
+from tokenloom.engine_core.wire.messages import FinishReason
+
+# Steps take a moment, so that what is asked in the middle of a request comes in the middle of it.
+CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
+
+
+@pytest.fixture(params=["inproc", "process"])
+def client(request: pytest.FixtureRequest) -> Iterator[SyncClient]:
+    client = (
+        InprocClient(CONFIG, UniProcExecutor(HashWorker(CONFIG))) if request.param == "inproc" else SyncMPClient(CONFIG)
+    )
+    yield client
+    client.close()
+
+
+def test_batched_requests_give_their_own_tokens(client: SyncClient) -> None:
+    assert client.ready.vocab_size == DEFAULT_VOCAB_SIZE
+    prompts = {str(length): list(range(1, length + 1)) for length in (1, 3, 4, 5, 30)}
+    for request_id, prompt in prompts.items():
+        client.add_request(make_request(request_id, prompt, max_tokens=9))
+    ended = collect(client, len(prompts))
+    for request_id, prompt in prompts.items():
+        assert ended[request_id].new_token_ids == expected_tokens(prompt, 9)
+        assert ended[request_id].finish_reason is FinishReason.LENGTH
+
+
+def test_an_aborted_request_has_no_output_and_frees_its_blocks(client: SyncClient) -> None:
+    client.add_request(make_request("gone", [1, 2, 3], max_tokens=200))
+    client.add_request(make_request("stays", [4, 5, 6], max_tokens=30))
+    client.get_output()
+    client.abort_requests(["gone", "never was"])
+    ended = collect(client, 1)
+    assert list(ended) == ["stays"]
+    client.add_request(make_request("last", [7]))
+    while not (outputs := client.get_output()).outputs or outputs.outputs[0].request_id != "last":
+        pass
+    assert outputs.scheduler_stats is not None
+    assert outputs.scheduler_stats.num_running == 1
+    assert outputs.scheduler_stats.num_free_blocks == client.ready.num_kv_blocks - 1
+
+
+def test_a_refused_request_is_answered(client: SyncClient) -> None:
+    client.add_request(make_request("too long", [1] * 5000))
+    assert collect(client, 1)["too long"].finish_reason is FinishReason.ERROR
+    client.add_request(make_request("fine", [1, 2], max_tokens=2))
+    assert collect(client, 1)["fine"].new_token_ids == expected_tokens([1, 2], 2)
+
+
+def test_utilities(client: SyncClient) -> None:
+    assert client.call_utility("reset_prefix_cache") is True
+    client.add_request(make_request("a", [1, 2], max_tokens=200))
+    client.get_output()
+    assert client.call_utility("reset_prefix_cache") is False  # and the steps of the meantime are not lost
+    assert collect(client, 1)["a"].token_index == 199
+    with pytest.raises(UtilityError, match="no utility 'eval'"):
+        client.call_utility("eval", "1 + 1")
+    with pytest.raises(UtilityError, match="argument"):
+        client.call_utility("reset_prefix_cache", True, 1)
+
+
+def test_an_abort_that_is_delivered_twice_does_no_harm(client: SyncClient) -> None:
+    client.add_request(make_request("gone", [1, 2, 3], max_tokens=200))
+    client.add_request(make_request("stays", [4, 5, 6], max_tokens=30))
+    client.get_output()
+    client.abort_requests(["gone"])
+    client.abort_requests(["gone"])
+    tokens = collect(client, 1)["stays"].new_token_ids
+    assert tokens == expected_tokens([4, 5, 6], 30)[-len(tokens) :]
+    client.add_request(make_request("gone", [1, 2, 3], max_tokens=4))  # the name is free again
+    assert collect(client, 1)["gone"].new_token_ids == expected_tokens([1, 2, 3], 4)
+
+
+def test_a_pause_that_waits_answers_when_nobody_runs(client: SyncClient) -> None:
+    client.add_request(make_request("runs", [1, 2, 3], max_tokens=20))
+    first = client.get_output()
+    client.call_utility("pause", "wait")
+    client.add_request(make_request("queues", [4, 5, 6], max_tokens=3))
+    tokens = [token for output in first.outputs for token in output.new_token_ids]
+    tokens += collect(client, 1)["runs"].new_token_ids
+    assert tokens == expected_tokens([1, 2, 3], 20)
+    with pytest.raises(UtilityError, match="paused in mode wait"):
+        client.call_utility("pause", "keep")
+    client.call_utility("resume")
+    assert collect(client, 1)["queues"].new_token_ids == expected_tokens([4, 5, 6], 3)
+    with pytest.raises(UtilityError, match="mode 'never' is unknown"):
+        client.call_utility("pause", "never")
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_large_arrays_are_lent_to_the_core_and_its_worker_while_there_is_room(backend: str) -> None:
+    parallel = ParallelConfig(distributed_executor_backend=backend, array_arena_bytes=5 * MIN_BYTES)
+    client = SyncMPClient(msgspec.structs.replace(CONFIG, parallel=parallel))
+    for around in range(2):
+        requests = [make_mixed(str(seed), make_wide(2, 20, seed + around), length=25) for seed in range(4)]
+        for request in requests:
+            client.add_request(request)
+        assert client._arena.num_lent == 2, "each takes two units: the others went in frames"
+        ended = collect(client, 4)
+        for request in requests:
+            assert ended[request.request_id].new_token_ids == expected(request, DEFAULT_VOCAB_SIZE)
+        client.add_request(make_request("next", [1]))  # with its step the worker hears that the others have ended
+        collect(client, 1)
+        assert wait_until(lambda: client._arena.num_lent == 0, 5.0)
+    client.close()

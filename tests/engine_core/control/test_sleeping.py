@@ -1,0 +1,165 @@
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
+from tests.engine_core.invariants import check_scheduler
+from tests.engine_core.kv_transfer.kv_pair import Pair
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.engine_core.wire.messages import FinishReason
+
+
+def pool_is_empty(core: EngineCore) -> bool:
+    return not np.frombuffer(core.executor.kv_pool().memory.buffer, dtype=np.uint8).any()
+
+
+def busy_core() -> EngineCore:
+    """``a`` and ``b`` run, ``c`` waits for a place in the batch."""
+    core = make_core(max_num_seqs=2)
+    for name, prompt in (("a", range(9)), ("b", [2]), ("c", [3])):
+        core.add_request(make_request(name, prompt, 6))
+    core.step()
+    return core
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_memory_is_given_back_and_the_cache_is_gone_after_waking(level: int) -> None:
+    core = make_core()
+    core.add_request(make_request("a", range(30)))
+    finish(core)
+    assert not pool_is_empty(core)
+    assert core.sleeping.sleep(level).done()
+    assert core.sleeping.is_sleeping()
+    assert pool_is_empty(core)
+    core.sleeping.wake_up()
+    assert not core.sleeping.is_sleeping()
+    hits = core.scheduler.stats().prefix_cache_hits
+    core.add_request(make_request("b", range(30)))
+    assert tokens_of(finish(core)["b"]) == expected_tokens(range(30), 5, VOCAB_SIZE)
+    assert core.scheduler.stats().prefix_cache_hits == hits
+
+
+def test_requests_that_come_while_it_sleeps_wait() -> None:
+    core = make_core()
+    core.sleeping.sleep()
+    core.add_request(make_request("a", [1]))
+    assert finish(core) == {}
+    core.sleeping.wake_up()
+    assert tokens_of(finish(core)["a"]) == expected_tokens([1], 5, VOCAB_SIZE)
+
+
+def test_level_zero_only_pauses() -> None:
+    core = busy_core()
+    assert core.sleeping.sleep(0, "keep").done()
+    assert finish(core) == {}
+    assert not pool_is_empty(core)
+    core.sleeping.wake_up()
+    assert tokens_of(finish(core)["b"]) == expected_tokens([2], 6, VOCAB_SIZE)[1:]
+
+
+def test_abort_ends_who_is_there() -> None:
+    core = busy_core()
+    assert core.sleeping.sleep(1, "abort").done()
+    assert {output.finish_reason for (output,) in finish(core).values()} == {FinishReason.ABORT}
+    assert pool_is_empty(core)
+
+
+def test_wait_lets_the_running_finish_first() -> None:
+    core = busy_core()
+    falling = core.sleeping.sleep(1, "wait")
+    assert not falling.done()
+    assert core.sleeping.sleep(1, "wait") is falling
+    assert sorted(finish(core)) == ["a", "b"]
+    assert falling.done()
+    assert pool_is_empty(core)
+    core.sleeping.wake_up()
+    assert tokens_of(finish(core)["c"]) == expected_tokens([3], 6, VOCAB_SIZE)
+
+
+def test_keep_computes_the_frozen_anew_after_waking() -> None:
+    core = busy_core()
+    assert core.sleeping.sleep(1, "keep").done()
+    assert pool_is_empty(core)
+    check_scheduler(core.scheduler)
+    core.sleeping.wake_up()
+    outputs = finish(core)
+    assert tokens_of(outputs["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
+    assert tokens_of(outputs["c"]) == expected_tokens([3], 6, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
+def test_requests_go_on_when_all_is_awake(order: Sequence[str]) -> None:
+    core = make_core()
+    core.sleeping.sleep()
+    core.add_request(make_request("a", [1]))
+    core.sleeping.wake_up([order[0]])
+    core.sleeping.wake_up([order[0]])
+    assert core.sleeping.is_sleeping()
+    assert finish(core) == {}
+    core.sleeping.wake_up([order[1]])
+    assert tokens_of(finish(core)["a"]) == expected_tokens([1], 5, VOCAB_SIZE)
+
+
+def test_waking_before_the_last_has_finished_calls_it_off() -> None:
+    core = busy_core()
+    falling = core.sleeping.sleep(1, "wait")
+    core.sleeping.wake_up()
+    with pytest.raises(ValueError, match="woken before it slept"):
+        falling.result(timeout=0)
+    assert sorted(finish(core)) == ["a", "b", "c"]
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    core = make_core()
+    core.sleeping.wake_up()
+    with pytest.raises(ValueError, match="level 3 is unknown"):
+        core.sleeping.sleep(3)
+    with pytest.raises(ValueError, match="mode 'doze' is unknown"):
+        core.sleeping.sleep(1, "doze")
+    assert not core.sleeping.is_sleeping()
+    core.sleeping.sleep(1)
+    with pytest.raises(ValueError, match="sleeps in level 1"):
+        core.sleeping.sleep(2)
+    with pytest.raises(ValueError, match="tag 'dreams' is unknown"):
+        core.sleeping.wake_up(["dreams"])
+    with pytest.raises(ValueError, match="wake it up"):
+        core.resume()
+
+
+def test_leases_end_and_loads_in_flight_are_waited_for() -> None:
+    pair = Pair()
+    request = pair.add("a", range(30))
+    while not pair.decode.copies.tasks:  # the prefill is done and leased, the decode engine about to copy
+        pair.step(pair.prefill)
+        pair.pump(pair.prefill)
+        pair.step(pair.decode)
+        pair.pump(pair.decode)
+    assert pair.prefill.core.sleeping.sleep(1, "wait").done()
+    assert pair.prefill.stats.num_leases == 0
+    falling = pair.decode.core.sleeping.sleep(1, "wait")
+    assert not falling.done(), "blocks are being written to"
+    while not falling.done():
+        pair.turn()
+    for engine in pair.engines:
+        assert pool_is_empty(engine.core)
+        engine.core.sleeping.wake_up()
+    pair.settle()
+    assert request.tokens == expected_tokens(range(30), 5, VOCAB_SIZE)
+    assert pair.decode.stats.kv_recomputes
+
+
+def test_weights_are_replaced_only_when_nobody_runs(tmp_path: Path) -> None:
+    core = busy_core()
+    with pytest.raises(ValueError, match="requests are running"):
+        core.sleeping.reload_weights(str(tmp_path))
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}}}')
+    core.pause("keep")
+    core.sleeping.reload_weights(str(tmp_path))
+    core.resume()
+    assert tokens_of(finish(core)["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    with pytest.raises(ValueError, match="vocab_size is 5 there"):
+        core.sleeping.reload_weights(str(tmp_path))

@@ -1,0 +1,60 @@
+import msgspec
+import pytest
+
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig, size_kv_cache
+from tokenloom.engine_core.worker import ModelInfo
+
+MODEL = ModelInfo(vocab_size=10, max_model_len=1000, kv_bytes_per_token=100, kv_layout="", numerics="")
+
+
+def size(max_model_len: int | None = None, available: int = 10**9, **cache: object) -> KVCacheConfig:
+    config = EngineConfig(
+        worker=WorkerConfig(model=""),
+        cache=msgspec.structs.replace(CacheConfig(block_size=16), **cache),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+        max_model_len=max_model_len,
+    )
+    return size_kv_cache(config, MODEL, lambda: available)
+
+
+def test_memory_decides_the_number_of_blocks() -> None:
+    assert size(available=16 * 100 * 70 + 1) == KVCacheConfig(num_blocks=70, max_model_len=1000)
+
+
+def test_no_more_than_could_be_in_use() -> None:
+    assert size().num_blocks == 4 * 63
+    assert size(max_model_len=160).num_blocks == 4 * 10
+
+
+def test_the_context_shrinks_to_what_fits() -> None:
+    assert size(available=16 * 100 * 7) == KVCacheConfig(num_blocks=7, max_model_len=112)
+
+
+def test_a_context_that_was_asked_for_does_not_shrink() -> None:
+    with pytest.raises(ValueError, match=r"holds 112 tokens \(7 blocks of 16\), fewer than max_model_len 113"):
+        size(max_model_len=113, available=16 * 100 * 7)
+    assert size(max_model_len=112, available=16 * 100 * 7).max_model_len == 112
+
+
+@pytest.mark.parametrize("max_model_len", [-1, 0, 1, 1001])
+def test_a_context_that_makes_no_sense_is_refused(max_model_len: int) -> None:
+    with pytest.raises(ValueError, match=rf"max_model_len is {max_model_len}; .*at least 2 .*at most .* 1000"):
+        size(max_model_len=max_model_len)
+
+
+def test_a_block_holds_at_least_a_token() -> None:
+    with pytest.raises(ValueError, match="block_size is 0"):
+        size(block_size=0)
+
+
+def test_no_room_at_all() -> None:
+    with pytest.raises(ValueError, match="holds 0 tokens"):
+        size(available=-5)
+
+
+def test_fixed_sizes_need_no_profile_run() -> None:
+    config = EngineConfig(worker=WorkerConfig(model=""), cache=CacheConfig(num_blocks=9))
+    assert size_kv_cache(config, MODEL, pytest.fail).num_blocks == 9
+    config = EngineConfig(worker=WorkerConfig(model=""), cache=CacheConfig(memory_bytes=16 * 100 * 9))
+    assert size_kv_cache(config, MODEL, pytest.fail).num_blocks == 9

@@ -1,0 +1,70 @@
+from tests.engine_core.helpers import finish, make_core, make_request
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.kv_cache.block_hash import block_hashes
+from tokenloom.engine_core.kv_cache.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventLog,
+)
+
+
+def telling_core(num_blocks: int = 8) -> EngineCore:
+    return make_core(num_blocks=num_blocks, block_size=4, kv_events=True)
+
+
+def events_of(core: EngineCore) -> list[KVCacheEvent]:
+    events: list[KVCacheEvent] = []
+    while core.has_work():
+        events += core.step().kv_events
+    return events
+
+
+def test_stored_blocks_are_told_with_their_tokens_and_what_they_follow() -> None:
+    core = telling_core()
+    prompt = list(range(10))
+    core.add_request(make_request("a", prompt, 3))
+    first, second = block_hashes([*prompt, 0, 0], 4)[:2]
+    assert events_of(core)[0] == BlockStored([first, second], None, prompt[:8], 4, "GPU")
+    core.add_request(make_request("b", [*prompt[:8], 50, 51, 52, 53, 54], 1))
+    (stored,) = events_of(core)
+    assert isinstance(stored, BlockStored)
+    assert (stored.parent_block_hash, stored.token_ids) == (second, [50, 51, 52, 53])
+
+
+def test_removed_blocks_are_told() -> None:
+    core = telling_core(num_blocks=4)
+    core.add_request(make_request("a", [1] * 9, 1))
+    first, second = block_hashes([1] * 8, 4)
+    events_of(core)
+    core.add_request(make_request("b", [2] * 13, 1))
+    events = events_of(core)
+    assert BlockRemoved([second, first], "GPU") in events
+
+
+def test_a_reset_is_told_without_a_request() -> None:
+    core = telling_core()
+    core.add_request(make_request("a", [1] * 9, 1))
+    events_of(core)
+    assert core.reset_prefix_cache()
+    assert events_of(core) == [AllBlocksCleared()]
+    assert not core.has_work()
+
+
+def test_what_came_before_a_reset_is_not_worth_telling() -> None:
+    log = KVEventLog(2)
+    log.stored(b"a", None, [1, 2])
+    log.forgot_all()
+    log.stored(b"b", None, [3, 4])
+    log.evicted(0, b"b")
+    assert log.take() == [AllBlocksCleared(), BlockStored([b"b"], None, [3, 4], 2, "GPU"), BlockRemoved([b"b"], "GPU")]
+    assert not log.take()
+
+
+def test_nobody_listens_by_default() -> None:
+    core = make_core()
+    core.add_request(make_request("a", [1] * 9))
+    assert core.scheduler.kv_events is None
+    assert not events_of(core)
+    assert not finish(core)

@@ -1,0 +1,101 @@
+"""Random lives of requests whose KV moves between two engines, with faults on the way."""
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.engine_core.helpers import VOCAB_SIZE
+from tests.engine_core.invariants import check_idle, check_scheduler
+from tests.engine_core.kv_transfer.kv_pair import Pair
+from tokenloom.engine_core.config import KVConfig
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+
+FAULTS = ("lease_expires", "blocks_reused", "wrong_layout", "copy_fails", "torn_copy", "verify_twice", "verdict_lost")
+PROMPTS = st.tuples(st.integers(0, 3), st.integers(1, 40)).map(
+    # Prompts of one family begin with each other.
+    lambda family_and_length: [(family_and_length[0] * 31 + i) % VOCAB_SIZE for i in range(family_and_length[1])]
+)
+ENGINES = st.integers(0, 1)
+
+
+class RemoteKVMachine(RuleBasedStateMachine):
+    """Every engine takes both legs, in small pools: each may run out of blocks, and wait for the other."""
+
+    @initialize(
+        faults=st.lists(st.sampled_from(FAULTS), max_size=2, unique=True),
+        num_blocks=st.sampled_from((12, 16, 40)),
+        budget=st.sampled_from((8, 16, 64)),
+        caching=st.booleans(),
+        max_num_seqs=st.sampled_from((2, 8)),
+    )
+    def start(self, faults: list[str], num_blocks: int, budget: int, caching: bool, max_num_seqs: int) -> None:
+        kv = KVConfig(transports=("memory",), checksum=True, failpoints=tuple(f"{name}=0.3" for name in faults))
+        self.pair = Pair(kvs=[kv, kv], num_blocks=num_blocks, budget=budget, caching=caching, max_num_seqs=max_num_seqs)
+
+    @rule(prompt=PROMPTS, max_tokens=st.integers(1, 8), early=st.booleans(), swap=st.booleans(), salt=st.booleans())
+    def add(self, prompt: list[int], max_tokens: int, early: bool, swap: bool, salt: bool) -> None:
+        name = f"r{len(self.pair.requests)}"
+        self.pair.add(name, prompt, max_tokens, early=early, swap=swap, salt=b"salt" * salt)
+
+    @rule(engine=ENGINES)
+    def step(self, engine: int) -> None:
+        self.pair.step(self.pair.engines[engine])
+
+    @rule(engine=ENGINES)
+    def copy(self, engine: int) -> None:
+        self.pair.engines[engine].copies.run_one()
+
+    @rule(engine=ENGINES)
+    def pump(self, engine: int) -> None:
+        self.pair.pump(self.pair.engines[engine])
+
+    @rule(turns=st.integers(1, 6))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.pair.turn()
+
+    @rule(seconds=st.sampled_from((0.1, 10.0, 31.0)))
+    def wait(self, seconds: float) -> None:
+        self.pair.clock.now += seconds
+
+    @precondition(lambda self: self.pair.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = [request for request in self.pair.requests.values() if not request.is_done]
+        if live:
+            self.pair.abort(data.draw(st.sampled_from(live)))
+
+    @precondition(lambda self: self.pair.requests)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        self.pair.renew(data.draw(st.sampled_from(list(self.pair.requests.values()))))
+
+    @rule(engine=ENGINES)
+    def reset_prefix_cache(self, engine: int) -> None:
+        self.pair.engines[engine].core.reset_prefix_cache()
+
+    @invariant()
+    def nothing_is_out_of_place(self) -> None:
+        for engine in self.pair.engines if hasattr(self, "pair") else ():
+            check_scheduler(engine.core.scheduler)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pair"):
+            return
+        self.pair.settle()
+        for engine in self.pair.engines:
+            check_idle(engine.core.scheduler)
+        for request in self.pair.requests.values():
+            expected = expected_tokens(request.prompt, request.max_tokens, VOCAB_SIZE)
+            assert request.tokens == expected[: len(request.tokens)]
+            assert request.is_aborted or len(request.tokens) == request.max_tokens
+
+
+TestRemoteKV = RemoteKVMachine.TestCase
+TestRemoteKV.settings = settings(
+    max_examples=100,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)

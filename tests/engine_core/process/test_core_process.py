@@ -1,0 +1,114 @@
+"""The core's process: how it starts, ends, fails, and never outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine_core.helpers import make_config, make_request
+from tests.engine_core.processes import collect, failing_core, has_ended, wait_until
+from tokenloom.engine_core.client.core_client import SyncMPClient
+from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.engine_core.process.core_launch import CORE_COMMAND
+from tokenloom.engine_core.wire.messages import FinishReason
+
+ORPHAN_MAKER = """
+import sys
+from tokenloom.engine_core.client.core_client import SyncMPClient
+from tests.engine_core.helpers import make_config
+client = SyncMPClient(make_config())
+print(client.pid, client._process.input_address, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_core_that_cannot_start_says_why(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EngineConfigError, match=r"^max_model_len is 9999"):
+        SyncMPClient(make_config(max_model_len=9999))
+    assert capfd.readouterr().err == "", "its client has the words, and a traceback tells an operator nothing more"
+
+
+def test_a_core_that_dies_while_it_starts_is_noticed() -> None:
+    with pytest.raises(EngineStartError, match="exited with status 3"):
+        SyncMPClient(make_config(), command=[sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_sigterm_lets_live_requests_finish_and_refuses_new_ones() -> None:
+    client = SyncMPClient(make_config())
+    assert client.pid is not None
+    client.add_request(make_request("live", [1, 2], max_tokens=200))
+    client.get_output()
+    os.kill(client.pid, signal.SIGTERM)
+    client.add_request(make_request("late", [3, 4], max_tokens=2))
+    ended = collect(client, 2)
+    assert ended["live"].new_token_ids[-100:] == expected_tokens([1, 2], 200)[-100:]
+    assert ended["late"].finish_reason in (FinishReason.ERROR, FinishReason.LENGTH)  # the signal may come after it
+    with pytest.raises(EngineDeadError, match="status 0"):
+        collect(client, 3)
+    client.close()
+
+
+def test_a_failed_step_ends_the_core_and_tells_the_client(tmp_path: Path) -> None:
+    client = SyncMPClient(make_config(), command=failing_core(tmp_path, "raise RuntimeError('broken')"))
+    client.add_request(make_request("a", [1]))
+    with pytest.raises(EngineDeadError, match="the engine core failed"):
+        client.get_output()
+    client.close()
+
+
+def test_a_killed_core_is_noticed() -> None:
+    client = SyncMPClient(make_config())
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="status -9"):
+        client.get_output()
+    with pytest.raises(EngineDeadError):
+        client.call_utility("reset_prefix_cache")
+    client.close()
+
+
+def test_the_core_dies_with_its_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN_MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    pid, address = parent.stdout.readline().split()
+    core_pid, directory = int(pid), Path(address.removeprefix("ipc://")).parent
+    assert not has_ended(core_pid)
+    assert directory.is_dir()
+    parent.kill()
+    parent.wait()
+    assert wait_until(lambda: has_ended(core_pid), 2.0)
+    assert not directory.exists()
+    parent.stdin.close()
+    parent.stdout.close()
+
+
+def test_ctrl_c_of_the_terminal_leaves_the_core_to_its_parent() -> None:
+    client = SyncMPClient(make_config())
+    assert client.pid is not None
+    assert os.getpgid(client.pid) != os.getpgid(0)
+    os.kill(client.pid, signal.SIGINT)
+    client.add_request(make_request("a", [1, 2], max_tokens=3))
+    assert collect(client, 1)["a"].new_token_ids == expected_tokens([1, 2], 3)
+    client.close()
+
+
+def test_closing_leaves_no_process_and_no_socket() -> None:
+    client = SyncMPClient(make_config())
+    pid, directory = client.pid, Path(client._process.input_address.removeprefix("ipc://")).parent
+    assert pid is not None
+    assert directory.stat().st_mode & 0o777 == 0o700
+    client.close()
+    client.close()
+    assert has_ended(pid)
+    assert not directory.exists()
+
+
+def test_the_default_command_is_the_engine_services() -> None:
+    assert CORE_COMMAND[1:] == ("-m", "tokenloom.services.engine.core.core_main")

@@ -1,0 +1,40 @@
+"""A scheduler without a worker."""
+
+from tests.engine_core.invariants import check_scheduler
+from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.wire.messages import EngineCoreOutput
+from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+
+class Clock:
+    """Counts calls: every reading is one nanosecond later."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def __call__(self) -> int:
+        self.now += 1
+        return self.now
+
+
+def make_scheduler(
+    *, num_blocks: int = 64, max_model_len: int = 100, caching: bool = True, **settings: object
+) -> Scheduler:
+    config = SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 32} | settings)  # type: ignore[arg-type]
+    cache = CacheConfig(block_size=4, enable_prefix_caching=caching)
+    return Scheduler(config, cache, KVCacheConfig(num_blocks, max_model_len), Clock())
+
+
+def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
+    """A step whose worker answers ``token_id`` for every request that is due one."""
+    scheduled = scheduler.schedule()
+    sampled = []
+    for request_id in scheduled.num_scheduled_tokens:
+        request = scheduler.requests[request_id]
+        sampled.append([token_id] if request.num_computed_tokens == request.num_tokens else [])
+    result = ModelRunnerOutput(list(scheduled.num_scheduled_tokens), sampled)
+    outputs = scheduler.update_from_output(scheduled, result)
+    check_scheduler(scheduler)
+    return scheduled, outputs

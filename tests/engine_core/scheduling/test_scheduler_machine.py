@@ -1,0 +1,354 @@
+"""Random lives of an engine core: whatever is added, aborted or lost, blocks add up and tokens follow from prefixes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from tests.engine_core.executor.late import LateExecutor
+from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
+from tests.engine_core.invariants import check_idle, check_scheduler
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.control.pausing import PauseMode
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from tokenloom.engine_core.scheduling.request_queue import SchedulingPolicy
+from tokenloom.engine_core.wire.messages import FinishReason
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+
+MAX_MODEL_LEN = 48
+SESSION = "session"
+
+
+class StepLostError(Exception):
+    """As when a worker dies in the middle of a step."""
+
+
+class MortalWorker(HashWorker):
+    """Dies on demand after it wrote the step, and comes back with nothing."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+        self.dies = False
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        super().execute_model(scheduler_output)
+        if self.dies:
+            self.dies = False
+            self._rows.clear()
+            self._cache[:] = -1
+            raise StepLostError
+
+
+@dataclass
+class Expected:
+    """What a client of one request must see."""
+
+    tokens: list[int]
+    reason: FinishReason
+    received: list[int] = field(default_factory=list)
+    may_abort: bool = False
+    """A pause has ended it, if it had not come to its own end in the step before."""
+
+
+def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> Expected:
+    tokens = expected_tokens(prompt, min(max_tokens, MAX_MODEL_LEN - len(prompt)), VOCAB_SIZE)
+    for count, token_id in enumerate(tokens, 1):
+        if token_id in stop:
+            return Expected(tokens[:count], FinishReason.STOP)
+    return Expected(tokens, FinishReason.LENGTH)
+
+
+@dataclass
+class Arrival:
+    """A request, whose prompt starts with ``shared`` tokens that are the same in all."""
+
+    shared: int
+    tail: list[int]
+    max_tokens: int
+    num_accepted: int
+    stop: tuple[int, ...]
+    salt: bytes
+    priority: int
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    shared=st.sampled_from([0, 8, 16, 20, 32]),
+    tail=st.lists(st.integers(0, 1), min_size=1, max_size=6),
+    max_tokens=st.integers(1, 40),
+    num_accepted=st.sampled_from([0, 0, 3, 8]),
+    stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
+    salt=st.sampled_from([b"", b"", b"tenant"]),
+    priority=st.integers(-1, 2),
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Pools hold hardly more than one long request: preemption is the rule."""
+
+    requests = Bundle("requests")
+
+    @initialize(
+        block_size=st.sampled_from([1, 3, 4, 16]),
+        spare_blocks=st.integers(0, 8),
+        caching=st.sampled_from([True, True, False]),
+        chunked=st.booleans(),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(6, 64),
+        beside_decode=st.none() | st.integers(1, 16),
+        overlaps=st.booleans(),
+        policy=st.sampled_from(SchedulingPolicy),
+        long_prefill=st.sampled_from([0, 0, 1, 5]),
+        reserve_full_prompt=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.01, 0.3]),
+    )
+    def start(
+        self,
+        block_size: int,
+        spare_blocks: int,
+        caching: bool,
+        chunked: bool,
+        max_num_seqs: int,
+        budget: int,
+        beside_decode: int | None,
+        overlaps: bool,
+        policy: SchedulingPolicy,
+        long_prefill: int,
+        reserve_full_prompt: bool,
+        watermark: float,
+    ) -> None:
+        config = make_config(
+            block_size=block_size,
+            num_blocks=-(-MAX_MODEL_LEN // block_size) + spare_blocks,
+            caching=caching,
+            chunked=chunked,
+            max_num_seqs=max_num_seqs,
+            budget=budget if chunked else MAX_MODEL_LEN,
+            beside_decode=beside_decode,
+            max_model_len=MAX_MODEL_LEN,
+            async_scheduling=overlaps,
+            policy=policy,
+            long_prefill=long_prefill if chunked else 0,
+            reserve_full_prompt=reserve_full_prompt,
+            watermark=watermark,
+        )
+        config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events=True))
+        self.policy = policy
+        self.told_blocks: set[bytes] = set()
+        """What can be hit, by the events alone."""
+        self.spoken: list[int] = []
+        """Prompt of the session's present turn, with what it is answered."""
+        self.inputs: list[tuple[list[int], int]] = []
+        self.worker = MortalWorker(config)
+        self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))
+        self.live: dict[str, Expected] = {}
+        self.num_added = 0
+
+    @rule(target=requests, arrivals=st.lists(ARRIVALS, min_size=1, max_size=6))
+    def add(self, arrivals: list[Arrival]) -> MultipleResults[str]:
+        return multiple(*(self._add(arrival) for arrival in arrivals))
+
+    @rule(request_id=consumes(requests))
+    def abort(self, request_id: str) -> None:
+        self.core.abort_requests([request_id, "unknown"])
+        self.live.pop(request_id, None)
+
+    @rule(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=4), max_tokens=st.integers(1, 6))
+    def speak(self, prompt: list[int], max_tokens: int) -> None:
+        message = make_request(SESSION, prompt, max_tokens)
+        message.resumable = True
+        self.inputs.append((prompt, max_tokens))
+        if SESSION not in self.live:
+            self._next_turn()
+        self.core.add_request(message)
+
+    @rule()
+    def fall_silent(self) -> None:
+        self.core.abort_requests([SESSION])
+        self.live.pop(SESSION, None)
+        self.spoken, self.inputs = [], []
+
+    @rule(request_id=consumes(requests))
+    def abort_during_a_step(self, request_id: str) -> None:
+        self._step([request_id])
+        # Without work there was no step to abort in.
+        self.abort(request_id)
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @precondition(lambda self: self.core.scheduler.requests and not self.core.pausing.is_paused)
+    @rule()
+    def lose_a_step(self) -> None:
+        self.worker.dies = True
+        for _ in range(3):  # overlapping steps: computed one or two turns after it is scheduled
+            try:
+                self._step()
+            except StepLostError:
+                return
+            assert self.core._batch_queue is not None, "requests were live, but nothing was executed"
+            if not self.core.scheduler.requests:
+                break  # all ended by what was in flight
+        assert not self.core.scheduler.requests, "requests were live, but nothing was executed"
+        self.worker.dies = False
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        assert self.core.reset_prefix_cache() == (not self.core.scheduler.running)
+
+    @rule()
+    def reset_prefix_cache_of_all(self) -> None:
+        assert self.core.reset_prefix_cache(preempt_running=True)
+        assert not self.core.scheduler.running
+        assert not self.core.scheduler.kv.pool._by_hash
+
+    @precondition(lambda self: not self.core.pausing.is_paused)
+    @rule(mode=st.sampled_from(list(PauseMode)), clear_cache=st.booleans())
+    def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        begun = {r.request_id for r in self.core.scheduler.requests.values() if r.is_known_to_worker}
+        quiet = self.core.pause(mode, clear_cache)
+        assert quiet.done() == (not self.core._batch_queue and (mode is not PauseMode.WAIT or not begun))
+        if mode is PauseMode.ABORT:
+            assert not self.core.scheduler.requests
+            for expected in self.live.values():
+                expected.may_abort = True
+        elif mode is PauseMode.WAIT:
+            for _ in range(500):
+                if quiet.done():
+                    break
+                self._step()
+            assert not begun & set(self.core.scheduler.requests), "it had begun, and did not finish"
+        while self.core._batch_queue:
+            self._step()
+        assert quiet.done()
+        waiting = [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
+        for _ in range(3):
+            self._step()
+        assert waiting == [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
+        assert not self.core.has_work()
+
+    @rule()
+    def resume(self) -> None:
+        self.core.resume()
+        assert self.core.has_work() or not self.core.has_requests()
+
+    @invariant()
+    def adds_up(self) -> None:
+        scheduler = self.core.scheduler
+        check_scheduler(scheduler)
+        to_forget = {*scheduler._finished_req_ids}
+        for step in self.core._batch_queue.steps if self.core._batch_queue is not None else ():
+            to_forget.update(step.scheduled.finished_req_ids)
+        assert self.worker._rows.keys() <= {*scheduler.requests, *to_forget}, "the worker keeps the dead"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.resume()
+        for _ in range(2000):
+            if not self.core.has_work():
+                break
+            self._step()
+        assert not self.live, "requests never ended"
+        check_idle(self.core.scheduler)
+
+    def _add(self, arrival: Arrival) -> str:
+        prompt = [7] * arrival.shared + arrival.tail
+        expected = expect(prompt, arrival.max_tokens, arrival.stop)
+        expected.received.extend(expected.tokens[: arrival.num_accepted])
+        request_id = f"r{self.num_added}"
+        self.num_added += 1
+        self.live[request_id] = expected
+        self.core.add_request(
+            make_request(
+                request_id,
+                prompt,
+                arrival.max_tokens,
+                accepted=expected.received,
+                stop=arrival.stop,
+                salt=arrival.salt,
+                priority=arrival.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
+            )
+        )
+        return request_id
+
+    def _next_turn(self) -> None:
+        prompt, max_tokens = self.inputs.pop(0)
+        self.spoken = self.spoken + prompt
+        if len(self.spoken) >= MAX_MODEL_LEN:
+            self.live[SESSION] = Expected([], FinishReason.ERROR)
+            self.inputs.clear()
+        else:
+            self.live[SESSION] = expect(self.spoken, max_tokens, ())
+
+    def _turn_ended(self, expected: Expected, reason: FinishReason) -> None:
+        if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            self.spoken, self.inputs = [], []
+            return
+        self.spoken += expected.tokens[:-1]
+        if self.inputs:
+            self._next_turn()
+
+    def _step(self, aborted: Sequence[str] = ()) -> None:
+        outputs = self.core.step(lambda: aborted)
+        self._take_events(outputs.kv_events)
+        for output in outputs.outputs:
+            expected = self.live[output.request_id]
+            assert output.token_index == len(expected.received)
+            expected.received.extend(output.new_token_ids)
+            assert expected.received == expected.tokens[: len(expected.received)]
+            if output.finish_reason is FinishReason.ABORT:
+                assert expected.may_abort
+                del self.live[output.request_id]
+                if output.request_id == SESSION:
+                    self._turn_ended(expected, output.finish_reason)
+            elif output.finish_reason is not None:
+                assert output.finish_reason is expected.reason
+                assert expected.received == expected.tokens
+                del self.live[output.request_id]
+                if output.request_id == SESSION:
+                    self._turn_ended(expected, output.finish_reason)
+        check_scheduler(self.core.scheduler)
+
+    def _take_events(self, events: list[KVCacheEvent]) -> None:
+        for event in events:
+            match event:
+                case BlockStored():
+                    assert event.parent_block_hash is None or event.parent_block_hash in self.told_blocks
+                    assert not self.told_blocks & set(event.block_hashes)
+                    self.told_blocks.update(event.block_hashes)
+                case BlockRemoved():
+                    self.told_blocks.difference_update(event.block_hashes)
+                case AllBlocksCleared():
+                    self.told_blocks.clear()
+        assert self.told_blocks == set(self.core.scheduler.kv.pool._by_hash)
+
+
+pytestmark = pytest.mark.timeout(600)  # shrinking a failure takes minutes
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(
+    max_examples=200,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,50 @@
+from tests.engine_core.helpers import make_request
+from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tokenloom.engine_core.wire.messages import EngineCoreEventType, EngineCoreOutput
+
+
+def test_outputs_tell_what_befell_their_requests_since_the_last() -> None:
+    scheduler = make_scheduler(log_events=True, num_blocks=5, watermark=0.0)
+    for request_id in "ab":
+        scheduler.add_request(make_request(request_id, [ord(request_id)] * 4, 8))
+    outputs: dict[str, list[EngineCoreOutput]] = {"a": [], "b": []}
+    while scheduler.has_work():
+        for output in step(scheduler)[1]:
+            outputs[output.request_id].append(output)
+    queued, scheduled, preempted = (
+        EngineCoreEventType.QUEUED,
+        EngineCoreEventType.SCHEDULED,
+        EngineCoreEventType.PREEMPTED,
+    )
+    kinds = {name: [[event.type for event in output.events] for output in outputs[name]] for name in "ab"}
+    assert kinds["a"] == [[queued, scheduled]] + [[]] * 7
+    assert kinds["b"][0] == [queued, scheduled]
+    assert [kind for kind in kinds["b"] if kind][1:] == [[preempted, scheduled]]
+    times = [event.timestamp_ns for output in outputs["b"] for event in output.events]
+    assert times == sorted(times)
+
+
+def test_nothing_is_noted_unless_asked_for() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", [1]))
+    assert not step(scheduler)[1][0].events
+
+
+def test_an_aborted_request_leaves_no_notes() -> None:
+    scheduler = make_scheduler(log_events=True)
+    scheduler.add_request(make_request("a", [1]))
+    scheduler.abort_requests(["a"])
+    scheduler.add_request(make_request("a", [1]))
+    assert len(step(scheduler)[1][0].events) == 2
+
+
+def test_preempted_requests_are_looked_up_apart_from_new_ones() -> None:
+    scheduler = make_scheduler(num_blocks=5, watermark=0.0)
+    for request_id in "ab":
+        scheduler.add_request(make_request(request_id, [ord(request_id)] * 4, 8))
+    while scheduler.has_work():
+        step(scheduler)
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_requests, stats.prefix_cache_queries, stats.prefix_cache_hits) == (2, 8, 0)
+    assert stats.num_preemptions == 1
+    assert stats.preempted_prefix_cache_queries > stats.preempted_prefix_cache_hits > 0

@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+
+from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
+from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE, embeds_ids, expected_tokens
+from tokenloom.engine_core.wire.array_arena import MIN_BYTES
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan, content_salt
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.engine_core.wire.serialization import Decoder, encode
+
+
+def make_span(position: int, length: int, seed: int = 0) -> EmbedsSpan:
+    return EmbedsSpan(position, np.random.default_rng(seed).random((length, HIDDEN_SIZE), dtype=np.float32))
+
+
+def make_wide(position: int, length: int, seed: int = 0) -> EmbedsSpan:
+    """Too large to lie in a frame where there is shared memory."""
+    return EmbedsSpan(position, np.random.default_rng(seed).random((length, MIN_BYTES // 40), dtype=np.float32))
+
+
+def make_mixed(request_id: str, *spans: EmbedsSpan, length: int = 30, max_tokens: int = 5) -> EngineCoreRequest:
+    """Ids from 1 on, zeros where there are rows."""
+    prompt = list(range(1, length + 1))
+    for span in spans:
+        prompt[span.position : span.position + len(span.rows)] = [0] * len(span.rows)
+    request = make_request(request_id, prompt, max_tokens)
+    request.prompt_embeds = list(spans)
+    return request
+
+
+def expected(request: EngineCoreRequest, vocab_size: int = VOCAB_SIZE) -> list[int]:
+    prompt = list(request.prompt_token_ids)
+    for span in request.prompt_embeds:
+        prompt[span.position : span.position + len(span.rows)] = embeds_ids(span)
+    return expected_tokens(prompt, request.sampling_params.max_tokens, vocab_size)
+
+
+@pytest.mark.parametrize("budget", [8, 64])
+def test_rows_and_ids_make_one_prompt(budget: int) -> None:
+    core = make_core(budget=budget)
+    requests = [
+        make_mixed("all", make_span(0, 30)),
+        make_mixed("some", make_span(2, 3), make_span(7, 12, seed=1)),
+        make_mixed("none"),
+    ]
+    for request in requests:
+        core.add_request(request)
+    outputs = finish(core)
+    for request in requests:
+        assert tokens_of(outputs[request.request_id]) == expected(request)
+
+
+def test_only_the_same_rows_share_blocks() -> None:
+    core = make_core()
+    hits = []
+    for index, seed in enumerate((0, 1, 0)):
+        core.add_request(request := make_mixed(str(index), make_span(0, 8, seed)))
+        before = core.scheduler.stats().prefix_cache_hits
+        assert tokens_of(finish(core)[str(index)]) == expected(request)
+        hits.append(core.scheduler.stats().prefix_cache_hits - before)
+    assert hits == [0, 0, 28]
+
+
+def test_rows_outlast_preemption_and_a_failed_step() -> None:
+    core = make_core(num_blocks=20, max_num_seqs=4, max_model_len=80)
+    requests = [make_mixed(str(seed), make_span(3, 20, seed), max_tokens=20) for seed in range(3)]
+    for request in requests:
+        core.add_request(request)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    steps = 0
+    while core.has_work():
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.new_token_ids
+        steps += 1
+        if steps == 3:
+            core.scheduler.recover_from_failed_step()
+    assert core.scheduler.stats().num_preemptions
+    assert tokens == {request.request_id: expected(request) for request in requests}
+
+
+def test_rows_travel_as_a_frame_of_their_own() -> None:
+    request = make_mixed("a", make_span(2, 20))
+    frames = encode(request)
+    assert [len(frame) for frame in frames[1:]] == [20 * HIDDEN_SIZE * 4]
+    (span,) = Decoder(EngineCoreRequest).decode(frames).prompt_embeds
+    np.testing.assert_array_equal(span.rows, request.prompt_embeds[0].rows)
+
+
+def test_the_salt_stands_for_every_row_and_where_it_is() -> None:
+    spans = [make_span(2, 3), make_span(9, 4)]
+    variants = [
+        (b"", []),
+        (b"a", []),
+        (b"", spans),
+        (b"a", spans),
+        (b"", spans[:1]),
+        (b"", [EmbedsSpan(3, spans[0].rows), spans[1]]),
+        (b"", [EmbedsSpan(2, spans[0].rows + 1), spans[1]]),
+        (b"", [EmbedsSpan(2, spans[0].rows.reshape(6, -1)), spans[1]]),
+    ]
+    assert len({content_salt(*variant) for variant in variants}) == len(variants)
+    assert content_salt(b"a", []) == b"a"

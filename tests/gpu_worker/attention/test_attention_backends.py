@@ -1,0 +1,55 @@
+"""Backends by name, and what takes the place of kernels that cannot be had."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from tests.gpu_worker.attention.steps import CPU, shape
+from tokenloom.gpu_worker.attention import cpu_backend
+from tokenloom.gpu_worker.attention.attention_backends import make_attention_backend
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.kernels.library import warn_unavailable
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("torch", "torch"),
+        ("reference", "reference"),
+        pytest.param("cpu", "cpu", marks=needs_compiler),
+        pytest.param("auto", "cpu", marks=needs_compiler),
+    ],
+)
+def test_by_name(name: str, found: str) -> None:
+    assert make_attention_backend(name, shape(2), 16, CPU).name == found
+
+
+def test_auto_beside_a_cpu() -> None:
+    assert make_attention_backend("auto", shape(2), 16, torch.device("meta")).name == "torch"
+    with pytest.raises(ValueError, match="cpu does not run on meta"):
+        make_attention_backend("cpu", shape(2), 16, torch.device("meta"))
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_torch_takes_the_place_of_missing_kernels_with_one_warning(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(head_size: int, march: str) -> None:
+        raise KernelsUnavailable("there is no C++ compiler (g++)")
+
+    monkeypatch.setattr(cpu_backend, "load_attention", fail)
+    warn_unavailable.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert make_attention_backend(name, shape(2), 16, CPU).name == "torch"
+    (record,) = caplog.records
+    assert "no C++ compiler" in record.getMessage()
+
+
+def test_unknown() -> None:
+    with pytest.raises(ValueError, match="must be one of auto, cpu, torch, reference, not 'flash'"):
+        make_attention_backend("flash", shape(2), 16, CPU)

@@ -1,0 +1,40 @@
+import numpy as np
+
+from tokenloom.gpu_worker.batch.block_table import BlockTable
+
+
+def rows(*values):
+    return np.array(values, dtype=np.int64)
+
+
+def test_slots_follow_the_blocks():
+    table = BlockTable(max_num_seqs=4, max_model_len=20, block_size=4)
+    table.append(2, [7, 3])
+    table.append(2, [])
+    table.append(2, [5])
+    table.append(0, [1])
+    slots = table.slots(rows(2, 2, 2, 2, 0), rows(0, 3, 4, 11, 2))
+    assert slots.tolist() == [28, 31, 12, 23, 6]
+
+
+def test_gather_is_as_wide_as_the_longest():
+    table = BlockTable(max_num_seqs=4, max_model_len=20, block_size=4)
+    table.append(0, [1])
+    table.append(1, [2, 3, 4])
+    assert table.gather(rows(0)).tolist() == [[1]]
+    assert table.gather(rows(1, 0)).shape == (2, 3)
+    assert table.gather(rows(1, 0))[:, 0].tolist() == [2, 1]
+
+
+def test_a_replaced_row_forgets_its_blocks():
+    table = BlockTable(max_num_seqs=1, max_model_len=16, block_size=4)
+    table.append(0, [9, 8, 7])
+    table.replace(0, [4])
+    table.append(0, [5])
+    assert table.gather(rows(0)).tolist() == [[4, 5]]
+
+
+def test_the_last_position_of_a_context_that_is_no_multiple_of_the_block_has_a_slot():
+    table = BlockTable(max_num_seqs=1, max_model_len=9, block_size=4)
+    table.append(0, [0, 1, 2])
+    assert table.slots(rows(0), rows(8)).tolist() == [8]

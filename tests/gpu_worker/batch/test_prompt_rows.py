@@ -1,0 +1,77 @@
+"""Rows of a model's own embedding table, given as prompt embeddings, are the prompt itself."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.gpu_worker.conftest import SaveCheckpoint
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.gpu_worker.batch.prompt_rows import PromptEmbeds
+from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+
+PROMPT = np.random.default_rng(0).integers(1, 199, 40).tolist()
+
+
+def make_core(model: Path, budget: int) -> EngineCore:
+    config = EngineConfig(
+        worker=WorkerConfig(model=str(model), num_threads=1),
+        cache=CacheConfig(num_blocks=12),
+        scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=budget),
+        max_model_len=64,
+    )
+    return EngineCore(config, UniProcExecutor(CPUWorker(config)))
+
+
+def generate(core: EngineCore, spans: list[EmbedsSpan]) -> list[int]:
+    prompt = PROMPT.copy()
+    for span in spans:
+        prompt[span.position : span.position + len(span.rows)] = [0] * len(span.rows)
+    request = EngineCoreRequest("a", prompt, SamplingParams(max_tokens=12, seed=0, temperature=0.0))
+    request.prompt_embeds = spans
+    core.add_request(request)
+    tokens = []
+    while core.has_work():
+        for output in core.step().outputs:
+            assert not output.error
+            tokens += output.new_token_ids
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("llama", "model.embed_tokens.weight"), ("gpt2", "transformer.wte.weight")]
+)
+@pytest.mark.parametrize("budget", [7, 64])
+def test_rows_of_the_embedding_table_give_the_tokens_of_their_ids(
+    save_checkpoint: SaveCheckpoint, model_type: str, name: str, budget: int
+) -> None:
+    path = save_checkpoint(model_type)
+    table = load_file(path / "model.safetensors")[name]
+    core = make_core(path, budget)
+    expected = generate(core, [])
+    assert len(set(expected)) > 1, "a model that repeats one token would prove little"
+    for ranges in ([(0, 40)], [(0, 3), (5, 22)], [(39, 40)], [(6, 8), (8, 21)]):
+        spans = [EmbedsSpan(first, table[PROMPT[first:last]]) for first, last in ranges]
+        assert generate(core, spans) == expected
+    assert generate(core, [EmbedsSpan(0, table[PROMPT[:40]] * 2)]) != expected
+
+
+def test_a_step_takes_the_rows_of_the_tokens_it_computes() -> None:
+    embeds = PromptEmbeds()
+    assert not embeds
+    rows = np.arange(20, dtype=np.float32).reshape(10, 2)
+    embeds.add(3, [EmbedsSpan(4, rows)])
+    found = embeds.gather(np.array([1, 3]), np.array([0, 6]), np.array([5, 3]), np.array([0, 5, 8], dtype=np.int32))
+    assert [(start, part.tolist()) for start, part in found] == [(5, rows[2:5].tolist())]
+    found = embeds.gather(np.array([3]), np.array([2]), np.array([4]), np.array([0, 4], dtype=np.int32))
+    assert [(start, part.tolist()) for start, part in found] == [(2, rows[:2].tolist())]
+    assert not embeds.gather(np.array([3]), np.array([14]), np.array([1]), np.array([0, 1], dtype=np.int32))
+    embeds.remove(3)
+    embeds.remove(3)
+    assert not embeds

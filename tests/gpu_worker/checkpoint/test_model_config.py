@@ -1,0 +1,190 @@
+"""What is read from ``config.json``, and what is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float32",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "dtype": "float32",
+    "vocab_size": 100,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+Load = Callable[..., ModelConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """``load(base, asked_dtype, **entries)``: the configuration of ``base`` with these entries changed."""
+
+    def load(base: dict[str, Any], asked_dtype: str = "auto", /, **entries: Any) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps(base | entries))
+        return load_model_config(tmp_path, asked_dtype)
+
+    return load
+
+
+def architecture(name: str) -> dict[str, Any]:
+    return LLAMA | {"architectures": [f"{name}ForCausalLM"], "model_type": name.lower(), "head_dim": 16}
+
+
+def test_shapes(load: Load) -> None:
+    config = load(LLAMA)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_size) == (4, 4, 2, 16)
+    assert (config.vocab_size, config.hidden_size, config.max_model_len) == (100, 64, 256)
+    assert config.kv_bytes_per_token == 2 * 4 * 2 * 16 * 4
+    assert not config.tie_word_embeddings
+    assert load(GPT2).tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("declared", "asked", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "auto", torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "auto", torch.bfloat16),
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "auto", torch.float32),
+        ({"dtype": "bfloat16"}, "float32", torch.float32),
+        ({"dtype": "float16"}, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_dtype(load: Load, declared: dict[str, Any], asked: str, expected: torch.dtype) -> None:
+    assert load(LLAMA, asked, **declared).dtype == expected
+
+
+def test_dtype_of_the_weights_when_none_is_declared(save_checkpoint: Any, edit_config: Any) -> None:
+    path = save_checkpoint("llama", dtype=torch.bfloat16)
+    edit_config(path, dtype=...)
+    assert load_model_config(path).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("entries", "max_model_len"),
+    [
+        ({"rope_parameters": YARN}, 512),
+        ({"rope_parameters": YARN, "max_position_embeddings": 1024}, 1024),
+        ({"rope_parameters": LINEAR}, 256),
+    ],
+)
+def test_context(load: Load, entries: dict[str, Any], max_model_len: int) -> None:
+    assert load(LLAMA, **entries).max_model_len == max_model_len
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "windows"),
+    [
+        ("Mistral", {"sliding_window": 50}, [50] * 4),
+        ("Mistral", {"sliding_window": None}, [None] * 4),
+        ("Mistral", {"sliding_window": 256}, [None] * 4),
+        ("Mistral", {"max_position_embeddings": 9000}, [4096] * 4),
+        ("Qwen2", {"sliding_window": 50}, [None] * 4),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 3}, [None, None, None, 50]),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 50}, [None] * 4),
+        (
+            "Qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 50,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [50, None, 50, None],
+        ),
+    ],
+)
+def test_sliding_windows(load: Load, name: str, entries: dict[str, Any], windows: list[int | None]) -> None:
+    assert load(architecture(name), **entries).sliding_windows == tuple(windows)
+
+
+HARMLESS = {
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "attention_dropout": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "transformers_version": "4.40.0",
+    "_name_or_path": "somewhere",
+    "pretraining_tp": 1,
+    "quantization_config": None,
+    "final_logit_softcapping": None,
+    "use_mrope": False,
+}
+
+
+def test_what_changes_no_forward_pass_is_let_through(load: Load) -> None:
+    assert load(LLAMA, **HARMLESS) == load(LLAMA)
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "architecture": (LLAMA, {"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+    "no architecture": (LLAMA, {"architectures": None}, "architectures"),
+    "quantization": (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "unknown entry": (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
+    "another family's entry": (LLAMA, {"sliding_window": 64}, "sliding_window"),
+    "mistral by layer": (architecture("Mistral"), {"layer_types": ["full_attention"] * 4}, "layer_types"),
+    "bias that qwen2 has not": (architecture("Qwen2"), {"attention_bias": True}, "attention_bias"),
+    "activation": (LLAMA, {"hidden_act": "xielu"}, "hidden_act"),
+    "rope type": (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "type must be one of"),
+    "rope type, new": (LLAMA, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    "rope parameter": (LLAMA, {"rope_parameters": LINEAR | {"mrope_section": [1, 2]}}, "mrope_section"),
+    "rope by layer": (LLAMA, {"rope_parameters": {"full_attention": LINEAR}}, "full_attention"),
+    "partly rotated": (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "partly rotated, new": (LLAMA, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "llama3 without factors": (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    "layer kind": (architecture("Qwen3"), {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    "too few layer kinds": (architecture("Qwen3"), {"layer_types": ["full_attention"]}, "layer_types"),
+    "window that is off": (architecture("Qwen3"), {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "cross attention": (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
+    "encoder-decoder": (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    "dtype": (LLAMA, {"dtype": "float16"}, "float16"),
+    "no heads": (LLAMA, {"num_attention_heads": 0}, "num_attention_heads"),
+    "uneven heads": (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads"),
+    "odd head size": (LLAMA, {"head_dim": 15}, "head_dim"),
+    "shape of a wrong type": (LLAMA, {"hidden_size": "64"}, "hidden_size"),
+    "shape that is a boolean": (LLAMA, {"vocab_size": True}, "vocab_size"),
+    "eps": (LLAMA, {"rms_norm_eps": -1}, "rms_norm_eps"),
+    "flag": (LLAMA, {"mlp_bias": "yes"}, "mlp_bias"),
+    "missing shape": (GPT2, {"n_positions": None}, "n_positions"),
+}
+
+
+@pytest.mark.parametrize("feature", UNSUPPORTED)
+def test_refused_by_name(load: Load, feature: str) -> None:
+    base, entries, named = UNSUPPORTED[feature]
+    with pytest.raises(ValueError, match=named):
+        load(base, **entries)
+
+
+def test_unknown_dtype_is_refused(load: Load) -> None:
+    with pytest.raises(ValueError, match="'int8'"):
+        load(LLAMA, "int8")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_no_configuration(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_model_config(tmp_path)

@@ -1,0 +1,103 @@
+"""Checkpoints on disk: what is read, and what is refused by name."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tokenloom.gpu_worker.checkpoint.weights import Checkpoint, stored_dtype, weight_files
+from tokenloom.gpu_worker.models.architectures import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_take_checks_and_casts(directory: Path) -> None:
+    with Checkpoint(directory, torch.bfloat16, CPU) as checkpoint:
+        taken = checkpoint.take("a", 2, 3)
+        assert taken.dtype == torch.bfloat16
+        assert taken.tolist() == [[0, 1, 2], [3, 4, 5]]
+        with pytest.raises(ValueError, match=r"a has shape \[2, 3\], config.json asks for \[3, 2\]"):
+            checkpoint.take("a", 3, 2)
+        with pytest.raises(ValueError, match="no tensor c"):
+            checkpoint.take("c", 1)
+
+
+def test_tensors_outlive_the_checkpoint(directory: Path) -> None:
+    with Checkpoint(directory, torch.float32, CPU) as checkpoint:
+        taken = checkpoint.take("a", 2, 3)
+    assert taken.sum() == 15
+
+
+def test_what_nobody_takes_is_named(directory: Path) -> None:
+    with Checkpoint(directory, torch.float32, CPU) as checkpoint:
+        checkpoint.take("a", 2, 3)
+        with pytest.raises(ValueError, match=r"unsupported feature: b$"):
+            checkpoint.refuse_rest()
+        checkpoint.skip(["b", "never there"])
+        checkpoint.refuse_rest()
+
+
+def test_weights_stay_in_the_mapped_file(tmp_path: Path) -> None:
+    """A private copy would show as anonymous memory."""
+    save_file({"big": torch.ones(64 << 20, dtype=torch.uint8).view(torch.float32)}, tmp_path / "model.safetensors")
+
+    def anonymous_bytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+    before = anonymous_bytes()
+    with Checkpoint(tmp_path, torch.float32, CPU) as checkpoint:
+        big = checkpoint.take("big", 16 << 20)
+    assert big.isfinite().any()
+    assert anonymous_bytes() - before < 48 << 20
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16")])
+def test_stored_dtype(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+    save_file({"a": torch.ones(2, dtype=dtype)}, tmp_path / "model.safetensors")
+    assert stored_dtype(tmp_path) == name
+
+
+def test_no_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match="only safetensors"):
+        weight_files(tmp_path)
+
+
+def test_a_broken_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 64)
+    with pytest.raises(ValueError, match="not a valid safetensors file"):
+        Checkpoint(tmp_path, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/model.safetensors", "missing.safetensors"])
+def test_an_index_that_names_what_is_not_there(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match="not in the directory"):
+        weight_files(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": 3}'])
+def test_a_broken_index(tmp_path: Path, content: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match="weight_map"):
+        weight_files(tmp_path)
+
+
+def test_a_model_with_a_tensor_too_many_is_refused(
+    save_checkpoint: Callable[..., Path], edit_config: Callable[..., None]
+) -> None:
+    """Biases that the configuration does not mention would otherwise be left out in silence."""
+    path = save_checkpoint("llama", attention_bias=True)
+    edit_config(path, attention_bias=False)
+    with pytest.raises(ValueError, match=r"unsupported feature: model\.layers\.0\.self_attn\.k_proj\.bias"):
+        load_model(path)

@@ -1,0 +1,115 @@
+"""int8 layers: the kernel computes what the integers say, and each row by itself."""
+
+import weakref
+
+import pytest
+import torch
+
+from tokenloom.gpu_worker.checkpoint.model_config import INT8_DYNAMIC
+from tokenloom.gpu_worker.kernels import library
+from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
+from tokenloom.gpu_worker.layers import int8_linear
+from tokenloom.gpu_worker.layers.int8_linear import Int8Linear, round_rows
+from tokenloom.gpu_worker.layers.linear import make_linear
+
+
+def available() -> bool:
+    try:
+        library.load_int8()
+    except KernelsUnavailable:
+        return False
+    return True
+
+
+needs_unit = pytest.mark.skipif(not available(), reason="no matrix unit")
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def without_unit(monkeypatch):
+    def refuse():
+        raise KernelsUnavailable("none")
+
+    monkeypatch.setattr(int8_linear, "load_int8", refuse)
+
+
+def exactly(x, weight, bias):
+    """By integers in int64."""
+    (rows, units), (columns, scales) = round_rows(x), round_rows(weight)
+    result = (rows.long() @ columns.long().t()) * (units.double()[:, None] * scales.double())
+    return result if bias is None else result + bias.double()
+
+
+@needs_unit
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 256, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (96, 192), (64, 2048)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_kernel_computes_what_the_integers_say(rows, outputs, inputs, bias):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    weight, offset, x = random(outputs, inputs), random(outputs) if bias else None, random(rows, inputs)
+    layer = make_linear(weight, offset, INT8_DYNAMIC)
+    torch.testing.assert_close(layer(x).double(), exactly(x, weight, offset), rtol=1e-5, atol=1e-5)
+    found = layer(x.bfloat16())
+    assert found.dtype == torch.bfloat16
+    expected = exactly(x.bfloat16(), weight, offset).bfloat16()
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(33, 64), (32, 100), (96, 192)])
+def test_without_the_unit_pytorch_computes_the_same(outputs, inputs, monkeypatch):
+    without_unit(monkeypatch)
+    weight, bias, x = random(outputs, inputs), random(outputs), random(5, inputs)
+    found = Int8Linear(weight, bias)(x)
+    torch.testing.assert_close(found.double(), exactly(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+def test_the_slower_way_is_told_of_once(monkeypatch, caplog):
+    without_unit(monkeypatch)
+    library.warn_unavailable.cache_clear()
+    Int8Linear(random(32, 64)), Int8Linear(random(32, 64))
+    (record,) = caplog.records
+    assert "int8 layers: none" in record.getMessage()
+    library.warn_unavailable.cache_clear()
+
+
+@pytest.mark.parametrize("unit", [True, False])
+def test_a_row_depends_on_no_other(unit, monkeypatch):
+    if not unit:
+        without_unit(monkeypatch)
+    layer, x = Int8Linear(random(64, 128)), random(40, 128)
+    x[3] *= 1000
+    assert torch.equal(layer(x)[:3], layer(x[:3]))
+    assert torch.equal(layer(x)[4:], torch.cat([layer(x[i : i + 1]) for i in range(4, 40)]))
+
+
+def test_it_is_near_the_layer_that_it_rounds():
+    weight, x = random(64, 512), random(8, 512)
+    exact = x @ weight.t()
+    error = (Int8Linear(weight)(x) - exact).norm() / exact.norm()
+    assert 0 < error < 0.02
+
+
+@pytest.mark.parametrize("unit", [True, False])
+def test_rows_and_outputs_of_zeros_stay_zeros(unit, monkeypatch):
+    if not unit:
+        without_unit(monkeypatch)
+    weight, x = random(32, 64), random(3, 64)
+    weight[5], x[1] = 0, 0
+    found = Int8Linear(weight)(x)
+    assert found.isfinite().all()
+    assert not found[:, 5].any()
+    assert not found[1].any()
+    assert found[0].abs().sum() > 0
+
+
+def test_the_weight_itself_is_released():
+    weight = random(64, 64)
+    gone = weakref.ref(weight)
+    layer = Int8Linear(weight)
+    del weight
+    assert gone() is None
+    assert layer(random(2, 64), torch.float64).dtype == torch.float64

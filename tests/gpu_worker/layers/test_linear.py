@@ -1,0 +1,78 @@
+"""Packed and plain linear layers compute the same."""
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tokenloom.gpu_worker.layers import packed_linear
+from tokenloom.gpu_worker.layers.linear import PlainLinear, make_linear
+from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
+
+CPU = torch.device("cpu")
+packs = pytest.mark.skipif(not can_pack(CPU, torch.float32), reason="oneDNN cannot pack here")
+
+
+@pytest.fixture(autouse=True)
+def probe_again():
+    can_pack.cache_clear()
+    yield
+    can_pack.cache_clear()
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+@packs
+@pytest.mark.parametrize("rows", [1, 2, 33, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (1, 7), (503, 130)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_packed_equals_plain(rows, outputs, inputs, bias):
+    weight, offset, x = random(outputs, inputs), random(outputs) if bias else None, random(rows, inputs)
+    with torch.inference_mode():
+        torch.testing.assert_close(PackedLinear(weight, offset)(x), F.linear(x, weight, offset), rtol=1e-5, atol=5e-5)
+
+
+@packs
+def test_the_weight_itself_is_released():
+    weight = random(64, 48)
+    gone = weakref.ref(weight)
+    layer = make_linear(weight)
+    del weight
+    assert gone() is None
+    assert layer(random(2, 48)).shape == (2, 64)
+
+
+def test_bfloat16_packs_or_not_but_multiplies():
+    weight, x = random(64, 48).bfloat16(), random(5, 48).bfloat16()
+    found = make_linear(weight)(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, F.linear(x, weight), rtol=2e-2, atol=2e-2)
+
+
+def test_results_in_another_dtype_are_those_of_the_first():
+    weight, x = random(64, 32).bfloat16(), random(40, 32).bfloat16()
+    for layer in (make_linear(weight), PlainLinear(weight, None)):
+        for rows in (3, 40):
+            assert torch.equal(layer(x[:rows], torch.float32), layer(x[:rows]).float())
+
+
+def test_other_devices_and_dtypes_are_plain():
+    assert not can_pack(torch.device("meta"), torch.float32)
+    assert isinstance(make_linear(random(4, 4).double()), PlainLinear)
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, TypeError])
+def test_operations_that_are_gone_or_refuse_leave_it_plain(error, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(packed_linear.PackedLinear, "__init__", fail)
+    assert isinstance(make_linear(random(4, 4)), PlainLinear)
+
+
+def test_operations_that_multiply_wrong_leave_it_plain(monkeypatch):
+    monkeypatch.setattr(packed_linear.PackedLinear, "__call__", lambda self, x, dtype=None: torch.zeros(len(x), 48))
+    assert isinstance(make_linear(random(4, 4)), PlainLinear)

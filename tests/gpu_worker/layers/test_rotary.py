@@ -1,0 +1,81 @@
+"""Rope frequencies and rotations against transformers."""
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from tokenloom.gpu_worker.checkpoint.config_reader import ConfigReader
+from tokenloom.gpu_worker.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies, read_rope, rotate
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 8192},
+    "llama3 of a short context": LLAMA3 | {"original_max_position_embeddings": 64},
+    "yarn": YARN | {"original_max_position_embeddings": 4096},
+    "yarn, context from the model": YARN,
+    "yarn, own ramp": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+    "yarn, own attention factor": YARN | {"attention_factor": 1.7},
+    "yarn, magnitudes": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    "yarn, no stretch": YARN | {"factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("head_size", [64, 20])
+def test_cosines_and_sines_equal_transformers(name: str, head_size: int) -> None:
+    parameters = PARAMETERS[name]
+    hf_config = transformers.LlamaConfig(
+        head_dim=head_size, max_position_embeddings=16384, rope_parameters=dict(parameters)
+    )
+    reference = LlamaRotaryEmbedding(hf_config)
+    config = read_rope(ConfigReader({"rope_parameters": parameters}, "config.json"), head_size, 16384)
+    positions = torch.tensor([0, 1, 2, 77, 4095, 4096, 16383])
+    cos, sin = RotaryEmbedding(config, torch.device("cpu"))(positions)
+    expected_cos, expected_sin = reference(torch.zeros(1), positions[None])
+    torch.testing.assert_close(inverse_frequencies(config), reference.inv_freq, rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat((sin, sin), -1)[:, 0], expected_sin[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_equals_transformers(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    heads = torch.randn(5, 3, 16, generator=generator).to(dtype)
+    cos, sin = RotaryEmbedding(RopeConfig(16), torch.device("cpu"))(torch.arange(5) * 9)
+    wide_cos, wide_sin = (torch.cat((x, x), -1)[:, 0].to(dtype) for x in (cos, sin))
+    expected, _ = apply_rotary_pos_emb(heads, heads, wide_cos, wide_sin)
+    assert torch.equal(rotate(heads, cos, sin), expected)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 5e5}}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}},
+        ),
+        (
+            {
+                "rope_scaling": {"type": "yarn", "rope_type": "yarn", "factor": 2.0},
+                "original_max_position_embeddings": 50,
+            },
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 50}},
+        ),
+        ({}, {"rope_parameters": {"rope_theta": 10000.0}}),
+    ],
+)
+def test_both_spellings_mean_the_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+    readers = [ConfigReader(values, "config.json") for values in (old, new)]
+    first, second = (read_rope(reader, 64, 4096) for reader in readers)
+    assert first == second
+    for reader in readers:
+        reader.refuse_rest()

@@ -1,0 +1,130 @@
+import gzip
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tokenloom import demo_model
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.memory import available_memory
+
+DEMO_MODEL = Path(demo_model.__file__).parent
+
+GREEDY = SamplingParams(max_tokens=4, seed=1, temperature=0.0)
+
+
+def make_worker(max_model_len=None, scheduler=None, **worker):
+    return CPUWorker(
+        EngineConfig(
+            worker=WorkerConfig(model=str(DEMO_MODEL), **worker),
+            cache=CacheConfig(block_size=16),
+            scheduler=scheduler or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
+            max_model_len=max_model_len,
+        )
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_quantization_is_part_of_the_numerics():
+    """Engines that round differently must not share a pool."""
+    info = make_worker(dtype="float32", quantization="int8-dynamic", attention_backend="torch").load_model()
+    assert info.numerics.startswith("cpu/float32/int8-dynamic/torch/")
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("backend", ["cpu", "torch"] if shutil.which("g++") else ["torch"])
+def test_loads_profiles_and_computes(dtype, itemsize, backend):
+    worker = make_worker(dtype=dtype, num_threads=1, attention_backend=backend)
+    info = worker.load_model()
+    assert info.numerics.split("/")[:3] == ["cpu", dtype, backend]
+    assert info.kv_bytes_per_token % itemsize == 0
+    assert 0 < worker.determine_available_memory() <= available_memory()
+    worker.initialize_kv_cache(8)
+    prompt = [5, 6, 7]
+    new = NewRequestData("a", prompt, [], GREEDY, [2], 0)
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    output = worker.sample_tokens(None)
+    assert output.req_ids == ["a"]
+    assert 0 <= output.sampled_token_ids[0][0] < info.vocab_size
+    worker.shutdown()
+    worker.shutdown()
+
+
+def test_the_pool_lies_in_memory_that_is_given():
+    worker = make_worker(dtype="float32")
+    info = worker.load_model()
+    memory = PoolMemory.allocate(8 * 16 * info.kv_bytes_per_token, shared=True)
+    worker.initialize_kv_cache(8, memory)
+    pool = worker.kv_pool()
+    assert pool.memory is memory
+    assert pool.layout == info.kv_layout
+    assert (pool.num_blocks, pool.block_bytes) == (8, 16 * info.kv_bytes_per_token)
+    new = NewRequestData("a", [5, 6, 7], [], GREEDY, [2], 0)
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
+    written = [block_id for block_id in range(1, 8) if any(view[block_id].any() for view in pool.views)]
+    assert written == [2]
+    worker.shutdown()
+
+
+def test_dtype_auto_is_the_checkpoints():
+    info = make_worker(dtype="auto").load_model()
+    assert info.kv_layout.split("/")[1] == "bf16"
+
+
+@pytest.mark.parametrize(("setting", "value"), [("dtype", "float8"), ("attention_backend", "psychic")])
+def test_a_wrong_setting_is_named(setting, value):
+    with pytest.raises(ValueError, match=setting):
+        make_worker(**{setting: value}).load_model()
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "seqs", "tokens", "expected"),
+    [
+        (None, 4, 128, [125, 1, 1, 1]),
+        (100, 4, 128, [100, 26, 1, 1]),
+        (10, 4, 128, [10, 10, 10, 10]),
+        (None, 8, 3, [1, 1, 1]),
+        (None, 1, 64, [64]),
+    ],
+)
+def test_the_profiled_step_fills_the_budget_with_as_many_draws_as_fit(max_model_len, seqs, tokens, expected):
+    scheduler = SchedulerConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    worker = make_worker(max_model_len, scheduler)
+    worker.load_model()
+    profiled = []
+    worker._make_runner = lambda num_blocks, memory=None: RunnerThatNotes(num_blocks, profiled)
+    worker.determine_available_memory()
+    assert profiled == [(sum(-(-length // 16) for length in expected), expected)]
+
+
+class RunnerThatNotes:
+    def __init__(self, num_blocks, notes):
+        self._num_blocks, self._notes = num_blocks, notes
+
+    def dummy_run(self, query_lens, block_size):
+        self._notes.append((self._num_blocks, query_lens))
+
+
+def test_steps_are_profiled_between_start_and_stop(tmp_path):
+    worker = make_worker(dtype="float32", profiler_dir=str(tmp_path))
+    worker.load_model()
+    worker.initialize_kv_cache(8)
+    worker.profile(True)
+    new = NewRequestData("a", [5] * 40, [], GREEDY, [2, 3, 4], 0)  # more rows than the kernels for few take
+    worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 40}, 40, [], []))
+    worker.profile(False)
+    (trace,) = tmp_path.iterdir()
+    assert b"mkldnn" in gzip.decompress(trace.read_bytes()), "the layers' multiplications"
+    worker.shutdown()

@@ -1,0 +1,122 @@
+"""A part dies: its requests end at once in a typed, retryable error, and when it is back the mesh answers as before."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from tests.mesh.harness import MODEL, Mesh
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+SLOW = {"hash_step_seconds": 0.01}
+PROMPTLY = 3.0
+
+
+async def answers(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    body = {**LONG, "max_tokens": 5, "return_token_ids": True}
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["token_ids"] == mesh.expected([1, 2, 3], 5)
+
+
+async def stream_lines(http: httpx.AsyncClient) -> list[str]:
+    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+        return [line async for line in response.aiter_lines() if line]
+
+
+@pytest.mark.parametrize("part", ["output_processors", "engines"])
+async def test_streams_of_a_dead_part_end_in_a_retryable_error(socket_dir: Path, part: str) -> None:
+    async with Mesh(socket_dir, engine=SLOW).running() as mesh, mesh.http() as http:
+        whole = asyncio.create_task(http.post("/v1/completions", json={**LONG, "max_tokens": 210}))
+        streamed = asyncio.create_task(stream_lines(http))
+        await mesh.until_running(2)
+        (victim,) = getattr(mesh, part)
+        started = time.monotonic()
+        await victim.kill()
+        response, lines = await whole, await streamed
+        assert time.monotonic() - started < PROMPTLY
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "1"
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "unavailable"
+        await mesh.until_missing(part.removesuffix("s"))
+        rejected = await http.post("/v1/completions", json=LONG)
+        assert rejected.status_code == 503
+        await victim.start()
+        await mesh.until_missing()
+        await answers(mesh, http)
+        await mesh.until_idle()
+
+
+async def test_a_call_is_told_when_to_come_again(socket_dir: Path) -> None:
+    async with Mesh(socket_dir, engine=SLOW).running() as mesh, open_channel(mesh.gateway.settings.listen) as channel:
+        params = types_pb2.SamplingParams(max_tokens=200)
+        request = inference_pb2.GenerateRequest(model=MODEL, text="a", sampling_params=params, ignore_eos=True)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+        responses = aiter(call)
+        await anext(responses)
+        await mesh.output_processors[0].kill()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in responses:
+                pass
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert retry_delay(caught.value) == 1.0
+
+
+async def test_one_of_two_output_processors_dies(socket_dir: Path) -> None:
+    async with Mesh(socket_dir, output_processors=2).running() as mesh, mesh.http() as http:
+        await mesh.output_processors[0].kill()
+        for _ in range(4):
+            await answers(mesh, http)
+        await mesh.until_missing()
+
+
+async def test_one_of_two_tokenizers_dies(socket_dir: Path) -> None:
+    async with Mesh(socket_dir, tokenizers=2).running() as mesh, mesh.http() as http:
+        await mesh.tokenizers[0].kill()
+        for _ in range(4):
+            response = await http.post("/v1/completions", json={**LONG, "prompt": "text", "max_tokens": 2})
+            assert response.status_code == 200
+
+
+async def test_without_a_tokenizer_token_ids_still_work(socket_dir: Path) -> None:
+    async with Mesh(socket_dir).running() as mesh, mesh.http() as http:
+        await mesh.tokenizers[0].kill()
+        await mesh.until_missing("tokenizer")
+        response = await http.post("/v1/completions", json={**LONG, "prompt": "text"})
+        assert response.status_code == 503
+        await answers(mesh, http)
+        await mesh.tokenizers[0].start()
+        await mesh.until_missing()
+
+
+async def test_the_coordinator_is_off_the_data_path(socket_dir: Path) -> None:
+    async with Mesh(socket_dir, engine=SLOW).running() as mesh, mesh.http() as http:
+        live = asyncio.create_task(http.post("/v1/completions", json={**LONG, "max_tokens": 60}))
+        await mesh.until_running()
+        await mesh.coordinator.kill()
+        await mesh.until_missing("coordinator")
+        await answers(mesh, http)
+        assert (await live).status_code == 200
+        await mesh.coordinator.start()
+        await mesh.until_missing()
+        await answers(mesh, http)
+
+
+def retry_delay(error: grpc.aio.AioRpcError) -> float | None:
+    """Seconds of google.rpc.RetryInfo."""
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            for detail in status_pb2.Status.FromString(value).details:  # type: ignore[arg-type]
+                retry = error_details_pb2.RetryInfo()
+                if detail.Unpack(retry):
+                    return retry.retry_delay.ToNanoseconds() / 1e9
+    return None

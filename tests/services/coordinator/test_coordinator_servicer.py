@@ -1,0 +1,251 @@
+"""Join, Pick, PickStream and Watch over a unix socket."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tokenloom.request import errors
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.service import CoordinatorService
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.v1.coordinator_pb2 import (
+    EngineCommand,
+    EngineIdentity,
+    EngineReport,
+    EngineState,
+    PickBatch,
+    PickRequest,
+    Snapshot,
+    WatchRequest,
+)
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
+
+
+class Coordinator:
+    """A running coordinator and a client of it."""
+
+    def __init__(self, service: CoordinatorService, stub: CoordinatorStub, host: Host) -> None:
+        self.service = service
+        self.host = host
+        self.stub = stub
+        self.calls: list[Any] = []
+
+    async def join(self, name: str = "a", epoch: int = 1, **fields: Any) -> Any:
+        """Opens an engine's stream and returns the call, its Hello read."""
+        call = self.open(first_report(name, epoch, **fields))
+        command = await call.read()
+        assert command.hello.peer_id == "coordinator-0"
+        return call
+
+    def open(self, report: EngineReport) -> Any:
+        call = self.stub.Join()
+        self.calls.append(call)
+        self.calls.append(asyncio.ensure_future(call.write(report)))
+        return call
+
+    def watch(self) -> Any:
+        call = self.stub.Watch(WatchRequest())
+        self.calls.append(call)
+        return call
+
+    async def pick(self) -> str:
+        request = PickRequest(fingerprint=Fingerprint(model="m"), role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=3)
+        return (await self.stub.Pick(request)).engine.engine_id
+
+
+@pytest.fixture
+async def coordinator(socket_dir: Path) -> AsyncIterator[Coordinator]:
+    settings = CoordinatorSettings(listen=f"unix:{socket_dir}/c", metrics_listen="", settle_seconds=0.2)
+    service = CoordinatorService(settings)
+    async with running(service, settings) as host, open_channel(host.address) as channel:
+        client = Coordinator(service, CoordinatorStub(channel), host)
+        yield client
+        for call in client.calls:
+            call.cancel()
+
+
+def first_report(name: str, epoch: int = 1, **fields: Any) -> EngineReport:
+    identity = EngineIdentity(
+        engine_id=name,
+        epoch=epoch,
+        address=f"unix:/{name}",
+        num_kv_blocks=64,
+        fingerprint=Fingerprint(model="m", block_size=16),
+        limits=ModelLimits(max_model_len=1024, vocab_size=9),
+    )
+    return EngineReport(hello=make_hello(name, epoch), identity=identity, **{**load(), **fields})
+
+
+def load(**fields: Any) -> dict[str, Any]:
+    values = {"role": EngineRole.ENGINE_ROLE_BOTH, "state": EngineState.ENGINE_STATE_SERVING, "free_kv_blocks": 64}
+    return {**values, **fields}
+
+
+async def until(watch: Any, *, names: str, **expected: int) -> Snapshot:
+    """Reads snapshots until one shows these engines, with these counts."""
+    async with asyncio.timeout(5):
+        while True:
+            snapshot = await watch.read()
+            shown = {entry.identity.engine_id: entry.report for entry in snapshot.engines}
+            if set(shown) == set(names) and all(
+                getattr(report, key) == value for report in shown.values() for key, value in expected.items()
+            ):
+                return snapshot
+
+
+async def status_of(call: Any) -> errors.TokenloomError:
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return errors.from_rpc(error)
+    raise AssertionError("the stream ended without an error")
+
+
+async def test_an_engine_joins_reports_and_leaves(coordinator: Coordinator) -> None:
+    watch = coordinator.watch()
+    assert not (await watch.read()).engines
+    call = await coordinator.join("a")
+    await until(watch, names="a", running=0)
+    assert await coordinator.pick() == "a"
+    await call.write(EngineReport(**load(running=3)))
+    await until(watch, names="a", running=3)
+    await call.done_writing()
+    await until(watch, names="")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await coordinator.pick()
+    error = errors.from_rpc(caught.value)
+    assert isinstance(error, errors.Unavailable)
+    assert error.retry_after
+
+
+async def test_a_lost_stream_removes_the_engine(coordinator: Coordinator) -> None:
+    watch = coordinator.watch()
+    call = await coordinator.join("a")
+    await until(watch, names="a")
+    call.cancel()
+    await until(watch, names="")
+
+
+async def test_a_coordinator_that_stops_does_not_tell_that_the_engines_left(coordinator: Coordinator) -> None:
+    joined, watch = await coordinator.join("a"), coordinator.watch()
+    assert coordinator.service.servicer is not None
+    coordinator.service.servicer.close()
+    joined.cancel()  # as the server does to every stream
+    await coordinator.join("b")
+    names: set[str] = set()
+    while "b" not in names:
+        names = {entry.identity.engine_id for entry in (await watch.read()).engines}
+    assert names == {"a", "b"}
+
+
+async def test_the_newest_join_wins(coordinator: Coordinator) -> None:
+    older = await coordinator.join("a", epoch=1)
+    newer = await coordinator.join("a", epoch=2)
+    assert isinstance(await status_of(older), errors.Aborted)
+    await newer.write(EngineReport(**load(running=4)))
+    snapshot = await until(coordinator.watch(), names="a", running=4)
+    assert snapshot.engines[0].identity.epoch == 2
+
+
+async def test_drain_reaches_the_engine(coordinator: Coordinator) -> None:
+    call = await coordinator.join("a")
+    assert coordinator.service.servicer is not None
+    coordinator.service.servicer.drain("a", grace=1.5)
+    command: EngineCommand = await call.read()
+    assert command.drain.grace.ToMilliseconds() == 1500
+    with pytest.raises(errors.NotFound):
+        coordinator.service.servicer.drain("b", grace=1)
+
+
+@pytest.mark.parametrize(
+    ("report", "expected"),
+    [
+        (EngineReport(), errors.FailedPrecondition),
+        (first_report(""), errors.FailedPrecondition),
+        (EngineReport(hello=make_hello("b", 1), identity=first_report("a").identity), errors.FailedPrecondition),
+        (EngineReport(hello=make_hello("a", 9), identity=first_report("a").identity), errors.InvalidArgument),
+        (first_report("a", role=EngineRole.ENGINE_ROLE_UNSPECIFIED), errors.InvalidArgument),
+        (first_report("a", state=EngineState.ENGINE_STATE_UNSPECIFIED), errors.InvalidArgument),
+    ],
+)
+async def test_a_wrong_beginning_ends_the_stream(
+    coordinator: Coordinator, report: EngineReport, expected: type[errors.TokenloomError]
+) -> None:
+    assert isinstance(await status_of(coordinator.open(report)), expected)
+    assert not (await coordinator.watch().read()).engines
+
+
+async def test_a_peer_that_means_another_coordinator_is_refused(coordinator: Coordinator) -> None:
+    report = first_report("a")
+    report.hello.expected_peer_id = "coordinator-9"
+    error = await status_of(coordinator.open(report))
+    assert isinstance(error, errors.FailedPrecondition)
+    assert "coordinator-9" in error.message
+
+
+async def test_watch_becomes_complete(coordinator: Coordinator) -> None:
+    watch = coordinator.watch()
+    snapshot = await watch.read()
+    async with asyncio.timeout(5):
+        while not snapshot.complete:
+            snapshot = await watch.read()
+
+
+async def test_changes_are_coalesced(coordinator: Coordinator) -> None:
+    call = await coordinator.join("a")
+    watch = coordinator.watch()
+    before = await until(watch, names="a")
+    for running_now in range(1, 101):
+        await call.write(EngineReport(**load(running=running_now)))
+    num_snapshots = 0
+    async with asyncio.timeout(5):
+        while (snapshot := await watch.read()).engines[0].report.running < 100:
+            num_snapshots += 1
+    assert snapshot.revision - before.revision >= 100
+    assert num_snapshots < 50
+
+
+async def test_concurrent_picks_spread(coordinator: Coordinator) -> None:
+    for name in "abcd":
+        await coordinator.join(name)
+    names = await asyncio.gather(*(coordinator.pick() for _ in range(8)))
+    assert [names.count(name) for name in "abcd"] == [2, 2, 2, 2]
+
+
+async def test_metrics(coordinator: Coordinator) -> None:
+    await coordinator.join("a")
+    await coordinator.pick()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await coordinator.stub.Pick(PickRequest())
+    value = coordinator.host.metrics.get_sample_value
+    assert value("tokenloom_engines") == 1
+    assert value("tokenloom_picks_total", {"outcome": "WHOLE"}) == 1
+    assert value("tokenloom_picks_total", {"outcome": "INVALID_ARGUMENT"}) == 1
+
+
+async def test_picks_of_a_stream_are_counted_and_answered_in_their_order(coordinator: Coordinator) -> None:
+    await coordinator.join("a")
+    await coordinator.join("b")
+    request = PickRequest(fingerprint=Fingerprint(model="m"), role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=3)
+    call = coordinator.stub.PickStream()
+    coordinator.calls.append(call)
+    assert not (await call.read()).result  # it is open
+    await call.write(PickBatch(pick=[request, PickRequest(), request, request]))
+    results = (await call.read()).result
+    assert [result.WhichOneof("outcome") for result in results] == ["response", "error", "response", "response"]
+    placed = [result.response for result in results if result.HasField("response")]
+    assert {placed[0].engine.engine_id, placed[1].engine.engine_id} == {"a", "b"}  # each counts before the next
+    assert [response.pick.number for response in placed] == [1, 2, 3]
+    assert isinstance(errors.from_proto(results[1].error), errors.InvalidArgument)
+    await call.write(PickBatch(pick=[request]))
+    assert (await call.read()).result[0].response.pick.number == 4

@@ -1,0 +1,180 @@
+"""Joins, leaves and snapshots, with a hand-driven clock and arbitrary histories."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tokenloom.request.errors import Unavailable
+from tokenloom.services.coordinator.engine_registry import Registry
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest
+from tokenloom.v1.engine_pb2 import PickId
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def identity(name: str, epoch: int = 1) -> EngineIdentity:
+    return EngineIdentity(
+        engine_id=name,
+        epoch=epoch,
+        address=f"unix:/{name}",
+        num_kv_blocks=64,
+        fingerprint=Fingerprint(model="m", block_size=16),
+        limits=ModelLimits(max_model_len=1024, vocab_size=9),
+    )
+
+
+def report(**fields: object) -> EngineReport:
+    values = {"role": EngineRole.ENGINE_ROLE_BOTH, "state": EngineState.ENGINE_STATE_SERVING, "free_kv_blocks": 64}
+    return EngineReport(**{**values, **fields})
+
+
+REQUEST = PickRequest(role=EngineRole.ENGINE_ROLE_BOTH, prompt_tokens=10)
+
+
+def test_a_new_coordinator_is_incomplete_for_two_seconds() -> None:
+    clock, changes = Clock(), []
+    registry = Registry(1, clock, lambda: changes.append(1))
+    assert not registry.snapshot().complete
+    clock.now += 1.9
+    registry.refresh()
+    assert not registry.snapshot().complete
+    assert not changes
+    clock.now += 0.2
+    registry.refresh()
+    assert registry.snapshot().complete
+    assert len(changes) == 1
+
+
+def test_the_newest_join_of_a_name_wins() -> None:
+    registry = Registry(1, Clock())
+    older = registry.join(identity("a", epoch=1), report(waiting=1))
+    newer = registry.join(identity("a", epoch=2), report(waiting=2))
+    registry.report(older, report(waiting=9))
+    registry.leave(older)  # the old stream ends after the new one began
+    (entry,) = registry.snapshot().engines
+    assert (entry.identity.epoch, entry.report.waiting) == (2, 2)
+    registry.leave(newer)
+    assert not registry.snapshot().engines
+
+
+def test_a_snapshot_shows_report_score_and_age() -> None:
+    clock = Clock()
+    registry = Registry(5, clock)
+    registry.join(identity("a"), report(waiting=1, running=2, step=9, picks_arrived=[PickId(number=1)]))
+    clock.now += 0.5
+    registry.pick(REQUEST)
+    snapshot = registry.snapshot()
+    (entry,) = snapshot.engines
+    assert snapshot.coordinator_epoch == 5
+    assert entry.score == (1 + 1) * 4 + 2
+    assert entry.age.ToMilliseconds() == 500
+    assert entry.report == report(waiting=1, running=2)
+
+
+def test_what_does_not_change_makes_no_revision() -> None:
+    registry = Registry(1, Clock())
+    record = registry.join(identity("a"), report(running=1, step=1))
+    before = registry.revision
+    registry.report(record, report(running=1, step=2))
+    assert registry.revision == before
+    registry.report(record, report(running=2, step=3))
+    assert registry.revision == before + 1
+
+
+def test_silence_is_a_change() -> None:
+    clock = Clock()
+    registry = Registry(1, clock)
+    registry.join(identity("a"), report())
+    registry.refresh()
+    clock.now += 3.5
+    registry.refresh()
+    (entry,) = registry.snapshot().engines
+    assert entry.report.state == EngineState.ENGINE_STATE_DEAD
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Any history of joins, reports, leaves, picks and time: scores are what the model says."""
+
+    names = st.sampled_from("abc")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.registry = Registry(1, self.clock, settle_seconds=0)
+        self.records = {}
+        self.load: dict[str, tuple[int, int]] = {}
+        self.counted: dict[str, dict[int, float]] = {}
+        self.epoch = 0
+
+    @rule(name=names)
+    def join(self, name: str) -> None:
+        self.epoch += 1
+        self.records[name] = self.registry.join(identity(name, self.epoch), report())
+        self.load[name], self.counted[name] = (0, 0), {}
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data(), waiting=st.integers(0, 5), running=st.integers(0, 5))
+    def report_load(self, data: st.DataObject, waiting: int, running: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.records)))
+        arrived = data.draw(st.sets(st.integers(1, 20)))
+        picks = [PickId(coordinator_epoch=1, number=number) for number in arrived]
+        self.registry.report(self.records[name], report(waiting=waiting, running=running, picks_arrived=picks))
+        self.load[name] = (waiting, running)
+        for number in arrived:
+            self.counted[name].pop(number, None)
+
+    @precondition(lambda self: self.records)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.records)))
+        self.registry.leave(self.records.pop(name))
+        del self.load[name], self.counted[name]
+
+    @rule()
+    def pick(self) -> None:
+        if not self.records:
+            try:
+                self.registry.pick(REQUEST)
+            except Unavailable:
+                return
+            raise AssertionError("placed on nothing")
+        self.forget()
+        scores = {name: self.score(name) for name in self.records}
+        response = self.registry.pick(REQUEST)
+        name = response.engine.engine_id
+        assert scores[name] == min(scores.values())
+        self.counted[name][response.pick.number] = self.clock.now + 2.0
+
+    @rule(seconds=st.sampled_from([0.5, 1.0]))
+    def wait(self, seconds: float) -> None:
+        for name, record in self.records.items():  # engines report every second: none is silent
+            waiting, running = self.load[name]
+            self.registry.report(record, report(waiting=waiting, running=running, step=round(self.clock.now * 2)))
+        self.clock.now += seconds
+
+    def forget(self) -> None:
+        for counted in self.counted.values():
+            for number in [number for number, at in counted.items() if at <= self.clock.now]:
+                del counted[number]
+
+    def score(self, name: str) -> int:
+        waiting, running = self.load[name]
+        return (waiting + len(self.counted[name])) * 4 + running
+
+    @invariant()
+    def snapshot_is_the_model(self) -> None:
+        self.registry.refresh()
+        self.forget()
+        shown = {entry.identity.engine_id: entry.score for entry in self.registry.snapshot().engines}
+        assert shown == {name: self.score(name) for name in self.records}
+
+
+TestRegistryMachine = RegistryMachine.TestCase
+TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,239 @@
+"""The public gRPC API."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
+from tokenloom.request import errors
+from tokenloom.services.gateway.grpc import inference_servicer
+from tokenloom.v1 import inference_pb2, types_pb2
+
+
+async def test_a_stream_of_text_and_tokens(mesh: FakeMesh) -> None:
+    request = inference_pb2.GenerateRequest(
+        model=MODEL, text="abc", stop=["END"], user_request_id="mine", return_timeline=True
+    )
+    async with mesh.inference() as stub:
+        call = stub.Generate(request)
+        submitted = await mesh.outputs.next_request()
+        assert bytes(submitted.submit.prompt.token_ids) == b"abc"
+        assert submitted.submit.sampling_params.max_tokens == 16
+        assert list(submitted.submit.sampling_params.stop_token_ids) == [EOS]
+        assert submitted.submit.text.stop == ["END"]
+        assert "mine" not in submitted.submit.request_id
+        submitted.answer("Hi", " you", stop_reason="END")
+        responses = [response async for response in call]
+        metadata = dict(await call.initial_metadata() or ())
+    assert metadata["x-request-id"] == "mine"
+    assert "".join(response.text for response in responses) == "Hi you"
+    assert [i for response in responses for i in response.token_ids] == list(b"Hi you")
+    starts = [response.token_index for response in responses]
+    assert starts[0] == 0
+    last = responses[-1]
+    assert last.finish_reason == types_pb2.FINISH_REASON_STOP
+    assert last.stop_reason == "END"
+    assert last.usage == inference_pb2.Usage(prompt_tokens=3, completion_tokens=6, cached_tokens=1)
+    assert last.timeline.queued_ns == 2_000_000
+    assert last.timeline.tokenize_ns > 0
+
+
+async def test_chat_and_token_ids(mesh: FakeMesh) -> None:
+    mesh.outputs.auto = ["x"]
+    message = inference_pb2.ChatMessage(role="user", content="hi")
+    chat = inference_pb2.GenerateRequest(model=MODEL, chat=inference_pb2.ChatPrompt(messages=[message]))
+    ids = inference_pb2.GenerateRequest(model=MODEL, token_ids=types_pb2.TokenIds(ids=[1, 2]))
+    async with mesh.inference() as stub:
+        for request in (chat, ids):
+            assert "".join([response.text async for response in stub.Generate(request)]) == "x"
+    (seen,) = mesh.tokenizer.chats + mesh.second_tokenizer.chats
+    assert json.loads(seen.messages_json) == [{"role": "user", "content": "hi"}]
+    assert seen.add_generation_prompt
+
+
+async def test_cancelling_the_call_cancels_the_request(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"))
+        submitted = await mesh.outputs.next_request()
+        call.cancel()
+        async with asyncio.timeout(1.0):
+            await submitted.cancelled.wait()
+
+
+async def test_the_calls_deadline_travels(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"), timeout=0.5)
+        submitted = await mesh.outputs.next_request()
+        assert 0 < submitted.submit.timeout.ToNanoseconds() <= 0.5e9
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(1.0):
+            await submitted.cancelled.wait()
+
+
+async def test_an_error_keeps_its_code(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"))
+        (await mesh.outputs.next_request()).fail(errors.ResourceExhausted("full"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(call))
+    error = errors.from_rpc(caught.value)
+    assert isinstance(error, errors.ResourceExhausted)
+    assert error.retry_after == 1.0
+
+
+def chat_request(**fields: Any) -> inference_pb2.GenerateRequest:
+    chat = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(role="user", content="hi")], **fields)
+    return inference_pb2.GenerateRequest(model=MODEL, chat=chat)
+
+
+TOOLS = [
+    inference_pb2.Tool(function=inference_pb2.Function(name="get_weather", parameters='{"type": "object"}')),
+    inference_pb2.Tool(function=inference_pb2.Function(name="get_time")),
+]
+
+
+async def test_calls_and_reasoning_are_told_apart_as_they_come(socket_dir: Path) -> None:
+    fake = FakeMesh(socket_dir)
+    async with fake.gateway(tool_call_parser="hermes", reasoning_parser="qwen3") as mesh, mesh.inference() as stub:
+        mesh.outputs.auto = (
+            "<think>Hm.</think>I ask.\n",
+            "<tool_call>\n",
+            '{"name": "get_time", "arguments": {"a"',
+            ": 1}}",
+        )
+        responses = [response async for response in stub.Generate(chat_request(tools=TOOLS))]
+    assert "".join(response.reasoning for response in responses) == "Hm."
+    assert "".join(response.text for response in responses) == "I ask."
+    calls = [call for response in responses for call in response.tool_calls]
+    assert {call.index for call in calls} == {0}
+    assert calls[0].id.startswith("call_")
+    assert "".join(call.id for call in calls[1:]) == ""
+    assert "".join(call.function.name for call in calls) == "get_time"
+    assert "".join(call.function.arguments for call in calls) == '{"a": 1}'
+    assert sum(len(response.token_ids) for response in responses) == sum(map(len, mesh.outputs.auto))
+    assert responses[-1].finish_reason == types_pb2.FINISH_REASON_TOOL_CALLS
+
+
+async def test_a_forced_call_constrains_the_output(mesh: FakeMesh) -> None:
+    named = inference_pb2.ToolChoice(function="get_weather")
+    async with mesh.inference() as stub:
+        call = stub.Generate(chat_request(tools=TOOLS, tool_choice=named))
+        submitted = await mesh.outputs.next_request()
+        assert json.loads(submitted.submit.sampling_params.structured_outputs.json) == {"type": "object"}
+        submitted.answer('{"a": ', reason=types_pb2.FINISH_REASON_LENGTH)
+        responses = [response async for response in call]
+    pieces = [piece for response in responses for piece in response.tool_calls]
+    assert pieces[0].function.name == "get_weather"
+    assert "".join(piece.function.arguments for piece in pieces) == '{"a": '
+    assert responses[-1].finish_reason == types_pb2.FINISH_REASON_LENGTH, "it was cut off"
+
+
+async def test_reasoning_may_be_left_out(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(reasoning_parser="qwen3") as mesh, mesh.inference() as stub:
+        mesh.outputs.auto = ("<think>Hm.</think>Yes.",)
+        responses = [response async for response in stub.Generate(chat_request(include_reasoning=False))]
+        assert ("".join(response.text + response.reasoning for response in responses)) == "Yes."
+        text = inference_pb2.GenerateRequest(model=MODEL, text="hi")
+        told = "".join([response.text async for response in stub.Generate(text)])
+        assert told == "<think>Hm.</think>Yes.", "no chat: text is text"
+
+
+async def test_calls_that_nobody_could_read_are_refused(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Generate(chat_request(tools=TOOLS))))
+    error = errors.from_rpc(caught.value)
+    assert isinstance(error, errors.InvalidArgument)
+    assert error.field == "tool_choice"
+    assert mesh.outputs.requests.empty()
+
+
+def turn(**fields: Any) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(**{"model": MODEL, **fields})
+
+
+async def test_a_session_continues_all_that_was_said_but_the_last_token(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession()
+        await call.write(turn(text="abc", user_request_id="mine"))
+        await call.write(turn(token_ids=types_pb2.TokenIds(ids=list(b"de"))))  # waits for its turn
+        first = await mesh.outputs.next_request()
+        assert bytes(first.submit.prompt.token_ids) == b"abc"
+        assert mesh.outputs.requests.empty()
+        first.answer("Hi", "!")
+        second = await mesh.outputs.next_request()
+        assert bytes(second.submit.prompt.token_ids) == b"abcHide"
+        assert not second.submit.block_hash_prefixes
+        second.finish(types_pb2.FINISH_REASON_STOP)  # without a token
+        await call.write(turn(text="f", return_prompt_token_ids=True))
+        third = await mesh.outputs.next_request()
+        assert bytes(third.submit.prompt.token_ids) == b"abcHidef"
+        third.answer("x", reason=types_pb2.FINISH_REASON_LENGTH)
+        await call.done_writing()
+        responses = [response async for response in call]
+        assert dict(await call.initial_metadata() or ())["x-request-id"] == "mine"
+    assert "".join(response.text for response in responses) == "Hi!x"
+    ends = [response for response in responses if response.finish_reason]
+    assert [end.usage.prompt_tokens for end in ends] == [3, 7, 8]
+    assert [bytes(ids) for response in responses if (ids := response.prompt_token_ids)] == [b"abcHidef"]
+
+
+async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession()
+        await call.write(turn(text="abc"))
+        submitted = await mesh.outputs.next_request()
+        call.cancel()
+        async with asyncio.timeout(1.0):
+            await submitted.cancelled.wait()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "prompt must be set"),
+        ({"chat": inference_pb2.ChatPrompt()}, "text or token_ids, not chat"),
+        ({"parts": inference_pb2.PromptParts()}, "text or token_ids, not parts"),
+        ({"text": "a", "n": 2}, "n must be 1 in a session"),
+        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens does not go with a session"),
+        ({"text": "a", "model": "other"}, "other"),
+        ({"text": ""}, "text is empty"),
+        ({"token_ids": types_pb2.TokenIds()}, "token_ids is empty"),
+        ({"token_ids": types_pb2.TokenIds(ids=[1] * 600)}, "context"),
+    ],
+)
+async def test_what_no_turn_may_be_ends_the_session(mesh: FakeMesh, fields: dict[str, Any], words: str) -> None:
+    mesh.outputs.auto = ["x"]
+    async with mesh.inference() as stub:
+        call = stub.GenerateSession()
+        await call.write(turn(text="abc"))
+        await call.write(turn(**fields))
+        with pytest.raises(grpc.aio.AioRpcError, match=words):
+            _ = [response async for response in call]
+
+
+async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read_on() -> None:
+        while await idle.read() is not grpc.aio.EOF:
+            pass
+
+    monkeypatch.setattr(inference_servicer, "MAX_SESSIONS", 1)
+    async with FakeMesh(socket_dir).gateway(request_timeout=0.3) as mesh, mesh.inference() as stub:
+        mesh.outputs.auto = ["x"]
+        for _ in range(2):
+            idle = stub.GenerateSession()
+            await idle.write(turn(text="abc"))
+            await idle.read()
+            other = stub.GenerateSession()
+            assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            with pytest.raises(grpc.aio.AioRpcError, match=r"next turn did not come in 0\.3 s") as ended:
+                await read_on()
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -1,0 +1,92 @@
+"""Who comes in: over HTTP and gRPC, with keys from flags and files."""
+
+import hashlib
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.services.gateway.fakes import MODEL, FakeMesh
+from tokenloom.request import errors
+from tokenloom.services.gateway.http.auth import ApiKeys
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc
+
+KEY = "sk-right"
+
+
+def test_keys_from_flags_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# ours\n\n{hashlib.sha256(b'from file').hexdigest().upper()}  # Ada's\n")
+    keys = ApiKeys.load(["from flag"], file)
+    keys.authorize(b"Bearer from flag")
+    keys.authorize(b"bearer from file")
+    for wrong in (None, b"", b"Bearer", b"Bearer ", b"Basic from flag", b"from flag", b"Bearer from", b"Bearer \xff"):
+        with pytest.raises(errors.Unauthenticated):
+            keys.authorize(wrong)
+
+
+def test_a_file_of_plain_keys_is_refused_without_telling_them(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-secret\n")
+    with pytest.raises(errors.InvalidArgument, match="line 1") as caught:
+        ApiKeys.load([], file)
+    assert "secret" not in str(caught.value)
+
+
+def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# nobody yet\n")
+    with pytest.raises(errors.Unauthenticated):
+        ApiKeys.load([], file).authorize(b"Bearer x")
+
+
+async def test_http_without_a_key(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(api_key=(KEY,)) as mesh, mesh.http() as http:
+        for path in (
+            "/v1/models",
+            "/metrics",
+            "/version",
+            "/no/such/path",
+            "/v1/completions",
+            "/health/",
+        ):
+            response = await http.get(path, headers={"host": "localhost"})
+            assert response.status_code == 401, path
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["type"] == "authentication_error"
+        body = {"model": MODEL, "prompt": "a"}
+        assert (await http.post("/v1/completions", json=body)).status_code == 401
+        assert mesh.outputs.requests.empty()
+        for path in ("/health", "/ping"):
+            assert (await http.get(path)).status_code == 200
+        mesh.outputs.auto = ["ok"]
+        right = {"authorization": f"Bearer {KEY}"}
+        assert (await http.post("/v1/completions", json=body, headers=right)).status_code == 200
+        wrong = {"authorization": f"Bearer {KEY}x"}
+        assert (await http.post("/v1/completions", json=body, headers=wrong)).status_code == 401
+
+
+async def test_grpc_without_a_key(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(api_key=(KEY,)) as mesh, open_channel(mesh.grpc_address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(model=MODEL, text="a")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Generate(request)))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListModels(inference_pb2.ListModelsRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(reflect))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        mesh.outputs.auto = ["ok"]
+        call = stub.Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
+        assert "".join([response.text async for response in call]) == "ok"

@@ -1,0 +1,99 @@
+"""Where HTTP is served, and how it ends."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
+from tokenloom.request import errors
+from tokenloom.services.gateway.http import http_server
+from tokenloom.services.gateway.http.http_server import HttpServer
+
+
+async def nothing(*_: object) -> None:
+    raise AssertionError
+
+
+def test_a_taken_port_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(errors.Unavailable, match="http_listen"):
+            HttpServer(nothing, address, insecure=False)  # type: ignore[arg-type]
+
+
+def test_open_addresses_need_insecure() -> None:
+    with pytest.raises(errors.InvalidArgument, match="http_listen"):
+        HttpServer(nothing, "0.0.0.0:0", insecure=False)  # type: ignore[arg-type]
+
+
+async def test_a_unix_socket(socket_dir: Path) -> None:
+    path = socket_dir / "http"
+    async with FakeMesh(socket_dir).gateway(http_listen=f"unix:{path}"):
+        transport = httpx.AsyncHTTPTransport(uds=str(path))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+            assert (await http.get("/health")).status_code == 200
+    assert not path.exists()
+
+
+async def test_small_writes_do_not_wait(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    """Nagle's algorithm would hold back the second write of each answer for 40 ms."""
+    await http.get("/ping")
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    for _ in range(20):
+        await http.get("/ping")
+    assert loop.time() - started < 20 * 0.04
+
+
+@pytest.mark.parametrize(("sent", "answer"), [(b"", b""), (b"GET /ping HTTP/1.1\r\nHost: x\r\n", b"HTTP/1.1 408 ")])
+async def test_a_head_that_does_not_come_is_given_up(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch, sent: bytes, answer: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
+    reader, writer = await connect(mesh)
+    writer.write(sent)
+    assert (await asyncio.wait_for(reader.read(), SOON)).startswith(answer)
+    writer.close()
+
+
+async def test_a_head_behind_a_live_request_may_take_its_time(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    reader, writer = await connect(mesh)
+    writer.write(head + body + b"GET /ping HTTP/1.1\r\n")
+    request = await mesh.outputs.next_request()
+    await asyncio.sleep(0.12)
+    request.answer("done")
+    assert b"200 OK" in await asyncio.wait_for(reader.readline(), SOON)
+    answers = await asyncio.wait_for(reader.read(), SOON)
+    assert b"done" in answers
+    assert b"408" in answers, "then it is given up too"
+    writer.close()
+
+
+async def connect(mesh: FakeMesh) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = mesh.http_address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def test_draining_waits_for_the_live_and_takes_no_more(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with mesh.gateway(drain_timeout=SOON), mesh.http() as http:
+        assert mesh.service is not None
+        live = asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+        request = await mesh.outputs.next_request()
+        draining = asyncio.create_task(mesh.service.drain())
+        await asyncio.sleep(0)
+        assert (await http.get("/health")).json()["missing"] == ["gateway"]
+        refused = await http.post("/v1/completions", json={"model": MODEL, "prompt": "b"})
+        assert refused.status_code == 503
+        request.answer("done")
+        assert (await live).json()["choices"][0]["text"] == "done"
+        await asyncio.wait_for(draining, SOON)
+        with pytest.raises(httpx.ConnectError):
+            await http.get("/health")

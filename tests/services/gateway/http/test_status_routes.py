@@ -1,0 +1,113 @@
+"""What the gateway tells of itself: versions, load, engines, and the description of its API."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tokenloom.services.gateway.http.tokenize_routes import DetokenizeFields, TokenizeFields
+from tokenloom.services.gateway.openai.chat import ChatFields
+from tokenloom.services.gateway.openai.completions import CompletionFields
+from tokenloom.services.gateway.openai.openai_models import SAMPLING_FIELDS
+from tokenloom.services.gateway.openapi import request_schemas
+
+GETS = ("/v1/models", f"/v1/models/{MODEL}", "/health", "/ping", "/version", "/load", "/server_info", "/model_info")
+
+
+async def test_get_and_head(http: httpx.AsyncClient) -> None:
+    for path in (*GETS, "/metrics", "/docs", "/openapi.json"):
+        got, head = await http.get(path), await http.head(path)
+        assert (got.status_code, head.status_code) == (200, 200), path
+        assert (head.content, head.headers["content-type"]) == (b"", got.headers["content-type"])
+
+
+async def test_load_counts_what_clients_wait_for(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    assert (await http.get("/load")).json() == {"server_load": 0}
+    task = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}))
+    requests_ = [await mesh.outputs.next_request() for _ in range(2)]
+    assert (await http.get("/load")).json() == {"server_load": 2}
+    for request in requests_:
+        request.answer("x")
+    assert (await task).status_code == 200
+    assert (await http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_server_info_tells_engines_but_not_where_they_are(http: httpx.AsyncClient) -> None:
+    info = (await http.get("/server_info")).json()
+    assert (info["model"], info["max_model_len"]) == (MODEL, LIMITS.max_model_len)
+    (engine,) = info["engines"]
+    assert engine == {
+        "engine_id": "engine-0",
+        "role": "unspecified",
+        "state": "serving",
+        "running": 3,
+        "waiting": 2,
+        "kv_cache_usage": 0.25,
+        "num_kv_blocks": 64,
+    }
+
+
+async def test_a_wrong_method_is_told_the_right_ones(http: httpx.AsyncClient) -> None:
+    response = await http.delete("/ping")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, POST")
+
+
+async def test_description_and_page_need_no_key(socket_dir: Path) -> None:
+    async with FakeMesh(socket_dir).gateway(api_key=("k",)) as mesh, mesh.http() as http:
+        api = (await http.get("/openapi.json")).json()
+        assert api["openapi"] == "3.1.0"
+        page = (await http.get("/docs")).text
+        assert "openapi.json" in page
+        assert "https://" not in page, "it asks nobody else"
+        assert "http://" not in page
+
+
+async def test_every_described_path_answers_and_every_field_is_described(http: httpx.AsyncClient) -> None:
+    api = (await http.get("/openapi.json")).json()
+    for path, methods in api["paths"].items():
+        for method in methods:
+            response = await http.request(method, path.replace("{model}", MODEL))
+            assert response.status_code in (200, 400), (method, path)  # 400: it wants a body
+    for name, schema in api["components"]["schemas"].items():
+        assert schema["description"], name
+        for field, about in schema["properties"].items():
+            assert about.get("description"), (name, field)
+
+
+@pytest.mark.parametrize(
+    ("described", "read"),
+    [
+        (request_schemas.ChatCompletionRequest, {*ChatFields.__struct_fields__, *SAMPLING_FIELDS}),
+        (request_schemas.CompletionRequest, {*CompletionFields.__struct_fields__, *SAMPLING_FIELDS}),
+        (request_schemas.TokenizeRequest, set(TokenizeFields.__struct_fields__)),
+        (request_schemas.DetokenizeRequest, set(DetokenizeFields.__struct_fields__)),
+    ],
+)
+def test_the_fields_that_are_described_are_those_that_are_read(described: type[msgspec.Struct], read: set[str]) -> None:
+    assert set(described.__struct_fields__) == read
+
+
+async def test_answers_are_as_described(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    import jsonschema
+
+    mesh.outputs.auto = ["Hi"]
+    api = (await http.get("/openapi.json")).json()
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+        "/v1/completions": {"prompt": "hi", "max_tokens": 5},
+        "/tokenize": {"prompt": "hi"},
+        "/detokenize": {"tokens": [104, 105]},
+    }
+    for path, methods in api["paths"].items():
+        for method, about in methods.items():
+            content = about["responses"]["200"]["content"]
+            if "application/json" not in content:
+                continue
+            response = await http.request(method, path.replace("{model}", MODEL), json=bodies.get(path))
+            assert response.status_code == 200, (path, response.text)
+            schema = {**content["application/json"]["schema"], "components": api["components"]}
+            jsonschema.validate(response.json(), schema)

@@ -1,0 +1,131 @@
+"""The stream to an output processor: what is sent, what is dealt out, and what happens when it lies, hangs or ends."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
+from tokenloom.request import errors
+from tokenloom.services.gateway.mesh.output_link import INITIAL_CREDIT
+from tokenloom.v1.output_processor_pb2 import ProcessFrame
+
+BODY = {"model": MODEL, "prompt": "a", "max_tokens": 100}
+
+
+async def post(http: httpx.AsyncClient, **fields: Any) -> httpx.Response:
+    return await http.post("/v1/completions", json={**BODY, **fields})
+
+
+async def submit(mesh: FakeMesh, http: httpx.AsyncClient) -> tuple["asyncio.Task[httpx.Response]", FakeRequest]:
+    task = asyncio.create_task(post(http))
+    return task, await mesh.outputs.next_request()
+
+
+async def test_slots_grow_and_ids_are_ours(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    seen = []
+    for _ in range(3):
+        task = asyncio.create_task(http.post("/v1/completions", json=BODY, headers={"x-request-id": "same"}))
+        request = await mesh.outputs.next_request()
+        seen.append(request.submit)
+        request.answer("x")
+        assert (await task).headers["x-request-id"] == "same"
+    assert [each.slot for each in seen] == [1, 2, 3]
+    assert len({each.request_id for each in seen}) == 3
+    assert all("same" not in each.request_id for each in seen)
+
+
+async def test_credit_is_granted_as_frames_are_dealt(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task, request = await submit(mesh, http)
+    for number in range(INITIAL_CREDIT):
+        request.send("x", [number])
+    request.finish()
+    assert (await task).json()["choices"][0]["text"] == "x" * INITIAL_CREDIT
+    await post_and_answer(mesh, http)  # the grant has arrived by now
+    assert mesh.outputs.sessions[-1].credit >= 2 * INITIAL_CREDIT
+
+
+async def post_and_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task, request = await submit(mesh, http)
+    request.answer("fine")
+    assert (await task).json()["choices"][0]["text"] == "fine"
+
+
+async def test_an_error_of_a_request_is_its_own(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task, request = await submit(mesh, http)
+    request.fail(errors.ResourceExhausted("full", retry_after=3))
+    response = await task
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "3"
+    assert response.json()["error"] == {
+        "message": "full",
+        "type": "server_error",
+        "param": None,
+        "code": "resource_exhausted",
+    }
+    await post_and_answer(mesh, http)
+    assert len(mesh.outputs.sessions) == 1
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        ProcessFrame(slot=[1], text=[], token_index=[0], token_ids=[5]),
+        ProcessFrame(slot=[1], text=["a"], token_index=[], token_ids=[5]),
+        ProcessFrame(slot=[1], text=["a"], token_index=[0], num_tokens=[2], token_ids=[5]),
+        ProcessFrame(slot=[1], text=["a"], token_index=[0], token_ids=[5, 6]),
+        ProcessFrame(slot=[1, 1], text=["a", "b"], token_index=[0, 1], num_tokens=[1], token_ids=[5]),
+    ],
+    ids=["no text", "no index", "too few ids", "too many ids", "too few counts"],
+)
+async def test_columns_that_do_not_fit_end_the_stream(
+    mesh: FakeMesh, http: httpx.AsyncClient, frame: ProcessFrame
+) -> None:
+    task, _ = await submit(mesh, http)
+    mesh.outputs.sessions[-1].frames.put_nowait(frame)
+    assert (await task).status_code == 503
+    await until_reconnected(mesh, http)
+    await post_and_answer(mesh, http)
+
+
+async def test_a_doubled_token_is_no_answer(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task, request = await submit(mesh, http)
+    frame = ProcessFrame(slot=[request.submit.slot], text=["a"], token_index=[0], token_ids=[5])
+    for _ in range(2):
+        mesh.outputs.sessions[-1].frames.put_nowait(frame)
+    assert (await task).status_code == 500
+    await asyncio.wait_for(request.cancelled.wait(), SOON)
+
+
+async def test_silence_is_death(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task, _ = await submit(mesh, http)
+    mesh.outputs.sessions[-1].beating = False
+    async with asyncio.timeout(3.0):
+        response = await task
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    await until_reconnected(mesh, http)
+
+
+async def test_a_stream_that_ends_fails_its_requests_and_comes_back(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    tasks = [await submit(mesh, http) for _ in range(3)]
+    mesh.outputs.sessions[-1].end()
+    assert [(await task).status_code for task, _ in tasks] == [503] * 3
+    await until_reconnected(mesh, http)
+    await post_and_answer(mesh, http)
+
+
+async def test_frames_of_a_cancelled_slot_are_nobodys(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task, request = await submit(mesh, http)
+    task.cancel()
+    await asyncio.wait_for(request.cancelled.wait(), SOON)
+    request.answer("late")
+    await post_and_answer(mesh, http)
+
+
+async def until_reconnected(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(SOON):
+        while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert len(mesh.outputs.sessions) == 2

@@ -1,0 +1,86 @@
+"""The shapes of log probabilities, value by value."""
+
+import math
+
+from tokenloom.services.gateway.openai.openai_logprobs import (
+    CompletionLogprobs,
+    Position,
+    chat_content,
+    positions,
+    prompt_object,
+)
+from tokenloom.v1.output_processor_pb2 import SlotTextLogprobs
+from tokenloom.v1.types_pb2 import Logprobs
+
+TOLD = SlotTextLogprobs(
+    token_index=4,
+    logprobs=Logprobs(
+        sampled=[-0.5, -math.inf],
+        rank=[1, 9],
+        top=3,
+        token_id=[10, 20, 30, 20, 10, 30],
+        logprob=[-0.5, -1.5, -8, -0.25, -2.5, -math.inf],
+    ),
+    sampled_text=[b"a", b"\xf0\x9f"],
+    token_text=[b"a", b"b", b"c", b"b", b"a", b"c"],
+)
+"""Two tokens, of each the two best and token 30."""
+
+
+def told() -> list[Position]:
+    return list(positions([TOLD], [10, 77], 4, 2))
+
+
+def test_positions_know_ranks_and_no_infinity() -> None:
+    (first, alternatives), (second, _) = told()
+    assert (first.token_id, first.logprob, first.rank) == (10, -0.5, 1)
+    assert (second.token_id, second.logprob, second.rank) == (77, -9999.0, 9)
+    assert [each.rank for each in alternatives] == [1, 2, None]
+
+
+def test_a_chats_content() -> None:
+    first, second = chat_content(told(), as_ids=False)
+    assert first == {
+        "token": "a",
+        "logprob": -0.5,
+        "bytes": [97],
+        "top_logprobs": [
+            {"token": "a", "logprob": -0.5, "bytes": [97]},
+            {"token": "b", "logprob": -1.5, "bytes": [98]},
+            {"token": "c", "logprob": -8.0, "bytes": [99]},
+        ],
+    }
+    assert (second["token"], second["bytes"]) == ("\ufffd", [0xF0, 0x9F])
+    assert chat_content(told(), as_ids=True)[1]["token"] == "token_id:77"
+
+
+def test_a_completions_columns_go_on_where_they_were() -> None:
+    columns = CompletionLogprobs(as_ids=False)
+    columns.add_first(3, b"The")
+    columns.add(told()[:1])
+    assert columns.take() == {
+        "text_offset": [0, 3],
+        "token_logprobs": [None, -0.5],
+        "tokens": ["The", "a"],
+        "top_logprobs": [None, {"a": -0.5, "b": -1.5, "c": -8.0}],
+    }
+    columns.add(told()[1:])
+    assert columns.take() == {
+        "text_offset": [4],
+        "token_logprobs": [-9999.0],
+        "tokens": ["\ufffd"],
+        "top_logprobs": [{"b": -0.25, "a": -2.5, "c": -9999.0, "\ufffd": -9999.0}],
+    }
+    assert columns.take()["tokens"] == []
+
+
+def test_a_prompt_as_vllm_has_it() -> None:
+    first, second, third = prompt_object(told())
+    assert first is None
+    assert second == {
+        "10": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        "20": {"logprob": -1.5, "rank": 2, "decoded_token": "b"},
+        "30": {"logprob": -8.0, "rank": None, "decoded_token": "c"},
+    }
+    assert third is not None
+    assert third["77"] == {"logprob": -9999.0, "rank": 9, "decoded_token": "\ufffd"}

@@ -1,0 +1,52 @@
+import json
+from typing import Any
+
+import pytest
+
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.services.gateway.openai.openai_models import BodyReader, CommonFields, sampling_params
+from tokenloom.services.gateway.openai.response_format import read_response_format
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_what_asks_for_nothing() -> None:
+    assert read_response_format(None) is None
+    assert read_response_format({"type": "text"}) is None
+    assert not sampling_params({"response_format": {"type": "text"}}).HasField("structured_outputs")
+
+
+def test_any_object_and_a_schema() -> None:
+    assert sampling_params({"response_format": {"type": "json_object"}}).structured_outputs.json_object
+    wrapped = {"name": "a", "strict": True, "schema": SCHEMA}
+    params = sampling_params({"response_format": {"type": "json_schema", "json_schema": wrapped}})
+    assert json.loads(params.structured_outputs.json) == SCHEMA
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "json_object",
+        {},
+        {"type": "structural_tag"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": SCHEMA},
+        {"type": "json_schema", "json_schema": {"schema": {"enum": list(range(2000))}}},
+    ],
+)
+def test_what_is_wrong_names_the_field(value: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        read_response_format(value)
+    assert caught.value.field == "response_format"
+
+
+def test_one_constraint_is_enough() -> None:
+    body = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+    with pytest.raises(InvalidArgument, match="exclude each other"):
+        sampling_params(body)
+
+
+def test_old_names_are_refused_with_the_new_one() -> None:
+    with pytest.raises(InvalidArgument, match=r'structured_outputs: \{"regex"'):
+        BodyReader(strict=False).read({"guided_regex": "a"}, CommonFields)
+    BodyReader(strict=True).read({"guided_regex": None}, CommonFields)

@@ -1,0 +1,230 @@
+"""Tool calls and reasoning over HTTP, in OpenAI's form, streamed and not."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
+from tests.services.gateway.openai.test_chat import events, post
+from tokenloom.v1 import types_pb2
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "unit": {"$ref": "#/$defs/unit"}},
+    "required": ["city"],
+    "$defs": {"unit": {"enum": ["C", "F"]}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "It.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time"}},
+]
+CALL = ("I ask.\n", '<tool_call>\n{"name": "get_', 'weather", "arguments": {"city"', ': "Oslo"}}\n</tool_call>')
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@asynccontextmanager
+async def gateway(directory: Path, **settings: Any) -> AsyncIterator[tuple[FakeMesh, httpx.AsyncClient]]:
+    async with (
+        FakeMesh(directory).gateway(**{"tool_call_parser": "hermes", **settings}) as mesh,
+        mesh.http() as http,
+    ):
+        yield mesh, http
+
+
+async def asked(mesh: FakeMesh, http: httpx.AsyncClient, **fields: Any) -> tuple["asyncio.Task[Any]", FakeRequest]:
+    task = asyncio.create_task(post(http, **fields))
+    return task, await mesh.outputs.next_request()
+
+
+async def test_a_whole_answer_with_a_call(socket_dir: Path) -> None:
+    async with gateway(socket_dir) as (mesh, http):
+        mesh.outputs.auto = CALL
+        (choice,) = (await post(http, tools=TOOLS)).json()["choices"]
+        (call,) = choice["message"].pop("tool_calls")
+        assert choice["message"] == {"role": "assistant", "content": "I ask."}
+        assert call.pop("id").startswith("call_")
+        assert call == {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+        assert choice["finish_reason"] == "tool_calls"
+        (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+        assert json.loads(chat.tools_json) == TOOLS
+
+
+async def test_a_stream_with_a_call_as_openais_client_reads_it(socket_dir: Path) -> None:
+    async with gateway(socket_dir) as (mesh, _):
+        mesh.outputs.auto = CALL
+        client = openai.AsyncOpenAI(base_url=f"http://{mesh.http_address}/v1", api_key="none", max_retries=0)
+        async with client.chat.completions.stream(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], tools=TOOLS
+        ) as stream:
+            completion = await stream.get_final_completion()
+        await client.close()
+    (choice,) = completion.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I ask."
+    assert choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
+
+
+async def test_pieces_are_told_as_they_come(socket_dir: Path) -> None:
+    async with gateway(socket_dir) as (mesh, http):
+        task, request = await asked(mesh, http, tools=TOOLS, stream=True, return_token_ids=True)
+        for number, piece in enumerate(CALL):
+            request.send(piece, [number])
+            await asyncio.sleep(0)
+        request.finish()
+        told = [event["choices"][0] for event in events(await task)]
+    calls = [call for choice in told for call in choice["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0] * len(calls)
+    assert [set(call) for call in calls[1:]] == [{"index", "function"}] * (len(calls) - 1)
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"city": "Oslo"}'
+    assert [id_ for choice in told for id_ in choice.get("token_ids", ())] == [0, 1, 2, 3]
+    assert told[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_a_named_tool_constrains_the_output_to_its_arguments(socket_dir: Path) -> None:
+    async with gateway(socket_dir, tool_call_parser="none") as (mesh, http):
+        task, request = await asked(mesh, http, tools=TOOLS, tool_choice=NAMED)
+        constraint = request.submit.sampling_params.structured_outputs
+        assert json.loads(constraint.json) == WEATHER
+        request.answer('{"city"', ': "Oslo"}')
+        (choice,) = (await task).json()["choices"]
+        assert choice["message"]["content"] is None
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+        assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_a_required_tool_constrains_the_output_to_a_list_of_calls(socket_dir: Path) -> None:
+    async with gateway(socket_dir, tool_call_parser="none") as (mesh, http):
+        task, request = await asked(mesh, http, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+        schema = json.loads(request.submit.sampling_params.structured_outputs.json)
+        good = [{"name": "get_weather", "parameters": {"city": "Oslo", "unit": "C"}}]
+        jsonschema.validate(good, schema)
+        for bad in (
+            [],
+            good * 2,
+            [{"name": "get_weather", "parameters": {}}],
+            [{"name": "get_weather", "parameters": {"city": "Oslo", "unit": "K"}}],
+            [{"name": "other", "parameters": {}}],
+        ):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(bad, schema)
+        request.answer(json.dumps(good)[:-9], reason=types_pb2.FINISH_REASON_LENGTH)
+        (choice,) = (await task).json()["choices"]
+        assert choice["finish_reason"] == "length", "it was cut off"
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+async def test_one_call_at_most_and_samples_apart(socket_dir: Path) -> None:
+    async with gateway(socket_dir) as (mesh, http):
+        mesh.outputs.auto = (*CALL[1:], *CALL[1:])
+        for parallel, number in ((False, 1), (None, 2)):
+            (choice,) = (await post(http, tools=TOOLS, parallel_tool_calls=parallel)).json()["choices"]
+            assert len(choice["message"]["tool_calls"]) == number
+        chunks = events(await post(http, tools=TOOLS, stream=True, parallel_tool_calls=False))
+        indices = {call["index"] for event in chunks for call in event["choices"][0]["delta"].get("tool_calls", ())}
+        assert indices == {0}
+
+
+async def test_without_a_choice_text_stays_text(socket_dir: Path) -> None:
+    async with gateway(socket_dir) as (mesh, http):
+        mesh.outputs.auto = CALL
+        for fields in ({"tools": TOOLS, "tool_choice": "none"}, {"tools": [], "tool_choice": "auto"}, {}):
+            (choice,) = (await post(http, **fields)).json()["choices"]
+            assert choice["message"] == {"role": "assistant", "content": "".join(CALL)}
+            assert choice["finish_reason"] == "stop"
+
+
+async def test_marks_that_are_special_tokens_are_kept(socket_dir: Path) -> None:
+    async with gateway(socket_dir, tool_call_parser="mistral") as (mesh, http):
+        task, request = await asked(mesh, http, tools=TOOLS)
+        assert request.submit.text.HasField("skip_special_tokens")
+        assert not request.submit.text.skip_special_tokens
+        request.answer('[TOOL_CALLS][{"name": "get_time", "arguments": {}}]')
+        (choice,) = (await task).json()["choices"]
+        assert len(choice["message"]["tool_calls"][0]["id"]) == 9
+
+
+async def test_the_parser_is_chosen_by_the_template(socket_dir: Path) -> None:
+    fake = FakeMesh(socket_dir)
+    for tokenizer in (fake.tokenizer, fake.second_tokenizer):
+        tokenizer.tool_call_parser, tokenizer.reasoning_parser = "hermes", "qwen3"
+    async with fake.gateway() as mesh, mesh.http() as http:
+        mesh.outputs.auto = ("<think>Hm.</think>", *CALL[1:])
+        (choice,) = (await post(http, tools=TOOLS)).json()["choices"]
+    assert choice["message"]["reasoning"] == "Hm."
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+async def test_what_is_refused(socket_dir: Path) -> None:
+    async with gateway(socket_dir, tool_call_parser="none") as (mesh, http):
+        for param, fields in {
+            "tool_choice": {"tools": TOOLS},  # nobody could read the calls
+            "tool_choice ": {
+                "tools": TOOLS,
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+        }.items():
+            response = await post(http, **fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == param.strip()
+        assert mesh.outputs.requests.empty()
+
+
+async def test_past_calls_reach_the_template_with_arguments_as_objects(socket_dir: Path) -> None:
+    messages = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "Hm.",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "get_time", "arguments": '{"a": [1]}'}},
+                {"id": "c2", "type": "function", "function": {"name": "get_time", "arguments": ""}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    async with gateway(socket_dir) as (mesh, http):
+        mesh.outputs.auto = ("It is noon.",)
+        assert (await post(http, messages=messages, tools=TOOLS)).status_code == 200
+        (chat,) = [*mesh.tokenizer.chats, *mesh.second_tokenizer.chats]
+    _, assistant, tool = json.loads(chat.messages_json)
+    assert assistant["content"] == ""
+    assert assistant["reasoning_content"] == "Hm."
+    assert [call["function"]["arguments"] for call in assistant["tool_calls"]] == [{"a": [1]}, {}]
+    assert tool == {"role": "tool", "content": "noon", "tool_call_id": "c1"}
+
+
+async def test_reasoning_is_told_apart(socket_dir: Path) -> None:
+    async with gateway(socket_dir, reasoning_parser="qwen3") as (mesh, http):
+        mesh.outputs.auto = ("<thi", "nk>\nHm, ", "hm.\n</think>", "\n\nYes", ".")
+        (choice,) = (await post(http)).json()["choices"]
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": "Yes.",
+            "reasoning": "Hm, hm.",
+            "reasoning_content": "Hm, hm.",
+        }
+        deltas = [event["choices"][0]["delta"] for event in events(await post(http, stream=True))]
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == "Hm, hm."
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm, hm."
+        assert "".join(delta.get("content", "") for delta in deltas) == "Yes."
+        (choice,) = (await post(http, include_reasoning=False)).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "Yes."}
+        mesh.tokenizer.opens_reasoning = mesh.second_tokenizer.opens_reasoning = True
+        mesh.outputs.auto = ("Hm.</think>Yes.",)
+        (choice,) = (await post(http)).json()["choices"]
+        assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("Hm.", "Yes.")
+        mesh.outputs.auto = ('{"a": 1}',)
+        (choice,) = (await post(http, response_format={"type": "json_object"})).json()["choices"]
+        assert choice["message"] == {"role": "assistant", "content": '{"a": 1}'}, "constrained: there is none"

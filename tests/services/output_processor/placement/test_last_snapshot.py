@@ -1,0 +1,92 @@
+"""Placement while the coordinator is away."""
+
+import pytest
+
+from tests.services.output_processor.fakes import entry
+from tokenloom.request.errors import Unavailable
+from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, Snapshot
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
+
+BOTH, PREFILL, DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
+OURS = Fingerprint(model="m", tokenizer=b"t")
+
+
+def identity(name: str, *, max_model_len: int = 100, **fingerprint: object) -> EngineIdentity:
+    served = Fingerprint(**{"model": "m", "tokenizer": b"t", **fingerprint})
+    limits = ModelLimits(max_model_len=max_model_len)
+    return EngineIdentity(engine_id=name, epoch=1, fingerprint=served, limits=limits)
+
+
+def fleet(*entries: object, complete: bool = True, pd_threshold: int = 0) -> LastSnapshot:
+    snapshot = LastSnapshot(OURS)
+    snapshot.update(Snapshot(engines=entries, complete=complete, pd_threshold=pd_threshold))  # type: ignore[arg-type]
+    return snapshot
+
+
+def pick(
+    snapshot: LastSnapshot, leg: EngineRole, prompt_tokens: int = 10, *exclude: str, pool: Fingerprint = OURS
+) -> str:
+    """The engine's name, with a ``*`` when it does the whole request."""
+    keys = [EngineKey(name, 1) for name in exclude]
+    engine, whole = snapshot.pick(leg, prompt_tokens, pool=pool, exclude=keys)
+    return engine.engine_id + "*" * whole
+
+
+def test_lowest_score_with_its_own_picks_then_in_turn() -> None:
+    snapshot = fleet(entry(identity("a"), score=4), entry(identity("b")), entry(identity("c")))
+    assert [pick(snapshot, PREFILL) for _ in range(4)] == ["b*", "c*", "a*", "b*"]
+    snapshot.release(EngineKey("c", 1))
+    assert pick(snapshot, PREFILL) == "c*"
+
+
+def test_legs_go_by_role_and_short_prompts_whole() -> None:
+    snapshot = fleet(entry(identity("p"), role=PREFILL), entry(identity("d"), role=DECODE), pd_threshold=8)
+    assert [pick(snapshot, PREFILL, 8), pick(snapshot, DECODE, 8), pick(snapshot, PREFILL, 7)] == ["p", "d", "d*"]
+    assert [pick(snapshot, PREFILL, 8, "p"), pick(snapshot, DECODE, 8, "d")] == ["d*", "p"]
+
+
+def test_a_decode_leg_stays_in_the_pool_of_the_first() -> None:
+    old, new = identity("old", weights=b"1"), identity("new", weights=b"2")
+    snapshot = fleet(entry(old, role=DECODE), entry(new, role=DECODE))
+    assert {pick(snapshot, DECODE, pool=new.fingerprint) for _ in range(3)} == {"new"}
+
+
+def test_nobody_left() -> None:
+    snapshot = fleet(entry(identity("other", model="x")), entry(identity("a"), state=EngineState.ENGINE_STATE_DRAINING))
+    with pytest.raises(Unavailable) as caught:
+        pick(snapshot, PREFILL)
+    assert caught.value.retry_after
+
+
+def test_a_complete_view_is_kept_while_engines_rejoin() -> None:
+    snapshot = fleet(entry(identity("a", max_model_len=7)))
+    snapshot.update(Snapshot(complete=False))
+    assert pick(snapshot, PREFILL) == "a*"
+    assert snapshot.limits == ModelLimits(max_model_len=7)
+    snapshot.update(Snapshot(complete=True))
+    assert snapshot.limits is None
+
+
+def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
+    snapshot = fleet(complete=False)
+    snapshot.update(Snapshot(coordinator_epoch=1, complete=False, engines=[entry(identity("a"))]))
+    snapshot.update(Snapshot(coordinator_epoch=2, complete=False))
+    assert pick(snapshot, PREFILL) == "a*"
+    snapshot.update(Snapshot(coordinator_epoch=2, complete=True))
+    with pytest.raises(Unavailable):
+        pick(snapshot, PREFILL)
+
+
+def test_before_a_complete_one_an_incomplete_snapshot_is_better_than_none() -> None:
+    assert pick(fleet(entry(identity("a")), complete=False), PREFILL) == "a*"
+
+
+def test_limits_are_the_widest_engines() -> None:
+    limits = fleet(
+        entry(identity("a", max_model_len=50)),
+        entry(identity("b", max_model_len=80)),
+        entry(identity("c", model="n", max_model_len=99)),
+    ).limits
+    assert limits is not None
+    assert limits.max_model_len == 80

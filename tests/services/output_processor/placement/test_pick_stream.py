@@ -1,0 +1,96 @@
+"""Picks share a stream: answers find who asked, and no one waits for a coordinator that is gone."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.services.output_processor.fakes import SOON, FakeCoordinator, serve_coordinator
+from tokenloom.request import errors
+from tokenloom.services.output_processor.placement.pick_stream import PickStream
+from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickRequest
+from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
+from tokenloom.v1.types_pb2 import EngineRole
+
+BOTH = EngineRole.ENGINE_ROLE_BOTH
+
+
+def coordinator(name: str = "a") -> FakeCoordinator:
+    return FakeCoordinator([EngineIdentity(engine_id=name, epoch=1)], [BOTH])
+
+
+@asynccontextmanager
+async def opened(socket_dir: Path) -> AsyncIterator[PickStream]:
+    failures: list[BaseException] = []
+    tasks = Tasks(failures.append)
+    async with open_channel(f"unix:{socket_dir}/c") as channel:
+        picks = PickStream(CoordinatorStub(channel))
+        tasks.spawn(picks.run(), name="picks")
+        try:
+            yield picks
+        finally:
+            await tasks.close()
+    assert not failures
+
+
+async def until(picks: PickStream, *, is_open: bool) -> None:
+    for _ in range(int(SOON / 0.005)):
+        if picks.is_open == is_open:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the stream did not open or end")
+
+
+async def test_answers_come_in_the_order_of_the_picks(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+        requests = [PickRequest(role=BOTH, prompt_tokens=n) for n in range(1, 6)]
+        answers = await asyncio.gather(*map(picks.pick, requests))
+    assert [request.prompt_tokens for request in fake.requests] == [1, 2, 3, 4, 5]
+    assert [answer.pick.number for answer in answers] == [1, 2, 3, 4, 5]
+
+
+async def test_whoever_gave_up_does_not_get_the_answer_of_another(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+        fake.hold.clear()
+        first = asyncio.ensure_future(picks.pick(PickRequest(role=BOTH, prompt_tokens=1)))
+        await fake.next_pick()
+        first.cancel()
+        second = asyncio.ensure_future(picks.pick(PickRequest(role=BOTH, prompt_tokens=2)))
+        fake.hold.set()
+        assert (await asyncio.wait_for(second, SOON)).pick.number == 2
+    assert first.cancelled()
+
+
+async def test_an_error_is_one_pick_s(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+        fake.error = errors.ResourceExhausted("every engine is full")
+        with pytest.raises(errors.ResourceExhausted, match="every engine is full"):
+            await picks.pick(PickRequest(role=BOTH))
+        fake.error = None
+        assert (await picks.pick(PickRequest(role=BOTH))).engine.engine_id == "a"
+
+
+async def test_picks_fail_when_the_coordinator_goes_and_are_taken_when_it_returns(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with opened(socket_dir) as picks:
+        async with serve_coordinator(socket_dir / "c", fake):
+            await until(picks, is_open=True)
+            fake.hold.clear()
+            lost = asyncio.ensure_future(picks.pick(PickRequest(role=BOTH)))
+            await fake.next_pick()
+        with pytest.raises(errors.Unavailable):
+            await asyncio.wait_for(lost, SOON)
+        await until(picks, is_open=False)
+        async with serve_coordinator(socket_dir / "c", coordinator("b")):
+            await until(picks, is_open=True)
+            assert (await picks.pick(PickRequest(role=BOTH))).engine.engine_id == "b"

@@ -1,0 +1,54 @@
+"""Snapshots outlive the coordinator that sent them, and are followed again when it returns."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.services.output_processor.fakes import LIMITS, SOON, FakeCoordinator, serve_coordinator, submit
+from tokenloom.request.errors import Unavailable
+from tokenloom.services.output_processor.placement.engine_link import EngineLinks
+from tokenloom.services.output_processor.placement.placement import Placer
+from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
+
+FINGERPRINT = Fingerprint(model="m")
+
+
+def engine(name: str, directory: Path) -> EngineIdentity:
+    address = f"unix:{directory}/{name}"  # nothing listens there
+    return EngineIdentity(engine_id=name, epoch=1, address=address, fingerprint=FINGERPRINT, limits=LIMITS)
+
+
+async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
+    failures: list[BaseException] = []
+    tasks = Tasks(failures.append)
+    channels = Channels()
+    links = EngineLinks(
+        lambda identity: make_hello("output-processor-0", 3), failures.append, channels, hang_seconds=60
+    )
+    placer = Placer(channels.open(f"unix:{socket_dir}/c", "coordinator"), FINGERPRINT, links)
+    tasks.spawn(placer.run(), name="coordinator")
+    assert placer.limits is None
+    with pytest.raises(Unavailable, match="no engine is serving"):
+        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
+
+    async with serve_coordinator(
+        socket_dir / "c", FakeCoordinator([engine("a", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
+    ):
+        await placer.wait_limits(SOON)
+        assert placer.limits == LIMITS
+    with pytest.raises(Unavailable, match="no engine"):  # placed by the last snapshot, but nobody answers
+        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
+    assert placer.limits == LIMITS
+
+    returned = FakeCoordinator([engine("b", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
+    async with serve_coordinator(socket_dir / "c", returned):
+        await asyncio.wait_for(returned.watched.wait(), SOON)
+    await tasks.close()
+    await links.close()
+    await placer.close()
+    assert not failures

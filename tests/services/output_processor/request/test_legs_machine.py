@@ -1,0 +1,303 @@
+"""Any life of a request in two legs: it ends once, its tokens are exact, and no engine is left holding anything."""
+
+from collections.abc import Coroutine, Generator, Sequence
+from functools import cache
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tests.services.output_processor.fakes import submit
+from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.request.errors import Unavailable
+from tokenloom.services.output_processor.placement.placement import Placement
+from tokenloom.services.output_processor.request.leg import Leg
+from tokenloom.services.output_processor.request.legs import Legs
+from tokenloom.services.output_processor.request.live_request import LiveRequest
+from tokenloom.services.output_processor.request.request_state import RequestState
+from tokenloom.services.output_processor.stream.outbox import Outbox
+from tokenloom.services.output_processor.text.detokenizer import Vocabulary
+from tokenloom.v1.coordinator_pb2 import EngineIdentity
+from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
+from tokenloom.v1.output_processor_pb2 import RequestFinished
+from tokenloom.v1.types_pb2 import EngineRole, FinishReason
+
+SELDOM = st.integers(0, 19).map(lambda value: value == 13)
+"""For what cuts a life short: most should get far."""
+TEXT = "Once upon a time there was a little fox"
+STOP_STRINGS = ["", "O", "upon", "there"]
+ERROR, PREFILLED = FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_PREFILLED
+STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
+
+
+@cache
+def vocabulary() -> tuple[Vocabulary, list[int]]:
+    tokenizer = load_tokenizer(DEMO_MODEL)
+    return Vocabulary(tokenizer), tokenizer.encode(TEXT, add_special_tokens=False).ids
+
+
+class Attempt:
+    """An Add as its engine sees it."""
+
+    def __init__(self, engine: "Engine", add: AddRequest, leg: Leg) -> None:
+        self.engine, self.add, self.leg = engine, add, leg
+        self.awaits = add.awaits_tokens
+        self.granted = False
+        self.num_tokens = len(add.accepted_token_ids)
+        self.stop_at: int | None = None
+
+    @property
+    def is_live(self) -> bool:
+        return self.engine.live.get(self.add.slot) is self
+
+
+class Engine:
+    """One incarnation, and the link to it."""
+
+    def __init__(self, number: int) -> None:
+        self.identity = EngineIdentity(engine_id=f"engine-{number}", epoch=number)
+        self.dead = False
+        self.live: dict[int, Attempt] = {}
+        self.leases: set[int] = set()
+        self.last_slot = 0
+
+    def add(self, request: AddRequest, leg: Leg) -> int:
+        if self.dead:
+            raise Unavailable("dead")
+        assert not request.HasField("kv_source") or request.kv_source.engine_epoch != self.identity.epoch
+        self.last_slot += 1
+        request.slot = self.last_slot
+        self.live[self.last_slot] = Attempt(self, request, leg)
+        return self.last_slot
+
+    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
+        attempt = self.live[slot]
+        assert attempt.awaits
+        assert len(token_ids) > 0
+        attempt.awaits = False
+        attempt.add.accepted_token_ids.extend(token_ids)
+        attempt.num_tokens += len(token_ids)
+
+    def stop_at(self, slot: int, num_tokens: int) -> None:
+        if (attempt := self.live.get(slot)) is not None:
+            attempt.stop_at = num_tokens
+
+    def abort(self, slot: int) -> None:
+        if self.live.pop(slot, None) is not None:
+            self.leases.discard(slot)
+
+    def drop_kv(self, slot: int) -> None:
+        assert slot not in self.live
+        self.leases.discard(slot)
+
+    def finish(self, attempt: Attempt, reason: FinishReason, **fields: Any) -> None:
+        num_tokens = attempt.num_tokens if attempt.stop_at is None else attempt.stop_at
+        finished = Finished(slot=attempt.add.slot, reason=reason, num_output_tokens=num_tokens, **fields)
+        del self.live[attempt.add.slot]
+        if reason != PREFILLED:
+            self.leases.discard(attempt.add.slot)
+        attempt.leg.on_finished(finished)
+
+    def die(self) -> None:
+        self.dead = True
+        self.leases.clear()
+        live, self.live = self.live, {}
+        for attempt in live.values():
+            attempt.leg.on_lost()
+
+
+class Later:
+    """Awaited until the test decides."""
+
+    def __init__(self) -> None:
+        self.result: Placement | Exception | None = None
+
+    def __await__(self) -> Generator[None, None, Placement]:
+        while self.result is None:
+            yield
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+class Placements:
+    """The placer and the tasks that wait for it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[EngineRole, Later]] = []
+        self.coroutines: list[Coroutine[Any, Any, None]] = []
+        self.num_out = 0
+
+    async def place(self, request: object, role: EngineRole, **_: object) -> Placement:
+        later = Later()
+        self.waiting.append((role, later))
+        return await later
+
+    def release(self, placement: Placement) -> None:
+        self.num_out -= 1
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
+        self.coroutines.append(coroutine)
+        self.run()
+
+    def resolve(self, index: int, result: Placement | Exception) -> None:
+        _, later = self.waiting.pop(index)
+        later.result = result
+        self.num_out += isinstance(result, Placement)
+        self.run()
+
+    def run(self) -> None:
+        for coroutine in list(self.coroutines):
+            if coroutine in self.coroutines:  # another may have run it meanwhile
+                self.coroutines.remove(coroutine)
+                try:
+                    coroutine.send(None)
+                except StopIteration:
+                    continue
+                self.coroutines.append(coroutine)
+
+
+class LegsMachine(RuleBasedStateMachine):
+    """One request after another, each with engines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engines: list[Engine] = []
+        self.placements = Placements()
+
+    @precondition(lambda self: not hasattr(self, "live") or self.live.ended)
+    @rule(stop=st.sampled_from(STOP_STRINGS), max_tokens=st.integers(1, 8))
+    def begin(self, stop: str, max_tokens: int) -> None:
+        self.teardown()  # of the request before
+        words, self.ids = vocabulary()
+        self.max_tokens = max_tokens
+        self.engines = [Engine(number) for number in range(1, 5)]
+        self.placements = Placements()
+        self.outbox = Outbox(lambda: None)
+        self.sent: list[int] = []
+        self.ends: list[RequestFinished] = []
+        request = submit(1, max_tokens=max_tokens, stop=[stop] if stop else [])
+        state = RequestState(request, words, frozenset())
+        self.live = LiveRequest((1, 0), state, self.outbox, lambda live, end: self.ends.append(end))
+        legs = Legs(request, self.live, self.placements, self.placements, None)  # type: ignore[arg-type]
+        self.live.start(legs)
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        return [attempt for engine in self.engines for attempt in engine.live.values()]
+
+    # Placement
+
+    @precondition(lambda self: self.placements.waiting)
+    @rule(index=st.integers(0, 3), whole=SELDOM, number=st.integers(0, 3))
+    def place(self, index: int, whole: bool, number: int) -> None:
+        index %= len(self.placements.waiting)
+        role, _ = self.placements.waiting[index]
+        whole = whole and role != EngineRole.ENGINE_ROLE_DECODE
+        placement = Placement(self.engines[number], None, whole)  # type: ignore[arg-type]
+        self.placements.resolve(index, placement)
+
+    @precondition(lambda self: self.placements.waiting)
+    @rule(now=SELDOM)
+    def fail_to_place(self, now: bool) -> None:
+        if now:
+            self.placements.resolve(0, Unavailable("no engine"))
+
+    # Engines
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3))
+    def grant(self, index: int) -> None:
+        attempt = self.attempts[index % len(self.attempts)]
+        if attempt.add.hold_kv and not attempt.granted and attempt.num_tokens == len(attempt.add.accepted_token_ids):
+            attempt.granted = True
+            attempt.engine.leases.add(attempt.add.slot)
+            attempt.leg.on_kv_granted(self.kv(attempt))
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3), ends_now=st.booleans())
+    def step(self, index: int, ends_now: bool) -> None:
+        """One token, or what ends the attempt; ``ends_now``: in the frame of its token."""
+        attempt = self.attempts[index % len(self.attempts)]
+        if attempt.awaits:
+            return
+        has_token = attempt.num_tokens > len(attempt.add.accepted_token_ids)
+        if attempt.num_tokens < self.max_tokens and attempt.stop_at is None and not (attempt.add.hold_kv and has_token):
+            self.send_token(attempt)
+            if not ends_now:
+                return
+        if not attempt.is_live:
+            return
+        if attempt.stop_at is not None:
+            attempt.engine.finish(attempt, STOP)
+        elif attempt.num_tokens >= self.max_tokens:
+            attempt.engine.finish(attempt, LENGTH)
+        elif attempt.add.hold_kv:
+            attempt.engine.leases.add(attempt.add.slot)
+            attempt.engine.finish(attempt, PREFILLED, kv=self.kv(attempt))
+
+    def send_token(self, attempt: Attempt) -> None:
+        index = attempt.num_tokens
+        assert list(attempt.add.accepted_token_ids) == self.ids[: len(attempt.add.accepted_token_ids)]
+        attempt.num_tokens += 1
+        if attempt.add.HasField("kv_source"):  # was read, and is released
+            owner = self.engines[attempt.add.kv_source.engine_epoch - 1]
+            owner.leases.discard(attempt.add.kv_source.lease_id[0])
+        attempt.leg.on_tokens(index, self.ids[index : index + 1])
+
+    def kv(self, attempt: Attempt) -> KVSource:
+        epoch = attempt.engine.identity.epoch
+        return KVSource(engine_id=f"engine-{epoch}", engine_epoch=epoch, lease_id=bytes([attempt.add.slot]))
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3), now=SELDOM)
+    def die(self, index: int, now: bool) -> None:
+        if now:
+            self.attempts[index % len(self.attempts)].engine.die()
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3), now=SELDOM)
+    def refuse(self, index: int, now: bool) -> None:
+        if now:
+            attempt = self.attempts[index % len(self.attempts)]
+            attempt.engine.finish(attempt, ERROR, error={"code": 14, "reason": "UNAVAILABLE", "message": "full"})
+
+    @precondition(lambda self: hasattr(self, "live") and not self.live.ended)
+    @rule(now=SELDOM)
+    def cancel(self, now: bool) -> None:
+        if now:
+            self.live.cancel()
+
+    # What must hold
+
+    @invariant()
+    def tokens_are_exact_and_the_end_is_one(self) -> None:
+        if not hasattr(self, "live"):
+            return
+        if self.outbox:
+            frame = self.outbox.take()
+            self.sent += frame.token_ids
+        assert self.sent == self.ids[: len(self.sent)]
+        assert len(self.ends) == self.live.ended
+        if self.live.ended:
+            assert self.ends[0].completion_tokens == len(self.sent)
+            self.check_freed()
+        else:
+            assert self.attempts or self.placements.waiting, "somebody works for it"
+
+    def check_freed(self) -> None:
+        assert not self.attempts
+        assert not any(engine.leases for engine in self.engines)
+        assert self.placements.num_out == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "live"):
+            self.live.cancel()
+            while self.placements.waiting:
+                self.placements.resolve(0, Placement(self.engines[0], None))  # type: ignore[arg-type]
+            self.check_freed()
+
+
+TestLegs = LegsMachine.TestCase
+TestLegs.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

@@ -1,0 +1,99 @@
+"""Owned tasks."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from tokenloom.services.runtime.host import tasks as module
+from tokenloom.services.runtime.host.tasks import Tasks, first_of
+
+
+async def test_failures_are_reported_and_cancellation_is_none() -> None:
+    failures: list[BaseException] = []
+    tasks = Tasks(failures.append)
+
+    async def fail() -> None:
+        raise ValueError("x")
+
+    failing = tasks.spawn(fail(), name="fails")
+    endless = tasks.spawn(asyncio.Event().wait(), name="endless")
+    await asyncio.wait([failing])
+    await tasks.close()
+    assert [type(error) for error in failures] == [ValueError]
+    assert endless.cancelled()
+
+
+async def test_close_waits_for_clean_up_and_for_what_it_spawns() -> None:
+    tasks = Tasks(lambda error: None)
+    done = []
+
+    async def parent() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            tasks.spawn(child(), name="child")
+
+    async def child() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            done.append("child")
+
+    tasks.spawn(parent(), name="parent")
+    await asyncio.sleep(0)
+    await tasks.close()
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_task_may_close_its_owner() -> None:
+    tasks = Tasks(lambda error: None)
+    await asyncio.wait_for(tasks.spawn(tasks.close(), name="closes"), 5)
+
+
+async def test_a_task_that_retries_may_lose_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CANCEL_SECONDS", 0.01)
+    tasks = Tasks(lambda error: None)
+
+    async def fail_when_cancelled_first() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if task.cancelling() < 2:
+                raise ConnectionError("the stream broke in the same moment")
+
+    async def rejoin() -> None:
+        while True:
+            with contextlib.suppress(ExceptionGroup):
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(fail_when_cancelled_first())
+
+    task = tasks.spawn(rejoin(), name="rejoins")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.wait_for(tasks.close(), 5)
+    assert task.cancelled()
+
+
+async def test_the_first_failure_ends_the_others_and_a_cancellation_is_never_lost_to_it() -> None:
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def fail() -> None:
+        raise ConnectionError("the stream broke")
+
+    with pytest.raises(ConnectionError):
+        await first_of(wait("one"), fail())
+    assert ended == ["one"]
+    task = asyncio.ensure_future(first_of(wait("two"), wait("three")))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["one", "two", "three"]

@@ -1,0 +1,48 @@
+"""Hello: who is who, and what is compared."""
+
+import pytest
+
+from tokenloom.request.errors import FailedPrecondition
+from tokenloom.services.runtime.peers.channels import MAX_MESSAGE_BYTES
+from tokenloom.services.runtime.peers.hello import PROTOCOL_VERSION, check_hello, fingerprint_difference, make_hello
+from tokenloom.v1.types_pb2 import Fingerprint, Hello
+
+
+def test_a_hello_says_who_and_what() -> None:
+    hello = make_hello(
+        "e", 7, fingerprint=Fingerprint(model="m"), expected_peer_id="o", expected_epoch=3, initial_credit=8
+    )
+    assert (hello.protocol, hello.peer_id, hello.epoch) == (PROTOCOL_VERSION, "e", 7)
+    assert (hello.expected_peer_id, hello.expected_epoch, hello.initial_credit) == ("o", 3, 8)
+    assert hello.max_message_bytes == MAX_MESSAGE_BYTES
+    check_hello(hello, peer_id="o", epoch=3, expected_peer="e", expected_epoch=7, fingerprint=Fingerprint(model="m"))
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "named"),
+    [
+        ({"protocol": 2}, {}, "protocol 2"),
+        ({"peer_id": ""}, {}, "peer_id"),
+        ({"expected_peer_id": "x"}, {"peer_id": "o"}, "'x'"),
+        ({"expected_epoch": 4}, {"peer_id": "o", "epoch": 3}, "another incarnation"),
+        ({}, {"expected_peer": "f"}, "'f'"),
+        ({}, {"expected_epoch": 8}, "another incarnation"),
+        ({}, {"fingerprint": Fingerprint(model="n")}, "model 'n' against 'm'"),
+        ({}, {"fingerprint": Fingerprint(tokenizer=b"\xff")}, "tokenizer ff against aa"),
+    ],
+)
+def test_differences_are_named(change: dict[str, object], check: dict[str, object], named: str) -> None:
+    hello = make_hello("e", 7, fingerprint=Fingerprint(model="m", tokenizer=b"\xaa"))
+    hello.MergeFrom(Hello(**change))
+    for name in change:
+        setattr(hello, name, change[name])
+    with pytest.raises(FailedPrecondition, match=named):
+        check_hello(hello, **check)
+
+
+def test_empty_fields_are_not_compared() -> None:
+    ours, theirs = Fingerprint(model="m", weights=b"w"), Fingerprint(model="m", tokenizer=b"t", block_size=16)
+    assert fingerprint_difference(ours, theirs) is None
+    theirs.weights = b"v"
+    assert "weights" in (fingerprint_difference(ours, theirs) or "")
+    assert fingerprint_difference(ours, theirs, fields=("model", "tokenizer")) is None

@@ -1,0 +1,60 @@
+"""The same text as prometheus_client's own."""
+
+import prometheus_client
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter, CounterReading, Histogram
+
+LABELS = {"model_name": "m", "engine": "e"}
+BUCKETS = (0.001, 0.5, 2.5, 80)
+VALUES = (0.0, 0.001, 0.0011, 0.5, 3.0, 80.0, 81.0)
+
+
+def shown(registry: CollectorRegistry) -> list[str]:
+    """Without the time of creation, which only prometheus_client's own tell."""
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+def test_a_histogram_shows_what_prometheus_clients_would() -> None:
+    registry, theirs = CollectorRegistry(), CollectorRegistry()
+    ours = Histogram(registry, "vllm:time_seconds", "Time.", LABELS, BUCKETS)
+    reference = prometheus_client.Histogram(
+        "vllm:time_seconds", "Time.", list(LABELS), buckets=BUCKETS, registry=theirs
+    ).labels(*LABELS.values())
+    for value in VALUES:
+        ours.observe(value)
+        reference.observe(value)
+    assert shown(registry) == shown(theirs)
+
+
+def test_a_counter_shows_what_prometheus_clients_would() -> None:
+    registry, theirs = CollectorRegistry(), CollectorRegistry()
+    ours = Counter(registry, "vllm:tokens", "Tokens.", LABELS)
+    reference = prometheus_client.Counter("vllm:tokens", "Tokens.", list(LABELS), registry=theirs)
+    for amount in (1, 5):
+        ours.inc(amount)
+        reference.labels(*LABELS.values()).inc(amount)
+    assert shown(registry) == shown(theirs)
+
+
+def test_a_reading_shows_what_its_keeper_says_when_scraped() -> None:
+    registry, theirs = CollectorRegistry(), CollectorRegistry()
+    kept = [0]
+    CounterReading(registry, "vllm:tokens", "Tokens.", LABELS, lambda: kept[0])
+    reference = prometheus_client.Counter("vllm:tokens", "Tokens.", list(LABELS), registry=theirs)
+    for amount in (1, 5):
+        kept[0] += amount
+        reference.labels(*LABELS.values()).inc(amount)
+        assert shown(registry) == shown(theirs)
+
+
+@pytest.mark.parametrize("name", ["vllm:one", "vllm:two", "vllm:three"])
+def test_a_name_is_taken_once(name: str) -> None:
+    registry = CollectorRegistry()
+    Counter(registry, "vllm:one", "One.", {})
+    Histogram(registry, "vllm:two", "Two.", {}, BUCKETS)
+    CounterReading(registry, "vllm:three", "Three.", {}, lambda: 3)
+    with pytest.raises(ValueError, match="Duplicated"):
+        prometheus_client.Counter(name, "Again.", registry=registry)

@@ -1,0 +1,106 @@
+"""The tokenizer service over gRPC: ids as the tokenizer gives them, hashes as the runtime computes them."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+import grpc.aio
+import pytest
+from tokenizers import Tokenizer
+
+from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer, tokenizer_fingerprint
+from tokenloom.request.prompt_block_hash import block_hashes
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.services.tokenizer.service import TokenizerService
+from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
+from tokenloom.v1.tokenizer_pb2 import DecodeRequest, EncodeChatRequest, EncodeRequest, GetTokenizerInfoRequest
+from tokenloom.v1.tokenizer_pb2_grpc import TokenizerStub
+
+if TYPE_CHECKING:
+    from tokenloom.v1.tokenizer_pb2_grpc import TokenizerAsyncStub
+
+MESSAGES = json.dumps([{"role": "user", "content": "What is 2 + 2?"}]).encode()
+
+
+@pytest.fixture
+async def stub(socket_dir: Path) -> "AsyncIterator[TokenizerAsyncStub]":
+    settings = TokenizerSettings(
+        listen=f"unix:{socket_dir}/t", metrics_listen="", max_text_bytes=10_000, render_workers=1, drain_timeout=0
+    )
+    async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
+        yield TokenizerStub(channel)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(DEMO_MODEL)
+
+
+async def test_encode(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:
+    texts = ["Once upon a time, " * 20, "", "é😀<|im_end|>"]
+    response = await stub.Encode(EncodeRequest(texts=texts, add_special_tokens=True, want_hashes=True, cache_salt=b"s"))
+    for text, prompt in zip(texts, response.prompts, strict=True):
+        ids = tokenizer.encode(text).ids
+        assert list(prompt.token_ids) == ids
+        hashes = block_hashes(ids, 16, salt=b"s")
+        assert list(prompt.block_hash_prefixes) == [int.from_bytes(each[:8], "little") for each in hashes]
+
+
+async def test_hashes_only_when_asked_for_and_at_most_256(stub: "TokenizerAsyncStub") -> None:
+    text = "1 2 " * 2400
+    for want, count in ((False, 0), (True, 256)):
+        (prompt,) = (await stub.Encode(EncodeRequest(texts=[text], want_hashes=want))).prompts
+        assert len(prompt.token_ids) > 256 * 16
+        assert len(prompt.block_hash_prefixes) == count
+
+
+async def test_encode_chat_renders_then_encodes(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:
+    prompt = (await stub.EncodeChat(EncodeChatRequest(messages_json=MESSAGES, add_generation_prompt=True))).prompt
+    expected = "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert list(prompt.token_ids) == tokenizer.encode(expected, add_special_tokens=False).ids
+
+
+async def test_decode(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("a 😀 b").ids, 2, 4_000_000_000]
+    assert (await stub.Decode(DecodeRequest(token_ids=ids, skip_special_tokens=True))).text == "a 😀 b"
+    assert (await stub.Decode(DecodeRequest(token_ids=ids))).text == "a 😀 b<|im_end|>"
+
+
+async def test_info(stub: "TokenizerAsyncStub", tokenizer: Tokenizer) -> None:
+    info = await stub.GetTokenizerInfo(GetTokenizerInfoRequest())
+    assert (info.fingerprint.model, info.fingerprint.tokenizer) == (DEMO_MODEL_NAME, tokenizer_fingerprint(DEMO_MODEL))
+    assert (info.vocab_size, list(info.eos_token_ids)) == (tokenizer.get_vocab_size(), [0, 2])
+    assert info.has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (EncodeRequest(texts=["x" * 10_001]), "prompt"),
+        (EncodeRequest(texts=["é" * 5_001]), "prompt"),
+        (EncodeChatRequest(messages_json=b"\xff"), "messages"),
+        (EncodeChatRequest(messages_json=b"{"), "messages"),
+    ],
+)
+async def test_bad_input_names_its_field(
+    stub: "TokenizerAsyncStub", request_: EncodeRequest | EncodeChatRequest, field: str
+) -> None:
+    call = stub.Encode if isinstance(request_, EncodeRequest) else stub.EncodeChat
+    with pytest.raises(grpc.aio.AioRpcError) as failure:
+        await call(request_)  # type: ignore[operator]
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field in (failure.value.details() or "")
+
+
+async def test_a_model_without_template_says_so(socket_dir: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    settings = TokenizerSettings(model=str(tmp_path), listen=f"unix:{socket_dir}/t", metrics_listen="", drain_timeout=0)
+    async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
+        stub = TokenizerStub(channel)
+        assert not (await stub.GetTokenizerInfo(GetTokenizerInfoRequest())).has_chat_template
+        with pytest.raises(grpc.aio.AioRpcError, match="no chat template"):
+            await stub.EncodeChat(EncodeChatRequest(messages_json=MESSAGES))

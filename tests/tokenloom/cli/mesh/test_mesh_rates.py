@@ -1,0 +1,62 @@
+"""What happened between two samples."""
+
+import math
+
+import pytest
+
+from tokenloom.cli.mesh.mesh_rates import quantile, view
+from tokenloom.cli.mesh.mesh_sample import MeshSample, Metrics, PartSample
+from tokenloom.supervisor.state_dir import PartRecord, PartState
+
+INF = math.inf
+
+
+def part(service: str, pid: int | None = 1, buckets: dict[float, float] | None = None, **values: float) -> PartSample:
+    state = None if pid is None else PartState(pid, "a", "m", None, "h")
+    named = {f"vllm:{name}": value for name, value in values.items() if not name.endswith("process")}
+    named |= {f"{name}_cpu_seconds_total": value for name, value in values.items() if name.endswith("process")}
+    metrics = Metrics(named, {"vllm:time_to_first_token_seconds": buckets or {}})
+    return PartSample(PartRecord(service, 0, None, "f"), state, pid is not None, metrics)
+
+
+def test_rates_are_gains_over_time() -> None:
+    before = MeshSample(10.0, [part("gateway", generation_tokens_total=100, request_success_total=1)])
+    after = MeshSample(12.0, [part("gateway", generation_tokens_total=150, request_success_total=4)])
+    seen = view(before, after)
+    assert (seen.interval_seconds, seen.generation_tokens_per_second, seen.requests_per_second) == (2.0, 25.0, 1.5)
+
+
+def test_an_engine_with_its_core() -> None:
+    counts = {"num_requests_running": 3.0, "num_requests_waiting": 1.0, "kv_cache_usage_perc": 0.5}
+    cache = {"prefix_cache_hits_total": 3.0, "prefix_cache_queries_total": 4.0}
+    old = part("engine", process=1.0, core_process=2.0, generation_tokens_total=0)
+    new = part("engine", process=1.5, core_process=3.5, generation_tokens_total=20, **counts, **cache)
+    (engine,) = view(MeshSample(0.0, [old]), MeshSample(2.0, [new])).parts
+    assert engine.cpu_percent == pytest.approx(100.0)
+    assert (engine.running, engine.waiting, engine.kv_usage, engine.prefix_hit_rate) == (3, 1, 0.5, 0.75)
+    assert engine.generation_tokens_per_second == 10.0
+    assert (engine.prompt_tokens_per_second, engine.memory_bytes) == (None, None)
+
+
+def test_a_part_that_restarted_counts_from_its_start_and_a_dead_one_not_at_all() -> None:
+    before = MeshSample(0.0, [part("gateway", pid=1, generation_tokens_total=100), part("engine", pid=2)])
+    after = MeshSample(1.0, [part("gateway", pid=9, generation_tokens_total=30), part("engine", pid=None)])
+    seen = view(before, after)
+    assert seen.generation_tokens_per_second == 30.0
+    assert (seen.parts[1].health, seen.parts[1].pid, seen.parts[1].running) == ("NOT_SERVING", None, None)
+
+
+def test_latencies_are_those_of_the_interval() -> None:
+    before = MeshSample(0.0, [part("gateway", buckets={0.1: 100, 0.2: 100, INF: 100})])
+    after = MeshSample(1.0, [part("gateway", buckets={0.1: 100, 0.2: 110, INF: 110})])
+    latency = view(before, after).time_to_first_token
+    assert latency.p50_ms == pytest.approx(150.0)
+    assert latency.p95_ms == pytest.approx(195.0)
+    assert view(after, after).time_to_first_token.p50_ms is None
+
+
+def test_quantiles_are_linear_within_a_bucket() -> None:
+    assert quantile({1.0: 10, 2.0: 20, INF: 20}, 0.5) == 1.0
+    assert quantile({1.0: 10, 2.0: 20, INF: 20}, 0.75) == 1.5
+    assert quantile({1.0: 0, INF: 5}, 0.5) == 1.0, "past the last bound nothing is known"
+    assert quantile({}, 0.5) is None

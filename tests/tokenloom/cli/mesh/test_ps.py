@@ -1,0 +1,78 @@
+"""`ps` with a mesh of one live and one dead part."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenloom.cli.main import app
+from tokenloom.cli.mesh.ps import rows_of
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service import running
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.supervisor import state_dir
+from tokenloom.supervisor.state_dir import MeshRecord, PartRecord
+
+
+class FakeSettings(ServiceSettings):
+    service: ClassVar[str] = "fake"
+
+
+class FakeService:
+    async def start(self, host: Host) -> None: ...
+    async def drain(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+@pytest.fixture
+async def record(socket_dir: Path) -> AsyncIterator[MeshRecord]:
+    """A mesh whose tokenizer serves and whose engine is down."""
+    state_file = socket_dir / "t.json"
+    settings = FakeSettings(listen=f"unix:{socket_dir}/t.sock", metrics_listen="", state_file=state_file)
+    parts = [
+        PartRecord("tokenizer", 0, None, str(state_file)),
+        PartRecord("engine", 0, "both", str(socket_dir / "e.json")),
+    ]
+    async with running(FakeService(), settings):
+        yield MeshRecord(1, 8000, parts)
+
+
+async def test_a_row_says_who_where_and_how(record: MeshRecord, socket_dir: Path) -> None:
+    tokenizer, engine = await rows_of(record)
+    assert tokenizer.health == "SERVING"
+    assert tokenizer.address == f"unix:{socket_dir}/t.sock"
+    assert tokenizer.pid is not None
+    assert (engine.role, engine.pid, engine.address, engine.health) == ("both", None, None, "NOT_SERVING")
+
+
+def test_without_a_mesh_it_says_so() -> None:
+    result = CliRunner().invoke(app, ["ps"])
+    assert result.exit_code == 0
+    assert "No mesh is running" in result.stderr
+    assert json.loads(CliRunner().invoke(app, ["ps", "--json"]).stdout) == []
+
+
+def test_the_port_chooses_the_mesh() -> None:
+    with state_dir.mesh_directory() as first, state_dir.mesh_directory() as second:
+        for port, directory in ((1, first), (2, second)):
+            parts = [PartRecord("engine", port, "both", str(directory / "e.json"))]
+            state_dir.write_record(directory, MeshRecord(7, port, parts))
+        newest = json.loads(CliRunner().invoke(app, ["ps", "--json"]).stdout)
+        chosen = json.loads(CliRunner().invoke(app, ["ps", "--json", "--port", "1"]).stdout)
+        assert [part["index"] for part in newest] == [2]
+        assert chosen == [
+            {
+                "service": "engine",
+                "index": 1,
+                "role": "both",
+                "pid": None,
+                "address": None,
+                "metrics": None,
+                "health": "NOT_SERVING",
+            }
+        ]
+        assert CliRunner().invoke(app, ["ps", "--port", "3"]).exit_code == 1
+        assert "engine" in CliRunner().invoke(app, ["ps"]).stdout

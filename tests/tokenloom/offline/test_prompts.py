@@ -1,0 +1,66 @@
+import pytest
+
+from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
+from tokenloom.offline.prompts import as_conversations, as_prompts, plain_message, read_prompt
+from tokenloom.request.errors import InvalidArgument
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(DEMO_MODEL)
+
+
+@pytest.mark.parametrize("one", ["text", {"prompt": "text"}, {"prompt_token_ids": [1, 2]}, [1, 2]])
+def test_one_prompt_is_a_list_of_one(one):
+    assert as_prompts(one) == [one]
+    assert as_prompts([one, one]) == [one, one]
+
+
+def test_no_prompts_are_none():
+    assert as_prompts([]) == []
+
+
+def test_one_conversation_is_a_list_of_one():
+    assert as_conversations([USER]) == [[USER]]
+    assert as_conversations([[USER], [USER, USER]]) == [[USER], [USER, USER]]
+
+
+def test_every_form_gives_the_same_ids(tokenizer):
+    ids = tokenizer.encode("Once upon").ids
+    for prompt in ("Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": ids}, ids):
+        assert read_prompt(prompt, tokenizer).token_ids == ids
+    read = read_prompt({"prompt": "shown", "prompt_token_ids": ids, "cache_salt": "s"}, tokenizer)
+    assert (read.text, read.token_ids, read.cache_salt) == ("shown", ids, b"s")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ({}, "needs 'prompt', 'prompt_token_ids' or"),
+        ({"prompt": 3}, "prompt must be a string"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list"),
+        ({"prompt": "a", "cache_salt": 1}, "cache_salt must be a string"),
+        ({"prompt": "a", "multi_modal_data": {}}, "'multi_modal_data' is not supported"),
+    ],
+)
+def test_other_forms_are_refused(tokenizer, prompt, named):
+    with pytest.raises((ValueError, InvalidArgument), match=named):
+        read_prompt(prompt, tokenizer)
+
+
+def test_text_parts_are_joined():
+    parts = [{"type": "text", "text": "a"}, "b"]
+    assert plain_message({"role": "user", "content": parts, "name": "n"}) == {
+        "role": "user",
+        "content": "a\nb",
+        "name": "n",
+    }
+    assert plain_message({"role": "assistant", "content": None})["content"] is None
+
+
+@pytest.mark.parametrize("message", ["hi", {"content": "hi"}, {"role": "user", "content": [{"type": "image_url"}]}])
+def test_other_messages_are_refused(message):
+    with pytest.raises(ValueError, match=r"^(each message|content) must be"):
+        plain_message(message)

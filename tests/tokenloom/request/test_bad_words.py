@@ -1,0 +1,28 @@
+import pytest
+
+from tokenloom.request.bad_words import sequences, spellings
+from tokenloom.request.errors import InvalidArgument
+
+
+def test_a_word_is_spelled_with_and_without_a_space() -> None:
+    assert spellings(["no", "  never ever"]) == ["no", " no", "never ever", " never ever"]
+
+
+@pytest.mark.parametrize("words", [[""], ["  "], ["ok", "a" * 1025], ["a"] * 513])
+def test_words_that_are_none(words: list[str]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        spellings(words)
+    assert caught.value.field == "bad_words"
+
+
+@pytest.mark.parametrize(
+    ("plain", "spaced", "forbidden"),
+    [
+        ([5], [6], [[5], [6]]),
+        ([5, 7], [6], [[5, 7], [6]]),
+        ([5], [9, 5], [[5]]),  # whatever ends with the word is forbidden by it
+        ([5], [5], [[5]]),
+    ],
+)
+def test_what_is_forbidden(plain: list[int], spaced: list[int], forbidden: list[list[int]]) -> None:
+    assert sequences([plain, spaced]) == forbidden

@@ -1,0 +1,148 @@
+"""Checkpoint files: names, end tokens, defaults, templates and fingerprints."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tokenloom import checkpoint
+from tokenloom.checkpoint import CheckpointInfo
+from tokenloom.request.errors import InvalidArgument, NotFound
+from tokenloom.v1.types_pb2 import SamplingParams
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the demo model's small files, to be changed."""
+    path = tmp_path / "my-model"
+    path.mkdir()
+    for file in checkpoint.DEMO_MODEL.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, path)
+    (path / "model.safetensors").write_bytes(b"weights")
+    return path
+
+
+def change(path: Path, **values: object) -> None:
+    config = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({key: value for key, value in {**config, **values}.items() if value is not None}))
+
+
+def test_resolve(model: Path) -> None:
+    assert checkpoint.resolve("tokenloom-demo") == checkpoint.DEMO_MODEL.resolve()
+    assert checkpoint.resolve(str(model)) == model.resolve()
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "no-such/model", "a/b/c", ""])
+def test_resolve_names_what_it_did_not_find(name: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        checkpoint.resolve(name)
+    assert repr(name) in caught.value.message
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"config\.json"):
+        checkpoint.resolve(str(tmp_path))
+
+
+def test_served_names(model: Path) -> None:
+    assert checkpoint.served_name(checkpoint.DEMO_MODEL) == "tokenloom-demo"
+    assert checkpoint.served_name(model) == "my-model"
+    assert checkpoint.served_name(model, str(model)) == "my-model"
+    assert checkpoint.served_name(Path("/cache/snapshots/abc"), "org/name") == "org/name"
+
+
+def test_the_demo_model() -> None:
+    info = CheckpointInfo.load(checkpoint.DEMO_MODEL)
+    tokenizer = checkpoint.load_tokenizer(checkpoint.DEMO_MODEL)
+    assert tokenizer.token_to_id(info.special_tokens["eos_token"]) in info.eos_token_ids
+    assert info.chat_template == (checkpoint.DEMO_MODEL / "chat_template.jinja").read_text()
+
+
+def test_end_tokens_come_from_everywhere(model: Path) -> None:
+    change(model / "config.json", eos_token_id=7)
+    change(model / "generation_config.json", eos_token_id=[9, 8])
+    change(model / "tokenizer_config.json", eos_token=None)
+    change(model / "special_tokens_map.json", eos_token={"content": "<|im_end|>"})
+    end = checkpoint.load_tokenizer(model).token_to_id("<|im_end|>")
+    assert CheckpointInfo.load(model).eos_token_ids == tuple(sorted({7, 8, 9, end}))
+
+
+def test_sampling_defaults(model: Path) -> None:
+    change(model / "generation_config.json", temperature=0.5, top_k=20, top_p=None, max_new_tokens=64, do_sample=True)
+    assert CheckpointInfo.load(model).default_sampling_params == SamplingParams(
+        temperature=0.5, top_k=20, max_tokens=64
+    )
+
+
+@pytest.mark.parametrize(
+    "template", ["T", [{"name": "tool_use", "template": "U"}, {"name": "default", "template": "T"}]]
+)
+def test_templates_in_the_tokenizers_config(model: Path, template: object) -> None:
+    (model / "chat_template.jinja").unlink()
+    assert CheckpointInfo.load(model).chat_template == ""
+    change(model / "tokenizer_config.json", chat_template=template)
+    assert CheckpointInfo.load(model).chat_template == "T"
+
+
+def test_broken_files_are_named(model: Path) -> None:
+    (model / "generation_config.json").write_text("{")
+    with pytest.raises(InvalidArgument, match=r"generation_config\.json"):
+        CheckpointInfo.load(model)
+    (model / "tokenizer.json").write_text('{"model": {}}')
+    with pytest.raises(InvalidArgument, match=r"tokenizer\.json"):
+        checkpoint.load_tokenizer(model)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(NotFound, match=r"tokenizer\.json"):
+        checkpoint.load_tokenizer(model)
+
+
+@pytest.mark.parametrize("values", [{"temperature": "hot"}, {"top_p": 5}, {"temperature": float("nan")}])
+def test_wrong_sampling_defaults_are_named(model: Path, values: dict[str, object]) -> None:
+    change(model / "generation_config.json", **values)
+    with pytest.raises(InvalidArgument, match=rf"generation_config\.json: {next(iter(values))}"):
+        CheckpointInfo.load(model)
+
+
+@pytest.mark.parametrize("value", ["x", -1, [1, "x"], True])
+def test_wrong_end_tokens_are_named(model: Path, value: object) -> None:
+    change(model / "config.json", eos_token_id=value)
+    with pytest.raises(InvalidArgument, match=r"config\.json: eos_token_id"):
+        CheckpointInfo.load(model)
+
+
+def test_tokenizer_fingerprint(model: Path) -> None:
+    before = checkpoint.tokenizer_fingerprint(model)
+    change(model / "config.json", hidden_size=1)
+    assert checkpoint.tokenizer_fingerprint(model) == before
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    assert checkpoint.tokenizer_fingerprint(model) != before
+
+
+def test_weights_fingerprint(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    before = checkpoint.weights_fingerprint(model, cache)
+    assert checkpoint.weights_fingerprint(model, cache) == before
+    (model / "model.safetensors").write_bytes(b"Weights")
+    os.utime(model / "model.safetensors", ns=(1, 1))
+    after = checkpoint.weights_fingerprint(model, cache)
+    assert after != before
+    assert after == checkpoint.weights_fingerprint(model, tmp_path / "other")
+
+
+def test_weights_fingerprint_is_cached(model: Path, tmp_path: Path) -> None:
+    before = checkpoint.weights_fingerprint(model, tmp_path / "cache")
+    stat = (model / "model.safetensors").stat()
+    (model / "model.safetensors").write_bytes(b"WEIGHTS")
+    os.utime(model / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert checkpoint.weights_fingerprint(model, tmp_path / "cache") == before  # read from the cache, not from the file
+    (entry,) = (tmp_path / "cache" / "weights").iterdir()
+    entry.write_text("torn")
+    assert checkpoint.weights_fingerprint(model, tmp_path / "cache") != before
+
+
+def test_a_cache_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert len(checkpoint.weights_fingerprint(model, tmp_path / "file")) == 32

@@ -1,0 +1,226 @@
+"""A model's files as services other than the engine need them: names, fingerprints, tokenizer, end tokens, defaults."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .request import validation
+from .request.errors import InvalidArgument, NotFound, TokenloomError
+from .request.narrowing import narrow_sampling
+from .v1 import types_pb2
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
+"""The checkpoint that comes with the package."""
+DEMO_MODEL_NAME = "tokenloom-demo"
+"""What it is served as, and how it is asked for."""
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def resolve(model: str) -> Path:
+    """The directory of ``model``: the demo model by its name, a local directory, or a hub id (fetched or cached).
+
+    ``NotFound`` when there is none.
+    """
+    path = DEMO_MODEL if model == DEMO_MODEL_NAME else Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise NotFound(f"model {model!r}: the directory has no config.json", field="model")
+        return path.resolve()
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise NotFound(f"model {model!r}: no such directory", field="model")
+    return _from_hub(model)
+
+
+def served_name(path: Path, model: str = "") -> str:
+    """The name clients use unless the operator gives another: the directory's last part, or the hub id."""
+    if path.resolve() == DEMO_MODEL.resolve():
+        return DEMO_MODEL_NAME
+    return model if model and not Path(model).expanduser().exists() else path.name
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says beside its weights.
+
+    Attributes:
+        path: Its directory.
+        eos_token_ids: Ids that end a generation, ascending.
+        default_sampling_params: What ``generation_config.json`` gives for what a request leaves open.
+        chat_template: The template's text; empty: none.
+        special_tokens: ``bos_token`` and the like, by name, as templates see them.
+    """
+
+    path: Path
+    eos_token_ids: tuple[int, ...]
+    default_sampling_params: types_pb2.SamplingParams = field(default_factory=types_pb2.SamplingParams)
+    chat_template: str = ""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> "CheckpointInfo":
+        """Reads the JSON files of a checkpoint."""
+        config, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
+        tokenizer = _read_json(path / "tokenizer_config.json")
+        special = _read_json(path / "special_tokens_map.json") | tokenizer
+        tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))}
+        return cls(
+            path=path,
+            eos_token_ids=tuple(
+                sorted(
+                    {
+                        *_eos(path / "generation_config.json", generation),
+                        *_eos(path / "config.json", config),
+                        *_eos_of_tokenizer(path, tokens),
+                    }
+                )
+            ),
+            default_sampling_params=_sampling_defaults(path, generation),
+            chat_template=_chat_template(path, tokenizer),
+            special_tokens=tokens,
+        )
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """The checkpoint's fast tokenizer. ``NotFound`` without a tokenizer.json, ``InvalidArgument`` for a broken one."""
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise NotFound(f"model {path.name!r}: no tokenizer.json (only fast tokenizers are supported)", field="model")
+    try:
+        return Tokenizer.from_file(str(file))
+    except BaseException as error:  # the library panics on some files, which is no Exception
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
+        raise InvalidArgument(f"model {path.name!r}: tokenizer.json cannot be read: {error}", "model") from None
+
+
+def tokenizer_fingerprint(path: Path) -> bytes:
+    """SHA-256 over the names and contents of the tokenizer's files and the chat template."""
+    return _digest(path / name for name in _TOKENIZER_FILES if (path / name).is_file())
+
+
+def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
+    """SHA-256 over config.json and the content of all weight files.
+
+    Cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by path, size and time: a large model is slow to read.
+    """
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    stats = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
+    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    entry = (cache_dir or Path.home() / ".cache" / "tokenloom") / "weights" / key
+    try:
+        cached = bytes.fromhex(entry.read_text())
+        if len(cached) == hashlib.sha256().digest_size:
+            return cached
+    except (OSError, ValueError):
+        pass  # not there, or not ours: computed again
+    digest = _digest(files)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        draft = entry.with_suffix(f".{digest.hex()[:8]}")
+        draft.write_text(digest.hex())
+        draft.replace(entry)
+    except OSError:
+        pass  # a read-only home costs time, nothing else
+    return digest
+
+
+def _from_hub(model: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"])
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise NotFound(
+            f"model {model!r}: no such directory, and not to be had from the hub ({type(error).__name__})",
+            field="model",
+        ) from None
+
+
+def _digest(files: Iterable[Path]) -> bytes:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+    return digest.digest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise InvalidArgument(f"model {path.parent.name!r}: {path.name} is not JSON: {error}", "model") from None
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"model {path.parent.name!r}: {path.name} holds no object", "model")
+    return value
+
+
+def _sampling_defaults(path: Path, generation: dict[str, Any]) -> types_pb2.SamplingParams:
+    defaults = {name: generation.get(name) for name in _DEFAULTS}
+    defaults["max_tokens"] = generation.get("max_new_tokens")
+    try:
+        params = narrow_sampling(defaults)
+        validation.check_numbers(params)
+    except InvalidArgument as error:  # found now, or in every request
+        raise InvalidArgument(f"model {path.name!r}: generation_config.json: {error.message}", "model") from None
+    return params
+
+
+def _eos(file: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise InvalidArgument(
+            f"model {file.parent.name!r}: {file.name}: eos_token_id must be a token id or a list of them", "model"
+        )
+    return tuple(ids)
+
+
+def _eos_of_tokenizer(path: Path, tokens: dict[str, str]) -> tuple[int, ...]:
+    if "eos_token" not in tokens:
+        return ()
+    try:
+        token_id = load_tokenizer(path).token_to_id(tokens["eos_token"])
+    except TokenloomError:
+        return ()
+    return () if token_id is None else (token_id,)
+
+
+def _token_text(value: object) -> str:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str:
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text()
+    template = _read_json(path / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""

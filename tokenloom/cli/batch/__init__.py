@@ -1,0 +1,1 @@
+"""Commands that work through many prompts: ``generate`` and ``run-batch``."""

@@ -1,0 +1,103 @@
+"""The work of ``tokenloom run-batch``: so many requests at once, each answered by one line, in the order they end."""
+
+import queue
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from ..server import Reply, RequestFailed, Server
+from .batch_request import BadRequest, BatchRequest, error_line, read_request, reply_line
+
+Line = dict[str, Any]
+
+_TRY_AGAIN = (429, 502, 503)
+"""Statuses of a server that is full or restarting."""
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
+
+
+class Batch:
+    """Sends requests from threads of its own; they end with the process, so an interrupt need not wait for them."""
+
+    def __init__(self, server: Server, concurrency: int, max_retries: int) -> None:
+        """``max_retries``: how often a request is tried again when the server is full, or gone."""
+        self._server = server
+        self._concurrency = concurrency
+        self._max_retries = max_retries
+        self._stopping = threading.Event()
+        # Both hold at most as much as is in flight.
+        self._asked: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()
+        self._answered: queue.SimpleQueue[Line] = queue.SimpleQueue()
+
+    def run(self, lines: Iterable[tuple[int, str]], done: Collection[str]) -> Iterator[Line]:
+        """A line for each numbered one whose id is not in `done`; of lines that share an id the first is sent."""
+        seen, left = set(done), iter(lines)
+        for _ in range(self._concurrency):
+            threading.Thread(target=self._work, name="batch", daemon=True).start()
+        in_flight = 0
+        is_more = True
+        try:
+            while is_more or in_flight:
+                while is_more and in_flight < self._concurrency:
+                    if (numbered := next(left, None)) is None:
+                        is_more = False
+                        break
+                    made = _request(*numbered, seen, done)
+                    if isinstance(made, BatchRequest):
+                        self._asked.put(made)
+                        in_flight += 1
+                    elif made is not None:
+                        yield made
+                if in_flight:
+                    answer = self._answered.get()
+                    in_flight -= 1
+                    if self._stopping.is_set():
+                        return
+                    yield answer
+        finally:
+            for _ in range(self._concurrency):
+                self._asked.put(None)
+
+    def stop(self) -> None:
+        """Ends `run` once a request in flight ends; for another thread."""
+        self._stopping.set()
+
+    def _work(self) -> None:
+        while (request := self._asked.get()) is not None:
+            try:
+                line = reply_line(request, self._post(request))
+            except RequestFailed as error:
+                line = error_line(request.custom_id, "no_answer", str(error))
+            except Exception as error:  # whatever it is: `run` waits for a line
+                line = error_line(request.custom_id, "internal_error", f"{type(error).__name__}: {error}")
+            self._answered.put(line)
+
+    def _post(self, request: BatchRequest) -> Reply:
+        wait = _FIRST_WAIT
+        for retries_left in reversed(range(self._max_retries + 1)):
+            is_last = not retries_left or self._stopping.is_set()
+            after = None
+            try:
+                reply = self._server.post(request.url, request.body)
+                if is_last or reply.status not in _TRY_AGAIN:
+                    return reply
+                after = reply.retry_after
+            except RequestFailed:
+                if is_last:
+                    raise
+            self._stopping.wait(min(wait if after is None else after, _LONGEST_WAIT))
+            wait *= 2
+        raise AssertionError("the last try returns or raises")
+
+
+def _request(number: int, text: str, seen: set[str], done: Collection[str]) -> BatchRequest | Line | None:
+    """What a line asks, or what is wrong with it; None when an earlier run answered it."""
+    try:
+        request = read_request(number, text)
+    except BadRequest as error:
+        return None if error.custom_id in done else error_line(error.custom_id, "invalid_request", str(error))
+    if request.custom_id in done:
+        return None
+    if request.custom_id in seen:
+        return error_line(request.custom_id, "invalid_request", f"line {number}: another line has this custom_id")
+    seen.add(request.custom_id)
+    return request

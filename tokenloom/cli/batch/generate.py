@@ -1,0 +1,124 @@
+"""``tokenloom generate``: a file of prompts to a file of answers, without a server."""
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tokenloom.checkpoint import DEMO_MODEL_NAME
+
+from ..chat.sampling_options import Stop, Temperature, TopK, TopP, given
+from ..failures import FAILED, CommandFailed, reported
+from ..mesh.engine_choices import Dtype, Quantization
+from .generate_prompt import BadLine, read_prompt_line
+from .jsonl import STANDARD, LineWriter, count_lines, read_lines
+
+
+def generate(
+    prompts: Annotated[Path, typer.Argument(help="JSONL file of prompts; -: standard input.")],
+    output: Annotated[Path, typer.Argument(help="JSONL file of answers; -: standard output.")] = STANDARD,
+    model: Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
+    overwrite: Annotated[bool, typer.Option(help="Begin anew instead of going on where OUTPUT ends.")] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    n: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on past the model's own end.")] = False,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
+    quantization: Annotated[Quantization | None, typer.Option(help="Round the layers' weights at load.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in the engine's batch.")] = None,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048,
+    kv_cache_memory_bytes: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
+) -> None:
+    """Answer a file of prompts with a model in this process. After a kill the same command goes on where it was."""
+    sampling = given(n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop)
+    if ignore_eos:
+        sampling["ignore_eos"] = True
+    engine = given(
+        dtype=dtype.value,
+        quantization=quantization and quantization.value,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+    )
+    with reported(), LineWriter(output, overwrite=overwrite) as writer:
+        total = count_lines(prompts)
+        lines = read_lines(prompts)
+        done = _skip_answered(lines, writer.written)
+        if total is not None and total == done:
+            typer.echo(f"all {total} prompts are answered in {output}", err=True)
+            return
+        num_failed = 0
+        with _bar(total, done) as advance:
+            for answer in _answers(model, engine, lines, sampling, seed, advance):
+                writer.write(answer)
+                num_failed += "error" in answer
+        if num_failed:
+            typer.secho(f"{num_failed} lines have an error instead of an answer", fg="red", err=True)
+            raise typer.Exit(FAILED)
+
+
+def _answers(
+    model: str,
+    engine: dict[str, Any],
+    lines: Iterable[tuple[int, str]],
+    sampling: dict[str, Any],
+    seed: int,
+    on_done: Callable[[dict[str, Any]], None],
+) -> Iterator[dict[str, Any]]:
+    # Here: these two import torch.
+    from tokenloom import LLM
+
+    from .generate_run import generate_lines
+
+    try:
+        llm = LLM(model, **engine)
+    except ValueError as error:
+        raise CommandFailed(str(error)) from None
+    with contextlib.closing(llm):
+        yield from generate_lines(llm, lines, sampling, seed, on_done)
+
+
+def _skip_answered(lines: Iterator[tuple[int, str]], answers: list[dict[str, Any]]) -> int:
+    """Reads the prompts that have an answer. Raises `CommandFailed` when the answers belong to other prompts."""
+    for answer, (number, text) in itertools.zip_longest(
+        answers, itertools.islice(lines, len(answers)), fillvalue=(0, "")
+    ):
+        try:
+            id = read_prompt_line(number, text).id if number else None
+        except BadLine as error:
+            id = error.id
+        if not isinstance(answer, dict) or answer.get("id") != id:
+            raise CommandFailed(
+                f"the answers that are there belong to other prompts (at line {number or 'past the end'}): "
+                "name another file, or use --overwrite"
+            )
+    return len(answers)
+
+
+@contextlib.contextmanager
+def _bar(total: int | None, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shown = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[tokens]} tokens"), console=console)
+    shown.disable = not sys.stderr.isatty()
+    with shown:
+        task = shown.add_task("prompts", total=total, completed=done, tokens=0)
+
+        def advance(answer: dict[str, Any]) -> None:
+            tokens = answer.get("usage", {}).get("completion_tokens", 0)
+            shown.update(task, advance=1, tokens=shown.tasks[task].fields["tokens"] + tokens)
+
+        yield advance

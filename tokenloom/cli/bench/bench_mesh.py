@@ -1,0 +1,57 @@
+"""``tokenloom bench mesh``: what the services cost beside an engine."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tokenloom.bench.mesh import mesh as mesh_bench
+from tokenloom.bench.report import machine
+from tokenloom.checkpoint import DEMO_MODEL_NAME
+
+from ..mesh.flags import model_directory
+from .bench_load import AsJson
+from .bench_output import bars, failures, show
+
+_STEPS_MS, _BATCHES = [4.0, 10.0, 20.0], [64, 256]
+
+
+def mesh(
+    step_ms: Annotated[
+        list[float] | None, typer.Option(min=0, help="How long a step waits; 0: flat out. [default: 4, 10, 20]")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests that stream at once. [default: 64, 256]")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="About how long each run takes.")] = 10.0,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 16,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
+    async_scheduling: Annotated[
+        bool, typer.Option("--async-scheduling", help="The engine schedules its next step while one runs.")
+    ] = False,
+    frame_interval: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds between an engine's frames, at least; by default the engine's own."),
+    ] = None,
+    waiting: Annotated[
+        int, typer.Option(min=0, help="Requests beyond the batch, which keep it full when one of it ends.")
+    ] = 0,
+    model: Annotated[str, typer.Option(help="Whose tokenizer to use.")] = DEMO_MODEL_NAME,
+    output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a local mesh whose engine only waits: latency that the mesh adds, tokens/s, CPU per token by service."""
+    path, _ = model_directory(model, None)
+    reports = []
+    with failures(), bars() as bar:
+        for ms in step_ms or _STEPS_MS:
+            for size in batch or _BATCHES:
+                case = mesh_bench.MeshCase(
+                    ms, size, seconds, input_len, output_len, async_scheduling, frame_interval, waiting
+                )
+                reports.append(asyncio.run(mesh_bench.run_case(path, case, partial(bar, case.title))))
+    report = {"machine": machine.describe(), "cases": reports}
+    show(report, mesh_bench.tables(reports), as_json=as_json, path=output_json)
+    raise typer.Exit(1 if any(case["failed"] for case in reports) else 0)

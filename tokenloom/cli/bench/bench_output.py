@@ -1,0 +1,65 @@
+"""How benchmarks show their progress and their results."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tokenloom.bench.load.events import Outcome
+from tokenloom.bench.mesh.disaggregated import ServerBroke
+from tokenloom.bench.mesh.local_mesh import MeshBroke
+from tokenloom.bench.peers.compare import PeerFailed
+
+_INTERRUPTED = 130
+
+Done = Callable[[Outcome], None]
+
+
+def progress() -> Progress:
+    """Bars on standard error, if it is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+
+@contextlib.contextmanager
+def bars() -> Iterator[Callable[[str, int], Done]]:
+    """Gives what makes a bar from a title and a number of requests."""
+    with progress() as shown:
+
+        def bar(title: str, total: int) -> Done:
+            task = shown.add_task(title, total=total)
+            return lambda outcome: shown.advance(task)
+
+        yield bar
+
+
+def show(report: Any, tables: Sequence[RenderableType], *, as_json: bool, path: Path | None = None) -> None:
+    """Prints the report as JSON, or the tables; writes the JSON to `path` as well."""
+    text = json.dumps(report, indent=2)
+    if path is not None:
+        path.write_text(text + "\n")
+    if as_json:
+        print(text)
+        return
+    console = Console(highlight=False)
+    for each in tables:
+        console.print()
+        console.print(each)
+
+
+@contextlib.contextmanager
+def failures() -> Iterator[None]:
+    """Turns what a user can get wrong, or can meet, into one message and an exit status."""
+    try:
+        yield
+    except (ValueError, MeshBroke, ServerBroke, PeerFailed, OSError) as error:
+        typer.secho(f"Error: {error}", fg="red", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None

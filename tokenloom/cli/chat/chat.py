@@ -1,0 +1,153 @@
+"""``tokenloom chat``: a conversation on the terminal, or one question from a script."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..failures import reported
+from ..server import RequestFailed, Server
+from ..server_options import ApiKey, BaseUrl, ServedModel, connect
+from . import chat_commands
+from .chat_client import Answer, stream_chat
+from .conversation import Conversation
+from .sampling_options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
+from .standard_input import with_piped
+
+
+def chat(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Ask this and leave; what is piped in follows it.", show_default=False)
+    ] = None,
+    base_url: BaseUrl = None,
+    model: ServedModel = None,
+    api_key: ApiKey = "",
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: SampleSeed = None,
+    stop: Stop = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as an object, with its usage.")] = False,
+) -> None:
+    """Chat with a served model: line by line on a terminal, or one question from PROMPT or a pipe."""
+    with reported():
+        server = connect(base_url, api_key)
+        sampling = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
+        question = with_piped(prompt)
+        if question is None and as_json:
+            raise typer.BadParameter("needs a PROMPT or piped input", param_hint="--json")
+        if question is None and not sys.stdin.isatty():
+            raise typer.BadParameter("is empty, and so is what was piped in", param_hint="PROMPT")
+        session = Session(server, model or server.model(), Conversation(system), sampling)
+        if question is None:
+            session.talk()
+        else:
+            answer = session.ask(question, quiet=as_json)
+            print(json.dumps(_as_object(answer), ensure_ascii=False) if as_json else "")
+
+
+class Session:
+    """A conversation with one model."""
+
+    def __init__(self, server: Server, model: str, conversation: Conversation, sampling: dict[str, Any]) -> None:
+        self._server = server
+        self._model = model
+        self._conversation = conversation
+        self._sampling = sampling
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def talk(self) -> None:
+        """Reads lines until the user leaves. A failed or stopped answer does not end the conversation."""
+        self._console.print(f"[dim]{escape(self._model)} at {self._server.url}; /help lists commands, Ctrl-D leaves[/]")
+        for line in _lines():
+            try:
+                self._obey(line) if line.startswith("/") else self._exchange(line)
+            except chat_commands.EndOfChat:
+                return
+            except chat_commands.AskAgain as again:
+                self._exchange(again.args[0])
+
+    def ask(self, question: str, *, quiet: bool = False) -> Answer:
+        """Prints the answer as it comes unless `quiet`. Raises `RequestFailed`."""
+        self._conversation.ask(question)
+        body = {"model": self._model, "messages": self._conversation.messages, **self._sampling}
+        pieces: list[str] = []
+
+        def on_text(text: str) -> None:
+            pieces.append(text)
+            if not quiet:
+                print(text, end="", flush=True)
+
+        try:
+            return stream_chat(self._server, body, on_text, _ignore if quiet else self._show_thought)
+        finally:
+            self._conversation.answer("".join(pieces))  # of a stopped answer what there is
+
+    def _obey(self, line: str) -> None:
+        if shown := chat_commands.run(line, self._conversation):
+            self._console.print(shown, style="dim", markup=False)
+
+    def _exchange(self, question: str) -> None:
+        try:
+            answer = self.ask(question)
+        except KeyboardInterrupt:
+            self._console.print("\n[dim]stopped[/]")
+        except RequestFailed as error:
+            self._conversation.take_back()
+            self._console.print(f"\n[red]{escape(str(error))}[/]")
+        else:
+            self._console.print(f"\n[dim]{_summary(answer)}[/]")
+
+    def _show_thought(self, text: str) -> None:
+        self._console.print(text, end="", style="dim", markup=False)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, without blank lines; Ctrl-C abandons a line."""
+    _edit_lines()
+    while True:
+        try:
+            line = input("> ")
+            while line.endswith("\\"):
+                line = line[:-1] + "\n" + input("… ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()
+            continue
+        if line.strip():
+            yield line.strip()
+
+
+def _edit_lines() -> None:
+    """Line editing with earlier lines and completed commands, where Python was built with it."""
+    try:
+        import readline
+    except ImportError:
+        return
+    readline.set_completer_delims(" ")
+    readline.set_completer(lambda text, state: [*(n for n in chat_commands.names() if n.startswith(text)), None][state])
+    readline.parse_and_bind("tab: complete")
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+def _summary(answer: Answer) -> str:
+    count = answer.usage.get("completion_tokens")
+    tokens = "" if count is None else f"{count} tokens, "
+    cut = ", cut off at the length limit" if answer.finish_reason == "length" else ""
+    return f"{tokens}first after {answer.seconds_to_first_token * 1e3:.0f} ms, {answer.seconds:.2f} s in all{cut}"
+
+
+def _as_object(answer: Answer) -> dict[str, Any]:
+    return {name: value for name, value in asdict(answer).items() if name != "timeline"}

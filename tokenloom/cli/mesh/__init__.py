@@ -1,0 +1,1 @@
+"""Commands for a local mesh: ``serve``, ``demo``, ``ps`` and ``top``."""

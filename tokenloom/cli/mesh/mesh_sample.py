@@ -1,0 +1,84 @@
+"""What every part of a local mesh says of itself at one moment: its health, and its metrics."""
+
+import asyncio
+import http.client
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tokenloom.supervisor.part_health import is_serving
+from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, PartState, read_part_state
+
+_TIMEOUT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """One scrape, summed over labels."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    buckets: dict[str, dict[float, float]] = field(default_factory=dict)
+    """Of each histogram: how many observations were at most so much; cumulative."""
+
+
+@dataclass(frozen=True)
+class PartSample:
+    """One part."""
+
+    part: PartRecord
+    state: PartState | None
+    """None while it is not bound."""
+    serving: bool
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class MeshSample:
+    """All parts, at about the same time."""
+
+    seconds: float
+    """Monotonic."""
+    parts: list[PartSample]
+
+
+async def take_sample(mesh: MeshRecord) -> MeshSample:
+    """Asks all parts at once; what does not answer within two seconds has no metrics."""
+    parts = list(await asyncio.gather(*map(_sample, mesh.parts)))
+    return MeshSample(time.monotonic(), parts)
+
+
+def parse(text: str) -> Metrics:
+    """Prometheus's text format. Raises ``ValueError``."""
+    values: defaultdict[str, float] = defaultdict(float)
+    buckets: defaultdict[str, defaultdict[float, float]] = defaultdict(lambda: defaultdict(float))
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "le" in sample.labels:
+                buckets[sample.name.removesuffix("_bucket")][float(sample.labels["le"])] += sample.value
+            else:
+                values[sample.name] += sample.value
+    return Metrics(dict(values), {name: dict(each) for name, each in buckets.items()})
+
+
+async def _sample(part: PartRecord) -> PartSample:
+    state = read_part_state(Path(part.state_file))
+    if state is None:
+        return PartSample(part, None, False, Metrics())
+    serving, metrics = await asyncio.gather(is_serving(state.health), asyncio.to_thread(_scrape, state.metrics))
+    return PartSample(part, state, serving, metrics)
+
+
+def _scrape(address: str | None) -> Metrics:
+    if address is None:
+        return Metrics()
+    connection = http.client.HTTPConnection(address, timeout=_TIMEOUT_SECONDS)
+    try:
+        connection.request("GET", "/metrics")
+        return parse(connection.getresponse().read().decode())
+    except (OSError, http.client.HTTPException, ValueError):  # it ended meanwhile: its health says so
+        return Metrics()
+    finally:
+        connection.close()

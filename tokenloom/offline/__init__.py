@@ -1,0 +1,1 @@
+"""The offline API: ``LLM``, an engine core in the caller's process."""

@@ -1,0 +1,285 @@
+"""The offline API: a model in this process, without any service."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
+from tokenloom.engine_core.client.core_client import InprocClient
+from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.request import validation
+from tokenloom.request.errors import TokenloomError
+from tokenloom.services.tokenizer.chat_template import ChatTemplate
+from tokenloom.v1 import types_pb2
+
+from .engine_args import engine_config
+from .offline_loop import OfflineLoop
+from .offline_request import OfflineRequest
+from .outputs import RequestOutput
+from .progress import Progress
+from .prompts import Message, Prompt, TokenizedPrompt, as_conversations, as_prompts, plain_message, read_prompt
+from .request_builder import RequestBuilder
+from .sampling_params import SamplingParams
+
+_log = logging.getLogger(__name__)
+
+
+class LLM:
+    """Continues prompts and conversations with one model, with vLLM's arguments. For one thread at a time.
+
+    Wrong arguments, prompts and parameters, and what a checkpoint has that is not supported, raise ``ValueError``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        device: str = "auto",
+        dtype: Any = "auto",
+        quantization: str | None = None,
+        seed: int | None = 0,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        async_scheduling: bool = False,
+        distributed_executor_backend: str = "uni",
+        kv_cache_memory_bytes: int | None = None,
+        num_gpu_blocks_override: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        served_model_name: str | None = None,
+        max_logprobs: int = validation.DEFAULT_MAX_LOGPROBS,
+        enable_prompt_embeds: bool = False,
+    ) -> None:
+        """Loads the model.
+
+        Args:
+            model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
+            tokenizer: Another directory or hub id to take the tokenizer from.
+            device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one.
+            dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
+            quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
+            seed: Decides the outputs of requests that set no seed; None: different ones each time.
+            max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
+            max_num_seqs: Requests in a batch; None: 128, or the token budget if that is less.
+            max_num_batched_tokens: Token budget of a step.
+            block_size: Tokens in a KV block.
+            enable_prefix_caching: Whether requests share the KV blocks of equal beginnings.
+            enable_chunked_prefill: Whether a prompt may take several steps.
+            async_scheduling: Whether the next step is scheduled while one runs.
+            distributed_executor_backend: ``uni``: the worker is in this process; ``mp``: in one of its own.
+            kv_cache_memory_bytes: Size of the KV cache; None: from the memory that is free after a profile run.
+            num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
+            gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
+            served_model_name: What ``model_name`` is to say instead of the directory's name.
+            enable_prompt_embeds: Whether prompts may hold embeddings.
+            max_logprobs: The most that ``logprobs`` and ``prompt_logprobs`` may be; -1: as many as one likes.
+        """
+        if gpu_memory_utilization is not None:
+            _log.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory_bytes sizes the KV cache")
+        with _as_value_error():
+            path = resolve(str(model))
+            self._info = CheckpointInfo.load(path)
+            self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
+        self.model_name = served_model_name or served_name(path, str(model))
+        config = engine_config(
+            path,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            async_scheduling=async_scheduling,
+            distributed_executor_backend=distributed_executor_backend,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+        )
+        self._client = InprocClient(config, make_executor(config, make_worker))
+        ready = self._client.ready
+        limits = types_pb2.ModelLimits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
+            hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
+        )
+        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed)
+        self._loop = OfflineLoop(self._client)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """Continues each prompt; outputs come in the order of the prompts.
+
+        Args:
+            prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
+                token ids, or a list of these.
+            sampling_params: One for all, or one for each; None: the model's own (``get_default_sampling_params``).
+            use_tqdm: Whether to show a progress bar, or what to make it with.
+        """
+        with _as_value_error():
+            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
+            requests = self._builder.build(tokenized, sampling_params)
+        return self._run(requests, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like :meth:`generate`, but with an output whenever a sample has gained tokens, of that sample alone.
+
+        ``output_kind`` and ``stream_interval`` of its parameters decide what it holds and how often it comes. Ending
+        the iterator early (``close``) aborts the rest.
+        """
+        with _as_value_error():
+            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
+            requests = self._builder.build(tokenized, sampling_params)
+        return self._stream(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several.
+
+        Args:
+            messages: Turns in OpenAI's form (role, content), or a list of such lists.
+            chat_template: Jinja source to use instead of the checkpoint's.
+            add_generation_prompt: Whether the prompt ends where the assistant's turn begins.
+            tools: Functions in OpenAI's form, for the template to describe.
+            chat_template_kwargs: More names for the template.
+        """
+        encoded = self._encode_chats(
+            as_conversations(messages),
+            self._template(chat_template),
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=chat_template_kwargs,
+        )
+        with _as_value_error():
+            requests = self._builder.build(encoded, sampling_params)
+        return self._run(requests, use_tqdm)
+
+    def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
+        """Adds one prompt to what the engine computes, for :meth:`next_finished` to bring; returns its request id."""
+        with _as_value_error():
+            (request,) = self._builder.build([read_prompt(prompt, self._tokenizer)], sampling_params)
+        self._loop.enqueue(request)
+        return request.output.request_id
+
+    def enqueue_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> str:
+        """The same for a conversation."""
+        encoded = self._encode_chats([messages], self._template(None))
+        with _as_value_error():
+            (request,) = self._builder.build(encoded, sampling_params)
+        self._loop.enqueue(request)
+        return request.output.request_id
+
+    def next_finished(self) -> list[RequestOutput]:
+        """Computes until some of what was enqueued has ended; empty when nothing is in flight."""
+        return [request.output for request in self._loop.next_ended()]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer: a ``tokenizers.Tokenizer``."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` gives, and our defaults for the rest."""
+        return self._builder.default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the KV blocks of earlier prompts."""
+        return bool(self._client.call_utility("reset_prefix_cache"))
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the memory of weights and KV cache back to the system (levels as in vLLM)."""
+        self._client.call_utility("sleep", level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Takes ``weights`` or ``kv_cache``, or both (None), into use again."""
+        self._client.call_utility("wake_up", tags)
+
+    def collective_rpc(self, method: str, args: Sequence[object] = ()) -> list[object]:
+        """Calls ``profile`` or ``resident_bytes`` on every worker; their results, by rank."""
+        results = self._client.call_utility("collective_rpc", method, list(args))
+        assert isinstance(results, list)
+        return results
+
+    def close(self) -> None:
+        """Gives model and KV cache back. Idempotent; the object is of no more use."""
+        self._client.close()
+
+    def _template(self, source: str | None) -> ChatTemplate:
+        if source is not None:
+            return ChatTemplate(source, self._info.special_tokens)
+        if self._own_template is None:
+            raise ValueError(f"model {self.model_name!r} has no chat template: give one as chat_template")
+        return self._own_template
+
+    @cached_property
+    def _own_template(self) -> ChatTemplate | None:
+        return ChatTemplate.from_checkpoint(self._info)
+
+    def _encode_chats(
+        self,
+        conversations: Sequence[Sequence[Message]],
+        template: ChatTemplate,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[TokenizedPrompt]:
+        texts = [template.render([*map(plain_message, messages)], tools, **options) for messages in conversations]
+        # The template writes the special tokens itself.
+        return [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+
+    def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        with self._loop.running(requests), Progress(len(requests), use_tqdm) as progress:
+            live = set(requests)
+            while live:
+                ended = live.intersection(self._loop.step())
+                live -= ended
+                for request in ended:
+                    progress.finished(len(request.output.prompt_token_ids), request.num_tokens)
+        return [request.output for request in requests]
+
+    def _stream(self, requests: list[OfflineRequest]) -> Iterator[RequestOutput]:
+        with self._loop.running(requests):
+            live = requests
+            while live:
+                if not any(request.output.finished for request in live):  # another call's steps may have ended some
+                    self._loop.step()
+                for request in live:
+                    yield from request.news()
+                live = [request for request in live if not request.output.finished]
+
+
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """The services' errors are for gRPC and HTTP; a caller in Python expects ``ValueError``."""
+    try:
+        yield
+    except TokenloomError as error:
+        raise ValueError(error.message) from None

@@ -1,0 +1,77 @@
+"""The offline API's requests in flight: whoever steps the engine moves all of them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tokenloom.engine_core.client.core_client import SyncClient
+
+from .offline_request import OfflineRequest
+from .offline_sample import OfflineSample
+
+
+class OfflineLoop:
+    """Requests of several calls may be in flight at once: a stream that is being read, and a call in between."""
+
+    def __init__(self, client: SyncClient) -> None:
+        self._client = client
+        self._live: dict[str, tuple[OfflineRequest, OfflineSample]] = {}
+        self._enqueued: list[OfflineRequest] = []
+
+    def enqueue(self, request: OfflineRequest) -> None:
+        """Adds a request for `next_ended` to bring."""
+        self._add(request)
+        self._enqueued.append(request)
+
+    def next_ended(self) -> list[OfflineRequest]:
+        """Steps until some of the enqueued have ended; empty when there are none."""
+        while self._enqueued:
+            ended = [request for request in self._enqueued if request.output.finished]
+            if ended:
+                self._enqueued = [request for request in self._enqueued if not request.output.finished]
+                return ended
+            self.step()
+        return []
+
+    @contextmanager
+    def running(self, requests: Sequence[OfflineRequest]) -> Iterator[None]:
+        """Adds requests; at the end those that have not ended are aborted."""
+        try:
+            for request in requests:
+                self._add(request)
+            yield
+        finally:
+            self._abort([request for request in requests if not request.output.finished])
+
+    def step(self) -> list[OfflineRequest]:
+        """Computes a step; returns the requests that ended with it. After an exception none is in flight."""
+        try:
+            return self._step()
+        except BaseException:  # an interrupt from the keyboard included: the next call finds an idle engine
+            self._abort([request for request, _ in self._live.values()])
+            self._enqueued.clear()
+            # The step may have ended before it filled the blocks that it announced.
+            self._client.call_utility("reset_prefix_cache")
+            raise
+
+    def _add(self, request: OfflineRequest) -> None:
+        for sample in request.samples:
+            self._live[sample.core_request.request_id] = request, sample
+            self._client.add_request(sample.core_request)
+
+    def _step(self) -> list[OfflineRequest]:
+        ended = []
+        for output in self._client.get_output().outputs:
+            request, sample = self._live[output.request_id]
+            if request.accept(sample, output):
+                self._client.abort_requests([output.request_id])
+            if sample.completion.finished():
+                del self._live[output.request_id]
+                if request.output.finished:
+                    ended.append(request)
+        return ended
+
+    def _abort(self, requests: Sequence[OfflineRequest]) -> None:
+        ids = [sample.core_request.request_id for request in requests for sample in request.samples]
+        self._client.abort_requests([id_ for id_ in ids if self._live.pop(id_, None) is not None])
+        for request in requests:
+            request.abort()

@@ -1,0 +1,106 @@
+"""One continuation of a prompt on its way through the engine core."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from tokenloom.services.output_processor.text.detokenizer import Detokenizer
+from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+
+from .outputs import CompletionOutput, Logprob
+from .token_logprobs import token_logprobs
+
+_FINISH_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.REPETITION: "repetition",
+}
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """How tokens become text."""
+
+    detokenizer: Detokenizer
+    vocabulary: Vocabulary | None
+    """What the tokens of log probabilities are decoded with; None: no text is wanted."""
+    eos_token_ids: Collection[int] = ()
+    """The model's own, which are no stop reason."""
+
+
+class OfflineSample:
+    """Collects one continuation's tokens, text and log probabilities into its ``completion``."""
+
+    def __init__(self, core_request: EngineCoreRequest, index: int, text: TextSettings) -> None:
+        self.core_request = core_request
+        self._text = text
+        params = core_request.sampling_params
+        self._num_also = len(params.logprob_token_ids)
+        self.completion = CompletionOutput(index=index, text="", token_ids=[])
+        if params.logprobs is not None:
+            self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
+        self._num_told_chars = self._num_told_tokens = 0
+
+    @property
+    def num_untold_tokens(self) -> int:
+        """Since the last :meth:`news`."""
+        return len(self.completion.token_ids) - self._num_told_tokens
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether nothing was told yet."""
+        return not self._num_told_tokens
+
+    def accept(self, step: EngineCoreOutput) -> bool:
+        """Takes what a step produced; returns whether a stop string ended the output, which the core does not know.
+
+        Raises ``ValueError`` when the request was at fault, ``RuntimeError`` when the core failed it.
+        """
+        if step.error_field:
+            raise ValueError(step.error)
+        if step.finish_reason is FinishReason.ERROR:
+            raise RuntimeError(f"request {step.request_id} failed: {step.error}")
+        completion = self.completion
+        ends = step.finish_reason is FinishReason.STOP
+        text, match = self._text.detokenizer.step(step.new_token_ids, ends_with_stop_token=ends)
+        completion.text += text
+        completion.token_ids += step.new_token_ids
+        if match is not None:
+            del completion.token_ids[match.num_tokens :]
+        if step.new_logprobs is not None:
+            self._weigh(step.new_logprobs, len(step.new_token_ids))
+        if match is not None:
+            completion.finish_reason, completion.stop_reason = "stop", match.stop_string
+            return True
+        if step.finish_reason is not None:
+            self._finish(step.finish_reason, step.stop_token_id)
+        return False
+
+    def prompt_logprobs(self, columns: Logprobs) -> list[dict[int, Logprob] | None]:
+        """Of the whole prompt, from the columns of all its tokens but the first."""
+        prompt = self.core_request.prompt_token_ids
+        return [None, *token_logprobs(columns, prompt[1:], 0, self._text.vocabulary)]
+
+    def news(self, *, whole: bool) -> CompletionOutput:
+        """A copy of the whole so far, or of what was not told before."""
+        full = self.completion
+        chars, tokens = (0, 0) if whole else (self._num_told_chars, self._num_told_tokens)
+        self._num_told_chars, self._num_told_tokens = len(full.text), len(full.token_ids)
+        logprobs = None if full.logprobs is None else full.logprobs[tokens:]
+        return replace(full, text=full.text[chars:], token_ids=full.token_ids[tokens:], logprobs=logprobs)
+
+    def _weigh(self, columns: Logprobs, num_new: int) -> None:
+        completion = self.completion
+        assert completion.logprobs is not None
+        assert completion.cumulative_logprob is not None
+        kept = completion.token_ids[len(completion.logprobs) :]  # fewer than ``num_new`` after a stop string
+        assert len(kept) <= num_new
+        completion.logprobs += token_logprobs(columns, kept, self._num_also, self._text.vocabulary)
+        completion.cumulative_logprob += sum(columns.sampled[: len(kept)])
+
+    def _finish(self, reason: FinishReason, stop_token_id: int | None) -> None:
+        self.completion.text += self._text.detokenizer.finish()
+        self.completion.finish_reason = _FINISH_REASONS[reason]
+        if stop_token_id not in self._text.eos_token_ids:
+            self.completion.stop_reason = stop_token_id

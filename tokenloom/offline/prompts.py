@@ -1,0 +1,130 @@
+"""The forms in which the offline API takes prompts and conversations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypedDict
+
+import torch
+from tokenizers import Tokenizer
+
+from tokenloom.request.validation import narrow_token_ids
+from tokenloom.v1 import types_pb2
+
+
+class TextPrompt(TypedDict, total=False):
+    """``{"prompt": …}``"""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """``{"prompt_token_ids": …}``, with the text it came from if there is one."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+    cache_salt: str
+
+
+class EmbedsPrompt(TypedDict, total=False):
+    """``{"prompt_embeds": …}``: a tensor [n, hidden_size], or a list of such tensors and of lists of token ids."""
+
+    prompt_embeds: Any
+    cache_salt: str
+
+
+Prompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
+Message: TypeAlias = Mapping[str, Any]
+"""A turn of a chat, in OpenAI's form."""
+
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+
+
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt of any form, read."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: bytes = b""
+    embeds: Sequence[types_pb2.PromptEmbeds] = ()
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several. A list of ids is one prompt."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    several: list[Any] = list(prompts)
+    return [several] if several and all(isinstance(item, int) for item in several) else several
+
+
+def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
+    """One conversation or several, as several."""
+    turns: list[Any] = list(messages)
+    return [turns] if turns and isinstance(turns[0], Mapping) else [list(conversation) for conversation in turns]
+
+
+def read_prompt(prompt: object, tokenizer: Tokenizer) -> TokenizedPrompt:
+    """Encodes a prompt unless it has ids. Raises ``ValueError`` or ``InvalidArgument`` for any other form."""
+    if isinstance(prompt, str):
+        return TokenizedPrompt(prompt, tokenizer.encode(prompt).ids)
+    if isinstance(prompt, Mapping):
+        return _read_mapping(prompt, tokenizer)
+    return TokenizedPrompt(None, narrow_token_ids("prompt", prompt))
+
+
+def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedPrompt:
+    for key in prompt:
+        if key not in _KEYS:
+            raise ValueError(f"prompt: {key!r} is not supported; expected {', '.join(_KEYS)}")
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    salt = prompt.get("cache_salt") or ""
+    for key, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{key} must be a string, not {type(value).__name__}")
+    if (embeds := prompt.get("prompt_embeds")) is not None:
+        if text is not None or token_ids is not None:
+            raise ValueError("prompt_embeds excludes prompt and prompt_token_ids: it may be a list with token ids")
+        return replace(_join(embeds if isinstance(embeds, list) else [embeds]), cache_salt=salt.encode())
+    if token_ids is None:
+        if text is None:
+            raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds'")
+        return TokenizedPrompt(text, tokenizer.encode(text).ids, salt.encode())
+    return TokenizedPrompt(text, narrow_token_ids("prompt_token_ids", token_ids), salt.encode())
+
+
+def _join(parts: Sequence[object]) -> TokenizedPrompt:
+    """Tensors and lists of ids as one prompt, with 0 for the ids of rows."""
+    token_ids: list[int] = []
+    embeds = []
+    for part in parts:
+        if isinstance(part, list):
+            token_ids += narrow_token_ids("prompt_embeds", part)
+            continue
+        rows = torch.as_tensor(part)
+        if rows.dim() != 2 or not rows.is_floating_point():
+            raise ValueError(
+                f"prompt_embeds must be a float tensor [n, hidden_size], not {list(rows.shape)} {rows.dtype}"
+            )
+        data = rows.detach().to("cpu", torch.float32).contiguous().numpy().tobytes()
+        embeds.append(types_pb2.PromptEmbeds(position=len(token_ids), num_tokens=len(rows), rows=data))
+        token_ids += [0] * len(rows)
+    return TokenizedPrompt(None, token_ids, embeds=embeds)
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """A turn as templates take it: parts of text joined by line breaks, as vLLM does. Raises ``ValueError``."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError("each message must be a mapping with a role")
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return dict(message)
+    return {**message, "content": "\n".join(_part(part) for part in content)}
+
+
+def _part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ValueError("content must be a string or a list of parts of type text: others are not supported yet")
+    return str(part["text"])

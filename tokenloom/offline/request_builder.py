@@ -1,0 +1,127 @@
+"""Prompts and sampling parameters of the offline API, checked, as requests of the engine core."""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+from tokenizers import Tokenizer
+
+from tokenloom.checkpoint import CheckpointInfo
+from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.request import bad_words, validation
+from tokenloom.request.prompt_embeds import check_embeds
+from tokenloom.request.sample_seed import sample_seed
+from tokenloom.services.engine.core.core_embeds import to_spans
+from tokenloom.services.engine.core.core_request import to_core_sampling
+from tokenloom.services.output_processor.text.detokenizer import Detokenizer
+from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.v1 import types_pb2
+
+from .offline_request import OfflineRequest
+from .offline_sample import OfflineSample, TextSettings
+from .prompts import TokenizedPrompt
+from .sampling_params import SamplingParams
+
+
+class RequestBuilder:
+    """Raises ``InvalidArgument`` or ``ValueError`` naming what is wrong with a prompt or its parameters."""
+
+    def __init__(
+        self, info: CheckpointInfo, tokenizer: Tokenizer, limits: types_pb2.ModelLimits, seed: int | None
+    ) -> None:
+        """``seed`` decides the outputs of requests that set none."""
+        self._info = info
+        self._tokenizer = tokenizer
+        self._vocabulary = Vocabulary(tokenizer)
+        self._limits = limits
+        self._random = random.Random(seed)
+        self._request_ids = map(str, itertools.count())
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` gives, and our defaults for the rest."""
+        stated = self._info.default_sampling_params.ListFields()
+        return SamplingParams(**{field.name: value for field, value in stated})
+
+    def build(
+        self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[OfflineRequest]:
+        """A request for each prompt; ``params``: one for all, one for each, or None for the model's own."""
+        if params is None:
+            each = [self._defaults_for(prompt) for prompt in prompts]
+        elif isinstance(params, SamplingParams):
+            each = [params] * len(prompts)
+        else:
+            each = list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
+        return [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
+
+    def _defaults_for(self, prompt: TokenizedPrompt) -> SamplingParams:
+        """The model's own parameters, with no more tokens than the prompt leaves room for."""
+        params = self.default_sampling_params()
+        rest = max(self._limits.max_model_len - len(prompt.token_ids), 1)
+        return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
+
+    def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
+        wire = params.to_wire()
+        spellings = bad_words.spellings(params.bad_words or ())
+        for ids in bad_words.sequences([self._encode(text) for text in spellings]):
+            wire.bad_words.append(types_pb2.TokenIds(ids=ids))
+        # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
+        eos = [id_ for id_ in self._info.eos_token_ids if id_ < self._limits.vocab_size and not params.ignore_eos]
+        wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
+        if not wire.HasField("seed"):
+            wire.seed = self._random.getrandbits(64)
+        validation.check_generate(prompt.token_ids, wire, self._limits, stop=params.stop_strings())
+        if prompt.embeds:
+            check_embeds(types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds), wire, self._limits)
+        request_id = next(self._request_ids)
+        return OfflineRequest(
+            request_id,
+            prompt.text,
+            [
+                OfflineSample(core_request, index, self._text_settings(prompt, params, eos))
+                for index, core_request in enumerate(self._samples(request_id, prompt, wire, params.n))
+            ],
+            output_kind=params.output_kind,
+            stream_interval=params.stream_interval,
+        )
+
+    def _samples(
+        self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int
+    ) -> list[EngineCoreRequest]:
+        """n requests that differ in their seeds and share the blocks of their prompt; the first tells of it."""
+        rest = self._limits.max_model_len - len(prompt.token_ids)
+        first = to_core_sampling(wire, self._limits, default_max_tokens=rest)
+        others = msgspec.structs.replace(first, prompt_logprobs=None)
+        return [
+            EngineCoreRequest(
+                request_id=request_id if n == 1 else f"{index}_{request_id}",
+                prompt_token_ids=prompt.token_ids,
+                sampling_params=msgspec.structs.replace(
+                    others if index else first, seed=sample_seed(first.seed, index)
+                ),
+                cache_salt=prompt.cache_salt,
+                prompt_embeds=to_spans(prompt.embeds),
+            )
+            for index in range(n)
+        ]
+
+    def _text_settings(self, prompt: TokenizedPrompt, params: SamplingParams, eos: Sequence[int]) -> TextSettings:
+        detokenizer = Detokenizer(
+            self._vocabulary,
+            prompt.token_ids,
+            stop=params.stop_strings(),
+            min_tokens=params.min_tokens,
+            include_stop_str=params.include_stop_str_in_output,
+            skip_special=params.skip_special_tokens,
+            spaces_between_special=params.spaces_between_special_tokens,
+            detokenize=params.detokenize,
+        )
+        return TextSettings(detokenizer, self._vocabulary if params.detokenize else None, eos)
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids

@@ -1,0 +1,1 @@
+"""What every entrance knows of a request: errors, checks, constraints. No server code."""

@@ -1,0 +1,41 @@
+"""Asks parts for their health over grpc.health.v1."""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tokenloom.services.runtime.peers.channels import open_channel
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_RETRY_SECONDS = 0.1
+
+
+async def follow(address: str, report: Callable[[bool], None]) -> None:
+    """Reports whether the part is SERVING, at once and at each change, until cancelled; unreachable counts as not."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            call = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            try:
+                async for response in call:
+                    report(response.status == _SERVING)
+            except grpc.aio.AioRpcError:
+                pass
+            finally:
+                call.cancel()
+            report(False)
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def is_serving(address: str, timeout: float = 1.0) -> bool:
+    """One answer; no answer within `timeout` seconds counts as no."""
+    async with open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(response.status == _SERVING)

@@ -146,7 +146,9 @@ class EngineRecord:
         report = self.report
         self.num_waiting = report.waiting + len(self._counted)
         self.score = self.num_waiting * WAITING_WEIGHT + report.running
-        ahead = report.waiting_tokens + sum([pick.prompt_tokens for pick in self._counted.values()])
+        ahead = report.waiting_tokens
+        for pick in self._counted.values():
+            ahead += pick.prompt_tokens
         self.free_tokens = report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
         hangs = now - self._progressed_at > STANDSTILL_SECONDS and report.state != _PAUSED
         self.state = _DEAD if hangs or now - self._reported_at > SILENT_SECONDS else report.state

@@ -70,7 +70,7 @@ class Registry:
         """Take a later message of that stream."""
         before = record.state, record.report.role
         if record.update(report, self._epoch, self._clock()):
-            self._change()
+            self.revision += 1
         if before != (record.state, report.role):
             self._regroup()
 
@@ -88,7 +88,7 @@ class Registry:
         record, whole = engine_placement.choose(pool, request, self._policy)
         self._num_picks += 1
         record.count(self._num_picks, request.prompt_tokens, self._clock(), request.block_hash_prefixes)
-        self._change()
+        self.revision += 1
         return PickResponse(
             engine=record.identity,
             whole_request=whole,
@@ -106,7 +106,7 @@ class Registry:
 
     def snapshot(self) -> Snapshot:
         """Return the registry's view now; the same object until something changes."""
-        if self._snapshot is None:
+        if self._snapshot is None or self._snapshot.revision != self.revision:
             now = self._clock()
             self._snapshot = Snapshot(
                 coordinator_epoch=self._epoch,
@@ -137,8 +137,4 @@ class Registry:
     def _regroup(self) -> None:
         """Forget the pools too: an engine came, left or changed its state or role."""
         self._pools.clear()
-        self._change()
-
-    def _change(self) -> None:
         self.revision += 1
-        self._snapshot = None

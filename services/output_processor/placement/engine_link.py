@@ -80,7 +80,7 @@ class EngineLink:
     def __init__(self, identity: EngineIdentity, hello: Hello, channels: Channels, *, hang_seconds: float) -> None:
         """``hello``: ours, naming this engine as the peer. ``hang_seconds``: how long its step may stand still."""
         self.identity = identity
-        self.key = EngineKey.of(identity)
+        self.key = EngineKey(identity.engine_id, identity.epoch)
         self._hello = hello
         self._channels = channels
         self._hang_ticks = max(1, round(hang_seconds / _TICK_SECONDS))

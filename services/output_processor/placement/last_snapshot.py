@@ -9,7 +9,6 @@ from tokenloom.services.runtime.peers import pairing
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.v1.coordinator_pb2 import (
     EngineEntry,
-    EngineIdentity,
     EngineState,
     PickRequest,
     PickResponse,
@@ -25,10 +24,6 @@ class EngineKey(NamedTuple):
 
     engine_id: str
     epoch: int
-
-    @classmethod
-    def of(cls, identity: EngineIdentity) -> "EngineKey":
-        return cls(identity.engine_id, identity.epoch)
 
 
 class LastSnapshot:
@@ -77,7 +72,7 @@ class LastSnapshot:
         index, whole = pairing.choose(candidates, request.role, self._pd_threshold)
         self._turn = index + 1
         identity = self._entries[index].identity
-        self.count(EngineKey.of(identity))
+        self.count(EngineKey(identity.engine_id, identity.epoch))
         return PickResponse(engine=identity, whole_request=whole)
 
     def count(self, key: EngineKey) -> None:
@@ -90,15 +85,17 @@ class LastSnapshot:
             self._picks[key] -= 1
 
     def _score(self, entry: EngineEntry) -> int:
-        return entry.score + _WAITING_WEIGHT * self._picks[EngineKey.of(entry.identity)]
+        identity = entry.identity
+        return entry.score + _WAITING_WEIGHT * self._picks[EngineKey(identity.engine_id, identity.epoch)]
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None
 
 
 def _is_candidate(entry: EngineEntry, request: PickRequest, exclude: Collection[EngineKey]) -> bool:
+    identity = entry.identity
     return (
         entry.report.state == EngineState.ENGINE_STATE_SERVING
-        and EngineKey.of(entry.identity) not in exclude
-        and pairing.in_pool(request.fingerprint, entry.identity.fingerprint, request.role)
+        and (identity.engine_id, identity.epoch) not in exclude
+        and pairing.in_pool(request.fingerprint, identity.fingerprint, request.role)
     )

@@ -103,7 +103,7 @@ class Placer:
             try:
                 link = await self._links.get(picked.engine)
             except errors.Unavailable:
-                unreached.append(EngineKey.of(picked.engine))
+                unreached.append(EngineKey(picked.engine.engine_id, picked.engine.epoch))
                 if not picked.HasField("pick"):
                     self._snapshot.release(unreached[-1])
                 continue
@@ -177,7 +177,7 @@ class EngineLinks:
 
     async def get(self, identity: EngineIdentity) -> EngineLink:
         """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected."""
-        key = EngineKey.of(identity)
+        key = EngineKey(identity.engine_id, identity.epoch)
         link = self._links.get(key)
         if link is None or link.error is not None:
             link = EngineLink(identity, self._make_hello(identity), self._channels, hang_seconds=self._hang_seconds)

@@ -47,7 +47,7 @@ class Requests:
 
     def ask(self, submit: Submit) -> Asked | None:
         """Ask the coordinator for the engine of a request that is not made yet. None when that has to wait."""
-        if self._draining or self.num_live + num_samples(submit) > self._max_requests:
+        if self._draining or self.num_live + max(submit.num_samples, 1) > self._max_requests:
             return None
         return self._placer.ask(submit)
 
@@ -62,7 +62,7 @@ class Requests:
         Raises ``InvalidArgument`` for a Submit that names no sampling parameters or continues several samples,
         ``ResourceExhausted`` when too many requests are live, ``Unavailable`` while this process drains.
         """
-        count = num_samples(submit)
+        count = max(submit.num_samples, 1)
         self._check(submit, count)
         samples = [
             SampleOutput(submit, self._vocabulary, self._eos_token_ids, outbox, sample_index=index)
@@ -213,11 +213,6 @@ class RequestTrace:
     def end(self) -> None:
         """End the span, with the first error of the samples if there was one."""
         self._span.end(error=self._error)
-
-
-def num_samples(submit: Submit) -> int:
-    """Return how many outputs the request wants, at least 1."""
-    return submit.num_samples or 1
 
 
 def sample_params(submit: Submit, index: int) -> SamplingParams:

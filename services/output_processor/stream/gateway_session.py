@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
@@ -72,7 +72,12 @@ class Session:
 
     async def _receive(self, message: ProcessInput) -> None:
         if message.submit:
-            await self._take_submits(message.submit)
+            # Engines are asked for first, so that the requests are made while the coordinator answers.
+            asked = [self._requests.ask(submit) for submit in message.submit]
+            if any(asked):
+                await asyncio.sleep(0)  # the picks are written now
+            for submit, pick in zip(message.submit, asked, strict=True):
+                self._submit(submit, pick)
         for resume in message.resume:
             self._take_slot(resume.slot)
             self._refuse(resume.slot, errors.NotFound("Taking over a request is not supported yet."))
@@ -82,14 +87,6 @@ class Session:
         if message.credit:
             self._credit.grant(message.credit)
             self._wake.set()
-
-    async def _take_submits(self, submits: Sequence[Submit]) -> None:
-        """Ask for engines first, so that the requests are made while the coordinator answers."""
-        asked = [self._requests.ask(submit) for submit in submits]
-        if any(asked):
-            await asyncio.sleep(0)  # the picks are written now
-        for submit, pick in zip(submits, asked, strict=True):
-            self._submit(submit, pick)
 
     def _submit(self, submit: Submit, asked: Asked | None) -> None:
         self._take_slot(submit.slot)

@@ -56,7 +56,7 @@ class Engine:
 
     def __init__(self, number: int) -> None:
         self.identity = EngineIdentity(engine_id=f"engine-{number}", epoch=number)
-        self.key = EngineKey.of(self.identity)
+        self.key = EngineKey(f"engine-{number}", number)
         self.dead = False
         self.live: dict[int, Sent] = {}
         self.leases: set[int] = set()

@@ -2,13 +2,7 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tokenloom.engine_core.scheduling.request import Request
-from tokenloom.engine_core.scheduling.request_queue import (
-    FCFSQueue,
-    PriorityQueue,
-    RequestQueue,
-    SchedulingPolicy,
-    make_queue,
-)
+from tokenloom.engine_core.scheduling.request_queue import FCFSQueue, PriorityQueue, RequestQueue
 
 
 def request(request_id: str, num_tokens: int = 1, *, priority: int = 0, arrival_ns: int = 0) -> Request:
@@ -49,9 +43,8 @@ def test_the_smallest_priority_goes_first_and_among_equals_who_came_first() -> N
     assert ids(queue) == ["b", "e", "c", "a", "f"]
 
 
-@pytest.mark.parametrize("policy", SchedulingPolicy)
-def test_tokens_are_counted(policy: SchedulingPolicy) -> None:
-    queue = make_queue(policy)
+@pytest.mark.parametrize("queue", [FCFSQueue(), PriorityQueue()])
+def test_tokens_are_counted(queue: RequestQueue) -> None:
     first, second = request("a", 3, priority=1), request("b", 4)
     queue.append(first)
     queue.prepend(second)

@@ -24,3 +24,20 @@ def test_a_newcomer_leaves_a_share_of_the_blocks_free(watermark: float, admitted
     for request_id in "ab":
         scheduler.add_request(make_request(request_id, [ord(request_id)] * 11, 4))
     assert list(scheduler.schedule().num_scheduled_tokens) == admitted
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"policy": "lifo"}, "policy 'lifo' is unknown; use one of fcfs, priority"),
+        ({"watermark": 1.0}, "watermark is 1.0"),
+        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1"),
+        (
+            {"long_prefill_token_threshold": 4, "enable_chunked_prefill": False, "max_num_batched_tokens": 4096},
+            "needs chunked prefill",
+        ),
+    ],
+)
+def test_bad_limits_are_refused(settings: dict[str, object], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        make_scheduler(**settings)

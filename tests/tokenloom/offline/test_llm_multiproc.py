@@ -13,11 +13,12 @@ from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, ParallelConfig, WorkerConfig
 from tokenloom.engine_core.errors import ExecutorFailedError, UtilityError
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
 from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
 PROMPTS = ["Once upon a time", "The dog", [5, 6, 7]]
@@ -96,7 +97,7 @@ def test_a_killed_worker_ends_the_call_in_an_error():
 
 
 def test_what_does_not_work_is_a_value_error():
-    with pytest.raises(ValueError, match="distributed_executor_backend is 'ray'; there are uni and mp"):
+    with pytest.raises(ValueError, match="distributed_executor_backend is 'ray'; use uni or mp"):
         make_llm("ray")
 
 
@@ -106,7 +107,7 @@ def test_a_profile_of_what_the_worker_computes(tmp_path):
         cache=CacheConfig(num_blocks=64),
         parallel=ParallelConfig(distributed_executor_backend="mp"),
     )
-    client = InprocClient(config, make_executor(config, CPUWorker))
+    client = InprocClient(config, make_executor(config, CPUWorker, WORKER_COMMAND))
     client.call_utility("profile", True)
     client.add_request(EngineCoreRequest("a", [5, 6, 7], CoreParams(max_tokens=1, seed=0)))
     (output,) = client.get_output().outputs

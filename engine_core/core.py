@@ -11,7 +11,7 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
-from .executor.executor import CLIENT_METHODS, Executor, PendingOutput
+from .executor.executor import Executor, PendingOutput
 from .kv_cache.kv_cache_config import size_kv_cache
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.core_kv import CoreKV
@@ -261,24 +261,6 @@ class EngineCore:
         """Forget all cached blocks. Returns False, and does nothing, while requests run, unless they may be
         preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
-
-    def collective_rpc(self, method: str, args: list[object]) -> list[object]:
-        """Call a method of ``CLIENT_METHODS`` on every worker. Returns their results by rank.
-
-        Raises ``ValueError`` for any other method: one that changes a worker's memory is called by the core only, which
-        knows what is cached and which requests run.
-        """
-        if method not in CLIENT_METHODS:
-            raise ValueError(f"workers have no method {method!r} that a client may call; use {sorted(CLIENT_METHODS)}")
-        return self.executor.collective_rpc(method, *args)
-
-    def profile(self, start: bool) -> None:
-        """Start recording what the workers compute, or stop. Raises ``ValueError`` as a worker does."""
-        self.executor.collective_rpc("profile", start)
-
-    def num_leases(self) -> int:
-        """Return how many leases are held for other engines now."""
-        return self._connector.num_leases() if self._connector is not None else 0
 
     def failpoints_fired(self) -> dict[str, int]:
         """Return how often each injected fault has happened."""

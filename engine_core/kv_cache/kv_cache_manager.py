@@ -106,14 +106,13 @@ class KVCacheManager:
             if index == len(hashes):
                 self._hash_next_block(request)
             if self.pool.register(request.block_ids[index], hashes[index]) and self._events is not None:
-                parent = hashes[index - 1] if index else None
-                self._events.stored(hashes[index], parent, self._tokens_of_block(request, index))
+                start = index * self.block_size
+                token_ids = request.all_token_ids[start : start + self.block_size]
+                self._events.stored(hashes[index], hashes[index - 1] if index else None, token_ids)
         request.num_registered_blocks = num_full_blocks
 
     def _hash_next_block(self, request: Request) -> None:
         hashes = request.block_hashes
-        token_ids = self._tokens_of_block(request, len(hashes))
+        start = len(hashes) * self.block_size
+        token_ids = request.all_token_ids[start : start + self.block_size]
         hashes.append(hash_block(hashes[-1] if hashes else self._hash_seed, token_ids, request.cache_salt))
-
-    def _tokens_of_block(self, request: Request, index: int) -> list[int]:
-        return request.all_token_ids[index * self.block_size : (index + 1) * self.block_size]

@@ -13,11 +13,10 @@ from ..structured_output.manager import FIELD, StructuredOutputManager
 from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, Logprobs, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .request import Request, RequestStatus, finish_status, mark_finished
-from .request_queue import FCFSQueue, PriorityQueue, RequestQueue, SchedulingPolicy
 from .stats_recorder import StatsRecorder
 from .step_planner import PauseState, StepPlanner
 from .steps_in_flight import StepsInFlight
-from .waiting_admission import check_config, refusal
+from .waiting_requests import FCFSQueue, PriorityQueue, RequestQueue, SchedulingPolicy, check_config, refusal
 
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 _NO_CHOICE = (

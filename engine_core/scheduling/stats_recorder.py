@@ -7,7 +7,7 @@ from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.block_pool import BlockPool
 from ..wire.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
 from .request import Request, RequestStatus
-from .request_queue import RequestQueue
+from .waiting_requests import RequestQueue
 
 
 class StatsRecorder:

@@ -9,9 +9,8 @@ from ..kv_transfer.remote_kv import RemoteKV
 from ..wire.messages import EngineCoreOutput
 from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from .request import Request, RequestStatus
-from .request_queue import RequestQueue, SchedulingPolicy, priority_key
 from .stats_recorder import StatsRecorder
-from .waiting_admission import Admission
+from .waiting_requests import Admission, RequestQueue, SchedulingPolicy, priority_key
 
 
 class PauseState(enum.IntEnum):

@@ -28,7 +28,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from tokenloom.engine_core.scheduling.request_queue import SchedulingPolicy
+from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
 from tokenloom.engine_core.wire.messages import FinishReason
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 

@@ -3,8 +3,15 @@
 from collections.abc import Callable, Iterable
 
 from ..core import EngineCore
-from ..wire.messages import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
-from .utilities import Utilities, UtilityCall, methods_of
+from ..wire.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    UtilityCall,
+    UtilityOutput,
+)
+from .utilities import Utilities, methods_of
 
 
 class CoreCalls:

@@ -8,18 +8,10 @@ from concurrent.futures import Future
 import msgspec
 
 from ..core import EngineCore
-from ..wire.messages import UtilityOutput
+from ..wire.messages import UtilityCall, UtilityOutput
 from ..wire.serialization import call_with_raw, to_raw
 
 log = logging.getLogger(__name__)
-
-
-class UtilityCall(msgspec.Struct, array_like=True, gc=False):
-    """A call by name."""
-
-    call_id: int
-    method: str
-    args: list[msgspec.Raw]
 
 
 def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:

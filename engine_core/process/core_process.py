@@ -16,7 +16,6 @@ import zmq
 
 from ..config import EngineConfig
 from ..control.core_calls import CoreCalls
-from ..control.utilities import UtilityCall
 from ..core import EngineCore
 from ..errors import ExecutorFailedError
 from ..executor.executor import Executor
@@ -32,6 +31,7 @@ from ..wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestType,
+    UtilityCall,
 )
 from ..wire.serialization import Decoder, encode
 from .core_io import InputItem, InputThread, OutputSocket
@@ -111,7 +111,8 @@ class EngineCoreProc:
         kind, message = item
         if kind is RequestType.ADD:
             assert isinstance(message, EngineCoreRequest)
-            self._send(self._calls.add(message))
+            if (refusal := self._calls.add(message)) is not None:
+                self._output.send(refusal)
         elif kind is RequestType.ABORT:
             assert isinstance(message, list)
             self._send(self._calls.abort(message))

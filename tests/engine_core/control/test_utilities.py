@@ -4,8 +4,8 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from tokenloom.engine_core.control.utilities import Utilities, UtilityCall
-from tokenloom.engine_core.wire.messages import UtilityOutput
+from tokenloom.engine_core.control.utilities import Utilities
+from tokenloom.engine_core.wire.messages import UtilityCall, UtilityOutput
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw
 
 

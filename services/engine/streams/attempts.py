@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutput, FinishReason, Logprobs
+from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutput, FinishReason, Logprobs, PrefillStats
 from tokenloom.request import errors, validation
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
@@ -179,32 +179,30 @@ class Attempts:
         del self.live[attempt.slot]
         attempt.finish_reason = reason
         attempt.request = None
-        stats = attempt.times.prefill
-        kv = None
-        if reason is FinishReason.PREFILLED:
-            kv = self._kv_source(attempt, attempt.tokens.prompt + attempt.tokens.accepted)
-            self._hold(attempt)
+        kv = self._hold(attempt) if reason is FinishReason.PREFILLED else None
+        stats = attempt.times.prefill or PrefillStats(0, 0, round((self._clock() - attempt.times.arrival) * 1e9), 0)
         self._builder.finish(
             engine_pb2.Finished(
                 slot=attempt.slot,
                 reason=_REASONS[reason],
                 num_output_tokens=attempt.tokens.output,
                 stop_token_id=stop_token_id,
-                cached_tokens=stats.num_cached_tokens if stats else 0,
+                cached_tokens=stats.num_cached_tokens,
                 kv=kv,
                 error=errors.to_proto(error) if error else None,
-                queued_ns=stats.queued_ns if stats else self._waited_ns(attempt),
+                queued_ns=stats.queued_ns,
                 kv_wait_ns=attempt.kv.wait_ns,
-                prefill_ns=stats.prefill_ns if stats else 0,
+                prefill_ns=stats.prefill_ns,
             )
         )
         return attempt
 
-    def _hold(self, attempt: Attempt) -> None:
+    def _hold(self, attempt: Attempt) -> engine_pb2.KVSource:
         now = self._clock()
         while self._held and next(iter(self._held.values()))[1] <= now:  # oldest first
             del self._held[next(iter(self._held))]
         self._held[attempt.slot] = attempt.key, now + self._lease_seconds
+        return self._kv_source(attempt, attempt.tokens.prompt + attempt.tokens.accepted)
 
     def _kv_source(self, attempt: Attempt, num_tokens: int) -> engine_pb2.KVSource:
         assert self._kv_owner is not None, "only attempts with a lease have KV to offer"
@@ -214,9 +212,6 @@ class Attempts:
             lease_id=attempt.kv.lease_id,
             num_tokens=num_tokens,
         )
-
-    def _waited_ns(self, attempt: Attempt) -> int:
-        return round((self._clock() - attempt.times.arrival) * 1e9)
 
 
 def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:

@@ -191,7 +191,7 @@ def test_the_search_finds_the_modules() -> None:
 
 @pytest.mark.parametrize("module", modules_of("tokenloom.engine_core"), ids=lambda module: module.name)
 def test_engine_core(module: Module) -> None:
-    names = ("async_core_client", "async_socket", "pending_calls")
+    names = ("async_core_client", "async_socket")
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     third_party = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.processes import has_ended, wait_until
 from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
-from tokenloom.engine_core.client.core_client import SyncMPClient
 from tokenloom.engine_core.config import EngineConfig, KVConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, ExecutorFailedError
@@ -40,6 +40,7 @@ os._exit(run_worker(parser.parse_known_args()[0].address, FailingWorker))
 
 ORPHAN_MAKER = """
 import sys
+from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.services.engine.core.workers import WORKER_COMMAND

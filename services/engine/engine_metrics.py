@@ -16,7 +16,7 @@ from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 
 from .kv.kv_metrics import KVMetrics
-from .streams.attempts import Attempt
+from .streams.attempt import Attempt
 
 _LABELS = ("model_name", "engine")
 _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -95,13 +95,14 @@ class EngineMetrics:
     def observe_output(self, attempt: Attempt, output: EngineCoreOutput, now: float) -> None:
         """What a step produced for one attempt."""
         if output.new_token_ids:
-            if attempt.first_token_at:
-                self._itl.observe(now - attempt.last_token_at)
+            times = attempt.times
+            if times.first_token:
+                self._itl.observe(now - times.last_token)
             else:
-                attempt.first_token_at = now
-                if not attempt.num_accepted_tokens:  # else another attempt had it
-                    self._ttft.observe(now - attempt.arrival)
-            attempt.last_token_at = now
+                times.first_token = now
+                if not attempt.tokens.accepted:  # otherwise another attempt produced the first token
+                    self._ttft.observe(now - times.arrival)
+            times.last_token = now
         if output.num_nans_in_logits and not attempt.saw_nans:
             attempt.saw_nans = True
             self._corrupted.inc()
@@ -115,15 +116,16 @@ class EngineMetrics:
         """An attempt that ended, by the core or by the front."""
         assert attempt.finish_reason is not None
         self._success[attempt.finish_reason].inc()
-        self._e2e.observe(now - attempt.arrival)
-        if not attempt.first_token_at:
+        times = attempt.times
+        self._e2e.observe(now - times.arrival)
+        if not times.first_token:
             return
-        decode = attempt.last_token_at - attempt.first_token_at
-        num_tokens = attempt.num_output_tokens - attempt.num_accepted_tokens
+        decode = times.last_token - times.first_token
+        num_tokens = attempt.tokens.output - attempt.tokens.accepted
         self._decode.observe(decode)
         if num_tokens > 1:
             self._tpot.observe(decode / (num_tokens - 1))
-        if (stats := attempt.prefill_stats) is not None:
+        if (stats := times.prefill) is not None:
             self._inference.observe(decode + stats.prefill_ns / 1e9)
 
     def _observe_sources(self, stats: PrefillStats) -> None:

@@ -1,11 +1,10 @@
 """Whether the engine is paused, and how: for the core, for the coordinator and for peers that watch its step."""
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.v1 import engine_pb2
 
-from ..core.core_utility import call_core
+from ..core.core_link import CoreLink
 from ..load import LoadTracker
 
 MODES = {
@@ -18,8 +17,8 @@ MODES = {
 class Pause:
     """The one way to pause the core of this engine: nobody else calls its ``pause``, or the mesh would not know."""
 
-    def __init__(self, client: AsyncClient, load: LoadTracker) -> None:
-        self._client = client
+    def __init__(self, core: CoreLink, load: LoadTracker) -> None:
+        self._core = core
         self._load = load
         self._mode = engine_pb2.PAUSE_MODE_UNSPECIFIED
         self._is_leaving = False
@@ -42,11 +41,11 @@ class Pause:
         if self._mode not in (engine_pb2.PAUSE_MODE_UNSPECIFIED, mode):
             raise FailedPrecondition(f"the engine is paused in mode {MODES[self._mode]}; resume it first")
         self._set(mode)
-        await call_core(self._client, "pause", MODES[mode].value, clear_cache)
+        await self._core.call("pause", MODES[mode].value, clear_cache)
 
     async def end(self) -> None:
         """Everybody goes on; not paused, nothing happens. Raises ``Unavailable`` when the core is dead."""
-        await call_core(self._client, "resume")
+        await self._core.call("resume")
         self._set(engine_pb2.PAUSE_MODE_UNSPECIFIED)
 
     def leave(self) -> bool:

@@ -22,18 +22,14 @@ class Role:
     def __init__(
         self,
         value: types_pb2.EngineRole,
-        tell: Callable[[types_pb2.EngineRole], None],
+        publish: Callable[[types_pb2.EngineRole], None],
         leases_ended: Callable[[], Awaitable[None]],
     ) -> None:
-        """``tell`` makes a role known; ``leases_ended`` returns once nothing is held for others."""
-        self._value = value
-        self._tell = tell
+        """``publish`` makes a role known; ``leases_ended`` returns once nothing is held for others."""
+        self._publish = publish
         self._leases_ended = leases_ended
         self._changing = asyncio.Lock()
-
-    @property
-    def value(self) -> types_pb2.EngineRole:
-        return self._value
+        self._set(value)
 
     async def change(self, value: types_pb2.EngineRole) -> None:
         """Takes the new legs at once, and no more of the others. Without prefill legs, returns when their leases have
@@ -51,4 +47,4 @@ class Role:
 
     def _set(self, value: types_pb2.EngineRole) -> None:
         self._value = value
-        self._tell(value)
+        self._publish(value)

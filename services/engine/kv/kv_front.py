@@ -1,13 +1,10 @@
 """All of the front that has to do with KV of other engines, and with KV held for them."""
 
 import socket
-from collections.abc import Callable
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient
-from tokenloom.engine_core.wire.messages import CoreReady
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.task_group import task_group
+from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.v1 import coordinator_pb2
 
 from ..core.core_link import CoreLink
@@ -16,8 +13,7 @@ from ..load import LoadTracker
 from .kv_link import KVLink
 from .kv_loads import KVLoads, ReaderConfig
 from .kv_peers import EngineRegistry
-from .kv_server import KVServer
-from .kv_servicer import KVTransferServicer
+from .kv_servicer import KVServer, KVTransferServicer
 
 CLOSE_SECONDS = 0.25
 
@@ -32,21 +28,11 @@ class KVFront:
         loads: What is read elsewhere.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        client: AsyncClient,
-        core: CoreLink,
-        load: LoadTracker,
-        ready: CoreReady,
-        host: Host,
-        *,
-        on_recompute: Callable[[str], None],
-    ) -> None:
+    def __init__(self, settings: EngineSettings, core: CoreLink, load: LoadTracker, host: Host) -> None:
         """Binds the KV port; raises as :class:`KVServer`."""
         self._core = core
         self._load = load
-        self._link = KVLink(client)
+        self._link = KVLink(core.client)
         self._registry = EngineRegistry(settings.coordinator, host.channels)
         self._server: KVServer | None = None
         self.owner: coordinator_pb2.EngineRef | None = None
@@ -59,21 +45,18 @@ class KVFront:
         self.lease_seconds = settings.kv_lease_seconds
         reader = ReaderConfig(
             host=socket.gethostname(),
-            kv_layout=ready.kv_layout,
-            block_size=ready.block_size,
+            kv_layout=core.ready.kv_layout,
+            block_size=core.ready.block_size,
             transports=expanded(settings.transports),
             must_load=settings.kv_policy == "fail",
         )
-        self.loads = KVLoads(reader, core, self._link, self._registry, host.channels, on_recompute)
+        self.loads = KVLoads(reader, core, self._link, self._registry, host.channels)
 
     async def run(self) -> None:
         """Serves the port, until cancelled or the core is dead."""
         if self._server is not None:
             await self._server.start()
-        async with task_group() as group:
-            watch = group.create_task(self._registry.run(), name="kv-registry")
-            await self._link.run(self.loads.on_verify)
-            watch.cancel()
+        await first_of(self._link.run(self.loads.on_verify), self._registry.run())
 
     async def leases_ended(self) -> None:
         """Returns once nothing is held, nor about to be held, for others."""

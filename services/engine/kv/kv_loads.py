@@ -4,9 +4,10 @@ core copies, and released after it. Whatever fails on the way costs a local reco
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from tokenloom.engine_core.kv_transfer.kv_messages import KVRemoteProgress, KVVerdict, KVVerify
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
@@ -14,18 +15,15 @@ from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.embedding_rows import content_salt
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request.errors import Unavailable, of_exception
-from tokenloom.services.runtime.host.task_group import task_group
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1 import engine_pb2, kv_transfer_pb2
 
 from ..core.core_link import CoreLink
-from ..streams.attempts import Attempt
-from .kv_channels import KVChannels
+from ..streams.attempt import Attempt
 from .kv_link import KVLink
-from .kv_paths import KVPaths
-from .kv_peers import EngineRegistry, Owner
-from .kv_reading import Reading, Stub, Verdict
+from .kv_peers import EngineRegistry, KVChannels, KVPaths, Owner, Stub
+from .kv_reading import Reading, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -62,20 +60,12 @@ class KVLoads:
     """Owns a task for each such attempt: as many as there are live ones."""
 
     def __init__(
-        self,
-        config: ReaderConfig,
-        core: CoreLink,
-        link: KVLink,
-        registry: EngineRegistry,
-        channels: Channels,
-        on_recompute: Callable[[str], None],
+        self, config: ReaderConfig, core: CoreLink, link: KVLink, registry: EngineRegistry, channels: Channels
     ) -> None:
-        """``on_recompute`` gets the reason when a request goes to the core without its KV."""
         self._config = config
         self._core = core
         self._link = link
         self._registry = registry
-        self._on_recompute = on_recompute
         self._channels = KVChannels(registry, channels)
         self._paths = KVPaths(config.transports, config.host)
         self._loads: dict[str, _Load] = {}  # by the attempt's key
@@ -130,14 +120,14 @@ class KVLoads:
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,
         )
-        attempt.kv_wait_ns += round((time.monotonic() - began) * 1e9)
+        attempt.kv.wait_ns += round((time.monotonic() - began) * 1e9)
         return reading
 
     async def _do_without(self, attempt: Attempt, failure: KVTransferError) -> None:
         if attempt.request is None:
             return  # ended meanwhile
         log.warning("%s: KV cannot be had (%s)", attempt.request_id, failure)
-        self._on_recompute(failure.reason)
+        self._core.metrics.kv.observe_recompute(failure.reason)
         if self._config.must_load:
             self._core.fail(attempt, Unavailable("the prompt's KV was lost on the way; another try may succeed"))
         else:
@@ -150,7 +140,7 @@ class KVLoads:
         if (request := attempt.request) is not None:
             request.remote_kv = reading.target
             self._loads[attempt.key] = load
-            attempt.on_end = load.over.set
+            attempt.kv.on_end = load.over.set
             try:
                 is_complete = not request.awaits_tokens  # there would be a first token
                 await self._hand_over(attempt, request)
@@ -179,22 +169,20 @@ class KVLoads:
     async def _hold(self, key: str, load: _Load, reading: Reading, *, is_complete: bool) -> str:
         """Until the load is over: renews the lease, and passes on how far an incomplete prefill is. Why the lease did
         not last, if so."""
+        waits: list[Coroutine[Any, Any, object]] = [load.over.wait(), reading.keep()]
+        if not is_complete:
+            waits.append(self._follow(key, load, reading))
         try:
-            async with task_group() as group:
-                helpers: list[asyncio.Task[None]] = [group.create_task(reading.keep(), name="kv-renew")]
-                if not is_complete:
-                    helpers.append(group.create_task(self._follow(key, reading), name="kv-progress"))
-                await load.over.wait()
-                for task in helpers:
-                    task.cancel()
+            await first_of(*waits)
         except KVTransferError as failure:
             log.warning("a lease did not last: %s", failure)
             return failure.reason
         return ""
 
-    async def _follow(self, key: str, reading: Reading) -> None:
+    async def _follow(self, key: str, load: _Load, reading: Reading) -> None:
         async for tokens_ready in reading.progress():
             await self._link.tell(KVRemoteProgress(key, tokens_ready))
+        await load.over.wait()
 
 
 async def _release(reading: Reading) -> Verdict:

@@ -1,21 +1,31 @@
-"""Where the KV of other engines is served, by what the coordinator says of them."""
+"""Other engines, as this one reads KV from them: where each serves it, channels to them, and transports that work."""
 
 import asyncio
 import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, kv_transfer_pb2_grpc
 
 log = logging.getLogger(__name__)
+
+Stub: TypeAlias = "kv_transfer_pb2_grpc.KVTransferAsyncStub"
 
 RETRY_SECONDS = 0.2
 UNKNOWN_SECONDS = 0.5
 """How long an engine may be named before our view of the registry shows it."""
+AVOID_SECONDS = 60.0
+"""After which a transport that failed may be asked for again: whatever stood in its way may be gone."""
+_SAME_HOST = ("shm",)
+"""Transports that reach no further than the host."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class EngineRegistry:
     async def run(self) -> None:
         """Watches and reconnects, until cancelled."""
         if not self._coordinator:
-            return
+            await asyncio.Event().wait()  # there is nothing to watch
         async with self._channels.open(self._coordinator, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
@@ -85,3 +95,70 @@ class EngineRegistry:
 
     def _is(self, engine_id: str, epoch: int) -> bool:
         return (owner := self._owners.get(engine_id)) is not None and owner.epoch == epoch
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    channel: grpc.aio.Channel
+    num_users: int = 0
+
+
+class KVChannels:
+    """Opened at the first use; closed when unused and the engine has left the registry."""
+
+    def __init__(self, registry: EngineRegistry, channels: Channels) -> None:
+        self._registry = registry
+        self._channels = channels
+        self._shared: dict[str, _Shared] = {}  # by address: as many as there are engines, and such as are still read
+
+    @asynccontextmanager
+    async def stub(self, address: str) -> AsyncIterator[Stub]:
+        """Of the engine that serves there."""
+        shared = self._shared.get(address)
+        if shared is None:
+            shared = self._shared[address] = _Shared(self._channels.open(address, "engine"))
+        shared.num_users += 1
+        try:
+            yield kv_transfer_pb2_grpc.KVTransferStub(shared.channel)
+        finally:
+            shared.num_users -= 1
+            await self._prune()
+
+    async def close(self) -> None:
+        """Ends calls in progress."""
+        shared, self._shared = self._shared, {}
+        for each in shared.values():
+            await each.channel.close()
+
+    async def _prune(self) -> None:
+        unused = [
+            address
+            for address, shared in self._shared.items()
+            if not shared.num_users and not self._registry.has_address(address)
+        ]
+        for shared in [self._shared.pop(address) for address in unused]:
+            await shared.channel.close()
+
+
+class KVPaths:
+    """Whether two engines can share memory, say, is known when it failed: equal hosts prove nothing in containers."""
+
+    def __init__(self, transports: Sequence[str], host: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """``transports``: this engine's, best first; ``host``: its own, as in ``EngineIdentity``."""
+        self._transports = tuple(transports)
+        self._host = host
+        self._clock = clock
+        self._failed: dict[tuple[str, int, str], float] = {}
+        """Engine, epoch and transport → until when it is avoided. What is past goes with the next failure."""
+
+    def to(self, owner: Owner) -> list[str]:
+        """Transports for this owner, best first; those that failed only when no other is left."""
+        near = [name for name in self._transports if owner.host == self._host or name not in _SAME_HOST]
+        now = self._clock()
+        return [name for name in near if self._failed.get((owner.engine_id, owner.epoch, name), now) <= now] or near
+
+    def note_failure(self, owner: Owner, transport: str) -> None:
+        """Blocks of this owner could not be read that way."""
+        now = self._clock()
+        self._failed = {key: until for key, until in self._failed.items() if until > now}
+        self._failed[owner.engine_id, owner.epoch, transport] = now + AVOID_SECONDS

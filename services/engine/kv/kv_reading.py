@@ -3,22 +3,28 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc.aio
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KVTarget
+from tokenloom.engine_core.kv_transfer.kv_messages import KV_FAILURES, KVTarget
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
-from tokenloom.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
+from tokenloom.request import errors
+from tokenloom.v1 import kv_transfer_pb2
 
-from . import kv_errors
+from .kv_peers import Stub
 
 T = TypeVar("T")
-Stub: TypeAlias = "kv_transfer_pb2_grpc.KVTransferAsyncStub"
 
 CALL_SECONDS = 2.0
 """Bound of a call that the owner answers within some 5 ms."""
 RENEW_SECONDS = 5.0
+_REASON_OF_CODE = {
+    grpc.StatusCode.UNAVAILABLE: "owner_lost",
+    grpc.StatusCode.CANCELLED: "owner_lost",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout",
+    grpc.StatusCode.NOT_FOUND: "not_found",
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,8 @@ class Reading:
             generations=self.target.generations,
         )
         answer = await _call(lambda: self._stub.Release(request, timeout=CALL_SECONDS))
-        return Verdict(answer.valid, "" if answer.valid else kv_errors.known(answer.reason), list(answer.checksums))
+        reason = answer.reason if answer.reason in KV_FAILURES else "not_found"  # it becomes a label
+        return Verdict(answer.valid, "" if answer.valid else reason, list(answer.checksums))
 
 
 async def _call(call: Callable[[], Awaitable[T]], tries: int = 2) -> T:
@@ -103,7 +110,7 @@ async def _call(call: Callable[[], Awaitable[T]], tries: int = 2) -> T:
     except grpc.aio.AioRpcError as error:
         if tries > 1 and error.code() is grpc.StatusCode.UNAVAILABLE:
             return await _call(call, tries - 1)
-        raise kv_errors.of_rpc(error) from None
+        raise read_failure(error) from None
 
 
 def _check_answer(
@@ -115,3 +122,12 @@ def _check_answer(
     counts = len(answer.block_ids), len(answer.generations), len(answer.checksums) or num_blocks
     if counts != (num_blocks, num_blocks, num_blocks):
         raise KVTransferError("layout", f"the owner named {counts} blocks, generations and checksums, not {num_blocks}")
+
+
+def read_failure(cause: grpc.aio.AioRpcError) -> KVTransferError:
+    """What a failed call means to the reader. An owner that answers with nonsense is as good as lost."""
+    error = errors.from_rpc(cause)
+    reason = error.reason.lower()
+    if reason not in KV_FAILURES:
+        reason = _REASON_OF_CODE.get(error.code, "owner_lost")
+    return KVTransferError(reason, error.message)

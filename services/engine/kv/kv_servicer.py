@@ -1,22 +1,31 @@
-"""The ``KVTransfer`` service: readers elsewhere, and the leases that this engine's core holds for them."""
+"""The ``KVTransfer`` service, on a port for engines only: readers elsewhere, and the leases that this engine's core
+holds for them."""
 
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc.aio
 from google.protobuf import duration_pb2
 
 from tokenloom.engine_core.kv_transfer.kv_messages import KVAnswer
+from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
+from tokenloom.services.runtime.host.host import SERVER_OPTIONS, bind
+from tokenloom.services.runtime.host.servicer_edge import Edge
+from tokenloom.services.runtime.peers.callers import check_caller
+from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
 from ..core.core_request import LEASE_ID_BYTES
-from . import kv_errors
 from .kv_link import KVLink
 
 DIGEST_BYTES = 32
 _MAX_ACQUISITION_ID_BYTES = 64
 _MAX_TRANSPORTS = 16
 _MAX_NAME_CHARS = 256
+_MAX_CALLS = 4096
+"""Calls at once: readings of long prompts have one open, and the renewals of others come between."""
+_NOT_FOUND = ("not_found", "lease_expired", "lease_revoked")
 
 
 class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
@@ -79,7 +88,7 @@ class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            raise kv_errors.to_error("owner_lost", "engine_epoch is not this incarnation's: its leases are gone")
+            raise _error("owner_lost", "engine_epoch is not this incarnation's: its leases are gone")
 
 
 def _check_acquire(request: kv_transfer_pb2.AcquireRequest) -> None:
@@ -104,7 +113,7 @@ def _check_acquisition(acquisition_id: bytes) -> None:
 
 def _valid(answer: KVAnswer) -> KVAnswer:
     if answer.failure:
-        raise kv_errors.to_error(answer.failure, answer.detail)
+        raise _error(answer.failure, answer.detail)
     return answer
 
 
@@ -112,3 +121,31 @@ def _duration(seconds: float) -> duration_pb2.Duration:
     duration = duration_pb2.Duration()
     duration.FromNanoseconds(round(seconds * 1e9))
     return duration
+
+
+def _error(reason: str, detail: str) -> errors.TokenloomError:
+    """What the owner raises to its caller; ``reason`` is one of ``KV_FAILURES``."""
+    kind = errors.NotFound if reason in _NOT_FOUND else errors.FailedPrecondition
+    error = kind(detail or reason.replace("_", " "))
+    error.reason = reason.upper()
+    return error
+
+
+class KVServer:
+    """Binds when made. Raises ``InvalidArgument`` for an address that other machines can reach, ``Unavailable`` for one
+    that cannot be had."""
+
+    def __init__(self, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool) -> None:
+        edge = Edge(lambda: True, check_caller if tls is not None else None)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[edge], maximum_concurrent_rpcs=_MAX_CALLS)
+        kv_transfer_pb2_grpc.add_KVTransferServicer_to_server(servicer, self._server)
+        credentials = tls.server_credentials() if tls is not None else None
+        self.address = bind(self._server, listen, credentials, insecure=insecure, field="kv_listen")
+
+    async def start(self) -> None:
+        """Answers from now on."""
+        await self._server.start()
+
+    async def close(self, grace: float) -> None:
+        """Ends calls after ``grace`` seconds. Idempotent."""
+        await self._server.stop(grace)

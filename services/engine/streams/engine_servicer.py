@@ -9,9 +9,10 @@ from tokenloom.services.runtime.peers.hello import check_hello
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 from ..core.core_link import CoreLink
+from ..identity import Identity
 from ..kv.kv_front import KVFront
+from ..load import LoadTracker
 from .connect_stream import ConnectStream, Context
-from .engine_admission import Admission
 
 HELLO_SECONDS = 5.0
 """How long a peer may take to say who it is."""
@@ -21,42 +22,35 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Owns the streams of all peers."""
 
     def __init__(
-        self,
-        hello: types_pb2.Hello,
-        limits: types_pb2.ModelLimits,
-        core: CoreLink,
-        admission: Admission,
-        kv: KVFront | None = None,
-        *,
-        frame_interval: float = 0.0,
+        self, identity: Identity, core: CoreLink, load: LoadTracker, kv: KVFront | None, *, frame_interval: float
     ) -> None:
-        """``hello``: this engine's own. ``kv``: None when it moves no KV. ``frame_interval``: of every stream."""
-        self._hello = hello
-        self._limits = limits
+        """``kv``: None when the engine moves no KV. ``frame_interval``: of every stream."""
+        self._identity = identity
         self._core = core
-        self._admission = admission
+        self._load = load
         self._kv = kv
         self._frame_interval = frame_interval
         self._stream_ids = itertools.count(1)
-        self._streams: dict[ConnectStream, asyncio.Event] = {}  # with what tells that it ended
+        self._streams: dict[ConnectStream, asyncio.Event] = {}  # with what is set when it has ended
 
     async def Connect(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
         self, request_iterator: AsyncIterator[engine_pb2.EngineInput], context: Context
     ) -> None:
         """See the contract in engine.proto."""
-        first = await self._receive_hello(request_iterator)
+        hello = self._identity.hello()
+        first = await _receive_hello(request_iterator, hello)
         stream = ConnectStream(
             next(self._stream_ids),
             first.hello,
-            self._limits,
+            self._identity.limits,
             self._core,
-            self._admission,
+            self._load,
             self._kv,
             frame_interval=self._frame_interval,
         )
         ended = self._streams[stream] = asyncio.Event()
         try:
-            await stream.run(first, request_iterator, context, self._hello)
+            await stream.run(first, request_iterator, context, hello)
         finally:
             del self._streams[stream]
             ended.set()
@@ -83,14 +77,16 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         except TimeoutError:
             pass  # a peer that does not read: its stream is cut off with the server
 
-    async def _receive_hello(self, requests: AsyncIterator[engine_pb2.EngineInput]) -> engine_pb2.EngineInput:
-        try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
-            raise FailedPrecondition(f"hello: none came within {HELLO_SECONDS:g} s") from None
-        if not first.HasField("hello"):
-            raise FailedPrecondition("hello: a stream's first message must carry one")
-        ours = self._hello
-        check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
-        return first
+
+async def _receive_hello(
+    requests: AsyncIterator[engine_pb2.EngineInput], ours: types_pb2.Hello
+) -> engine_pb2.EngineInput:
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            first = await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise FailedPrecondition(f"hello: none came within {HELLO_SECONDS:g} s") from None
+    if not first.HasField("hello"):
+        raise FailedPrecondition("hello: a stream's first message must carry one")
+    check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
+    return first

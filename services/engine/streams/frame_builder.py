@@ -122,6 +122,14 @@ class FrameBuilder:
             _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= room
         ):
             return self._take_tokens(step)
+        frame = self._take_mixed(step, room)
+        self.is_urgent = self.has_data  # what did not fit has waited enough
+        if not self._rows:
+            self._num_tokens = self._num_told = 0
+        return frame
+
+    def _take_mixed(self, step: int, room: int) -> engine_pb2.EngineFrame:
+        """As much as fits into ``room`` bytes, of everything that may wait."""
         grants = self._take_grants(room // 2)
         room -= sum(grant.ByteSize() + 8 for grant in grants)
         logprobs = self._take_prompts(room) if self._prompts else []
@@ -138,9 +146,6 @@ class FrameBuilder:
                 logprobs.append(_slot_logprobs(slot, row.token_index, row.logprobs))
                 room -= logprobs[-1].ByteSize() + 8
         finished = self._take_finished(room, at_least=0 if slots or not is_empty else 1)
-        self.is_urgent = self.has_data  # what did not fit has waited enough
-        if not self._rows:
-            self._num_tokens = self._num_told = 0
         return engine_pb2.EngineFrame(
             step=step,
             slot=slots,

@@ -155,7 +155,7 @@ class KVLoads:
             verdict = await _release(reading)
             if load.verify is None or not load.verify.copied:
                 return  # nobody waits for it
-        await self._link.tell(
+        await self._link.send(
             KVVerdict(attempt.key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums))
         )
 
@@ -181,7 +181,7 @@ class KVLoads:
 
     async def _follow(self, key: str, load: _Load, reading: Reading) -> None:
         async for tokens_ready in reading.progress():
-            await self._link.tell(KVRemoteProgress(key, tokens_ready))
+            await self._link.send(KVRemoteProgress(key, tokens_ready))
         await load.over.wait()
 
 

@@ -1,13 +1,14 @@
 """The ``KVTransfer`` service, on a port for engines only: readers elsewhere, and the leases that this engine's core
 holds for them."""
 
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KVAnswer
+from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
 from tokenloom.services.runtime.host.host import SERVER_OPTIONS, bind
@@ -40,11 +41,10 @@ class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
         self._check_epoch(request.engine_epoch)
         _check_acquire(request)
         answer = _valid(
-            await self._link.acquire(
-                request.lease_id,
-                kv_layout=request.kv_layout,
-                prompt_digest=request.prompt_digest,
-                transports=list(request.transports),
+            await self._link.call(
+                lambda call_id: KVAcquire(
+                    call_id, request.lease_id, request.kv_layout, request.prompt_digest, list(request.transports)
+                )
             )
         )
         target = answer.target
@@ -66,20 +66,23 @@ class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
         _check_acquisition(request.acquisition_id)
         seen, is_complete = 0, False
         while not is_complete:
-            answer = _valid(await self._link.progress(request.acquisition_id, seen))
+            make = functools.partial(KVProgress, acquisition_id=request.acquisition_id, tokens_seen=seen)
+            answer = _valid(await self._link.call(make))
             seen, is_complete = answer.tokens_ready, answer.tokens_ready >= answer.num_tokens
             yield kv_transfer_pb2.ProgressResponse(tokens_ready=seen)
 
     async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Any) -> kv_transfer_pb2.RenewResponse:
         self._check_epoch(request.engine_epoch)
         _check_acquisition(request.acquisition_id)
-        answer = _valid(await self._link.renew(request.acquisition_id))
+        answer = _valid(await self._link.call(lambda call_id: KVRenew(call_id, request.acquisition_id)))
         return kv_transfer_pb2.RenewResponse(ttl=_duration(answer.ttl_seconds))
 
     async def Release(self, request: kv_transfer_pb2.ReleaseRequest, context: Any) -> kv_transfer_pb2.ReleaseResponse:
         self._check_epoch(request.engine_epoch)
         _check_acquisition(request.acquisition_id)
-        answer = await self._link.release(request.acquisition_id, list(request.generations))
+        answer = await self._link.call(
+            lambda call_id: KVRelease(call_id, request.acquisition_id, list(request.generations))
+        )
         return kv_transfer_pb2.ReleaseResponse(
             valid=answer.valid and not answer.failure,
             reason=answer.failure,

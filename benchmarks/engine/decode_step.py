@@ -14,7 +14,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 
 from ..load.datasets import DatasetOptions, make_prompts
 from ..report.stats import percentile

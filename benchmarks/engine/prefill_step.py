@@ -15,7 +15,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
 from tokenloom.gpu_worker.layers.linear import make_linear
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 
 from ..load.datasets import DatasetOptions, make_prompts
 from .checkpoint_bytes import embedding_bytes, weight_bytes

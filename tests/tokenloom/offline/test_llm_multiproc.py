@@ -17,7 +17,7 @@ from tokenloom.engine_core.executor.executor_choice import make_executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)
 PROMPTS = ["Once upon a time", "The dog", [5, 6, 7]]

@@ -32,8 +32,8 @@ async def test_draining_takes_nothing_new_and_waits_for_the_live() -> None:
         admission.enter()
     assert not drained.done()
     admission.leave()
-    await asyncio.wait_for(drained, 1)
+    await asyncio.wait_for(drained, 30)
 
 
 async def test_draining_with_nothing_live_is_done() -> None:
-    await asyncio.wait_for(Admission(4).drain(), 1)
+    await asyncio.wait_for(Admission(4).drain(), 30)

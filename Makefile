@@ -90,7 +90,10 @@ clients: install ## the clients that users have, as they are, against one mesh; 
 browser: install ## the page /docs in a real browser (Debian: chromium)
 	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
 
+house: install ## figures about the source tree: sizes, hops of a request, shared parameters, imports, pyright; takes minutes
+	$(BIN)/python tools/house.py
+
 help: ## this help
 	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test soak bench gpu-check lint types protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients browser help
+.PHONY: install demo test soak bench gpu-check lint types protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients browser house help

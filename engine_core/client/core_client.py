@@ -23,6 +23,8 @@ from ..wire.serialization import Decoder, from_raw, to_raw
 
 _POLL_MS = 100
 """How often a wait looks whether the core's process still lives."""
+_LAST_POLL_MS = 500
+"""How long the last outputs of a process that has ended may take to arrive."""
 
 
 class SyncClient(Protocol):
@@ -147,7 +149,9 @@ class SyncMPClient:
 
     def _receive(self) -> EngineCoreOutputs:
         while not self._output.poll(_POLL_MS):
-            self._check_alive()
+            # A process that ends sends its outputs first, and they may have come after the poll.
+            if self._process.exit_status() is not None and not self._output.poll(_LAST_POLL_MS):
+                self._check_alive()
         frames = receive_frames(self._output, num_small=1)
         if frames[0] == ENGINE_CORE_DEAD:
             raise EngineDeadError("the engine core failed; its log says why")

@@ -29,7 +29,7 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 	@$(BIN)/tokenloom demo
 
 test: install ## all tests: no GPU, no network
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 soak: install ## a thousand random schedules of faults while KV moves between engines; 300 random JSON schemas; grammars meant to hurt; nonsense over HTTP and gRPC
 	$(BIN)/python -m tests.soak --schedules 1000

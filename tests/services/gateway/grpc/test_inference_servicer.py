@@ -60,7 +60,7 @@ async def test_cancelling_the_call_cancels_the_request(mesh: FakeMesh) -> None:
         call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"))
         submitted = await mesh.outputs.next_request()
         call.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
@@ -72,7 +72,7 @@ async def test_the_calls_deadline_travels(mesh: FakeMesh) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
@@ -190,7 +190,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         await call.write(turn(text="abc"))
         submitted = await mesh.outputs.next_request()
         call.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 

@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_is_cancelled(mesh: FakeMesh, http: httpx.Asy
     request = await mesh.outputs.next_request()
     request.send("some", [1])
     task.cancel()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(30):
         await request.cancelled.wait()
 
 

@@ -51,19 +51,15 @@ class GatewayMetrics:
         )
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
 
-    def watch(self, num_prompt_tokens: int, num_outputs: int, started_ns: int) -> "RequestWatch":
-        """Measures one request from here on."""
-        self.prompt_tokens.inc(num_prompt_tokens)
-        return RequestWatch(self, num_outputs, started_ns)
-
 
 class RequestWatch:
-    """The times of one request."""
+    """Measures one request: counts its tokens and observes its times."""
 
-    def __init__(self, gateway: GatewayMetrics, num_outputs: int, started_ns: int) -> None:
+    def __init__(self, gateway: GatewayMetrics, num_prompt_tokens: int, num_outputs: int, started_ns: int) -> None:
+        gateway.prompt_tokens.inc(num_prompt_tokens)
         self._gateway = gateway
         self._started = started_ns
-        self._last = [0] * num_outputs  # when each had its last tokens; 0: none yet
+        self._last = [0] * num_outputs  # when each output had its last tokens; 0: none yet
 
     def output(self, delta: Delta) -> None:
         """Some output of a prompt is on its way to the client."""

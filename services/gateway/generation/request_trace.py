@@ -13,7 +13,7 @@ from .job import Chat, Job
 
 
 class Outcome(Protocol):
-    """What came of a request, as :class:`Generation` tells it."""
+    """What :class:`Generation` knows at a request's end."""
 
     request_id: str
     finished: dict[int, output_processor_pb2.RequestFinished]
@@ -23,35 +23,32 @@ class Outcome(Protocol):
 
 
 class RequestTrace:
-    """One sampled request's. ``outcome`` is set once there is one."""
+    """Holds the span of one sampled request.
+
+    Attributes:
+        outcome: Set once the request is prepared.
+    """
 
     def __init__(self, span: Span) -> None:
         self.outcome: Outcome | None = None
         self._span = span
 
-    @property
-    def headers(self) -> Headers:
-        """For the parts that work on the request."""
-        return self._span.headers
-
     def end(self, error: str) -> None:
-        """It is over."""
+        """End the span."""
         self._span.end(_outcome_attributes(self.outcome) if self.outcome is not None else None, error)
 
 
 @contextmanager
-def traced(tracer: Tracer | None, job: Job, headers: Headers, model: str) -> Iterator[RequestTrace | None]:
-    """Makes the span of a request. ``headers``: of the client's trace. Gives None when nobody traces it."""
+def traced(tracer: Tracer, job: Job, headers: Headers, model: str) -> Iterator[RequestTrace | None]:
+    """Make the span of a request. ``headers``: of the client's trace. Gives None when the request is not sampled."""
     operation = "chat" if isinstance(job.prompts, Chat) else "text_completion"
-    span = None
-    if tracer is not None:
-        attributes = _request_attributes(operation, job, model)
-        span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)
+    attributes = _request_attributes(operation, job, model)
+    span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)
     if span is None:
         yield None
         return
     trace, error = RequestTrace(span), "the client left"
-    token = CURRENT.set(trace.headers)
+    token = CURRENT.set(span.headers)
     try:
         yield trace
         error = ""
@@ -64,7 +61,7 @@ def traced(tracer: Tracer | None, job: Job, headers: Headers, model: str) -> Ite
 
 
 def _request_attributes(operation: str, job: Job, model: str) -> Attributes:
-    """As https://opentelemetry.io/docs/specs/semconv/gen-ai/ names them; only what the client set."""
+    """Return what the client set, under the names of https://opentelemetry.io/docs/specs/semconv/gen-ai/."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenloom",

@@ -17,8 +17,7 @@ from ..generation.job import Job
 from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..mesh.collector import Delta
-from .inference_request import read_request
-from .input_session import InputSession
+from .inference_request import InputSession, read_request
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

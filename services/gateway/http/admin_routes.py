@@ -1,8 +1,9 @@
 """Routes for who runs the mesh: vLLM's names, asked of every engine. There are none without an admin key."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
+from urllib.parse import parse_qs
 
 from tokenloom.request import errors
 from tokenloom.v1 import engine_pb2 as pb
@@ -10,10 +11,10 @@ from tokenloom.v1 import engine_pb2 as pb
 from ..mesh.engine_admins import Ask, EngineAdmins
 from .app import Handler
 from .exchange import Exchange
-from .query import Query
 from .sse import encode_json
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _TAGS = {"weights": pb.WAKE_TAG_WEIGHTS, "kv_cache": pb.WAKE_TAG_KV_CACHE}
 
 T = TypeVar("T")
@@ -98,3 +99,39 @@ class AdminRoutes:
                 return await self._admins.ask(send)
         except TimeoutError:
             raise errors.DeadlineExceeded(f"an engine took longer than {self._timeout:g} s") from None
+
+
+class Query:
+    """The parameters of a query string, read by name and type. Every reader raises ``InvalidArgument`` naming the
+    parameter."""
+
+    def __init__(self, raw: bytes, known: Collection[str] = ()) -> None:
+        try:
+            self._values: Mapping[str, list[str]] = parse_qs(raw.decode("ascii"), keep_blank_values=True)
+        except ValueError:
+            raise errors.InvalidArgument("the query string is not valid") from None
+        for name in self._values:
+            if name not in known:
+                raise errors.InvalidArgument(f"{name[:64]}: no such parameter", name[:64])
+
+    def choice(self, name: str, choices: Collection[str], default: str) -> str:
+        value = self._last(name, default)
+        if value not in choices:
+            raise errors.InvalidArgument(f"{name} must be one of {', '.join(choices)}", name)
+        return value
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = _BOOLEANS.get(self._last(name, str(default)).lower())
+        if value is None:
+            raise errors.InvalidArgument(f"{name} must be true or false", name)
+        return value
+
+    def choices(self, name: str, choices: Collection[str]) -> list[str]:
+        """Return the values of a parameter that may be repeated."""
+        values = self._values.get(name, [])
+        if any(value not in choices for value in values):
+            raise errors.InvalidArgument(f"{name} must be one of {', '.join(choices)}", name)
+        return values
+
+    def _last(self, name: str, default: str) -> str:
+        return self._values.get(name, [default])[-1]

@@ -19,7 +19,7 @@ class ApiKeys:
     def __init__(self, digests: Iterable[bytes] = (), *, required: bool = True) -> None:
         """``required``: False lets everybody in."""
         self._digests = tuple(digests)
-        self._required = required
+        self.required = required
 
     @classmethod
     def load(cls, keys: Iterable[str], file: Path | None) -> "ApiKeys":
@@ -35,7 +35,7 @@ class ApiKeys:
 
     def authorize(self, authorization: bytes | None) -> None:
         """Checks the value of an ``authorization`` header. Raises :class:`errors.Unauthenticated`."""
-        if not self._required:
+        if not self.required:
             return
         scheme, _, key = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key:

@@ -1,4 +1,4 @@
-"""An endpoint that generates: body in, JSON or a stream of events out."""
+"""An endpoint that generates: reads a body, runs the request and writes JSON or a stream of events."""
 
 import logging
 
@@ -10,30 +10,10 @@ from ..generation.generation import Generation, Generator
 from ..mesh.collector import Delta
 from ..openai.answer import Answer, Api
 from . import orca, sse
-from .body import decode_object
-from .disconnect import until_disconnected
-from .exchange import Exchange
+from .exchange import Exchange, decode_object
 from .exchange import Headers as HeaderPairs
 
 log = logging.getLogger(__name__)
-
-
-def check_model(name: object, served: str) -> None:
-    """Raises :class:`errors.ModelNotFound` for another model than the served one; unset means that one."""
-    if name is None or name == served:
-        return
-    if not isinstance(name, str):
-        raise errors.InvalidArgument("model must be a string", "model")
-    raise errors.ModelNotFound(
-        f"no model named {name[:128]!r} is served; GET /v1/models lists those that are", field="model"
-    )
-
-
-def trace_headers(exchange: Exchange) -> Headers:
-    """Of the client's trace, if it has begun one."""
-    if b"traceparent" not in exchange.headers:
-        return NO_HEADERS
-    return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
 class Endpoint:
@@ -49,26 +29,42 @@ class Endpoint:
         body = decode_object(await exchange.read_body(self._max_body_bytes))
         check_model(body.get("model"), self._model)
         job, options = self._api.read(body)
-        headers = trace_headers(exchange)
-        async with until_disconnected(exchange), self._generator.open(job, headers) as generation:
-            RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
-            answer = self._api.answer(generation, options)
-            if options.stream:
-                deltas = await generation.take()  # what fails before the first output still gets a status of its own
-                await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
-                await _stream(exchange, generation, answer, deltas)
-            else:
-                whole = await _whole(generation, answer)
-                await exchange.respond(200, whole, headers=self._load_headers(exchange))
+        headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
+        with exchange.until_disconnected():
+            async with self._generator.open(job, headers) as generation:
+                if log.isEnabledFor(logging.DEBUG):
+                    RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
+                answer = self._api.answer(generation, options)
+                if options.stream:
+                    deltas = await generation.take()  # an error before the first output still gets its own status
+                    await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
+                    await _stream(exchange, generation, answer, deltas)
+                else:
+                    whole = await _whole(generation, answer)
+                    await exchange.respond(200, whole, headers=self._load_headers(exchange))
 
     def _load_headers(self, exchange: Exchange) -> HeaderPairs:
-        """The mesh's load as it is now, for who wants it."""
+        """Return the mesh's present load, if the client asks for it."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
         return () if wanted is None else orca.response_headers(wanted, self._generator.mesh_load)
 
 
+def check_model(name: object, served: str) -> None:
+    """Raise :class:`errors.ModelNotFound` for a model other than the served one; None means the served one."""
+    if name is None or name == served:
+        return
+    if not isinstance(name, str):
+        raise errors.InvalidArgument("model must be a string", "model")
+    raise errors.ModelNotFound(f"model {name[:128]!r} is not served; GET /v1/models lists what is", field="model")
+
+
+def _trace_headers(exchange: Exchange) -> Headers:
+    """Return the headers of the trace that the client has begun."""
+    return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
+
+
 async def _stream(exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta]) -> None:
-    """The body of a stream, from its first deltas on."""
+    """Write the body of a stream, from its first deltas on."""
     events = answer.first_events()
 
     def write_now(delta: Delta) -> bool:

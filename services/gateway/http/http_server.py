@@ -7,23 +7,18 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Literal
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import addresses
 
-from . import direct_writer
+from . import uvicorn_protocol
 from .app import App
 
 log = logging.getLogger(__name__)
 
-MAX_HEAD_BYTES = 64 * 1024
-"""Request line and headers; the parser itself knows no limit."""
-HEAD_SECONDS = 60.0
-"""From a connection's beginning, or a head's, to the end of that head."""
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed under a request."""
 BACKLOG = 1024
@@ -51,7 +46,7 @@ class HttpServer:
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
         config = uvicorn.Config(
             app,
-            http=_Protocol,
+            http=_protocol(),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -90,67 +85,24 @@ class HttpServer:
                 os.unlink(self._path)
 
 
+def _protocol() -> "type[asyncio.Protocol] | Literal['httptools']":
+    """Return our extension of uvicorn's protocol, or uvicorn's own when the installed version does not fit ours."""
+    if not (missing := uvicorn_protocol.missing_names()):
+        return uvicorn_protocol.GatewayProtocol
+    log.warning(
+        "uvicorn %s lacks what direct writing needs (%s): streams go through plain ASGI, and request heads have no "
+        "limit of size and time",
+        uvicorn.__version__,
+        ", ".join(missing),
+    )
+    return "httptools"
+
+
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the process's, not the HTTP server's."""
         yield
-
-
-class _Protocol(HttpToolsProtocol):
-    """Closes a connection whose request head has no end; lets the application write to the connection itself."""
-
-    _in_head = False
-    _head_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watchers: direct_writer.Watchers = set()
-        self._wait_for_head()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        super().connection_lost(exc)
-        for on_lost in tuple(self._watchers):
-            on_lost()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._stop_waiting()
-        super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:  # the application begins at the loop's next turn
-            direct_writer.offer(cast(direct_writer.Scope, self.scope), self.cycle, self._watchers)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
-                self.transport.close()
-            elif self._head_timer is None:
-                self._wait_for_head()
-
-    def _wait_for_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
-
-    def _stop_waiting(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _give_up(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # a head that came early, behind a live request
-            self._wait_for_head()
-            return
-        if self._in_head:
-            self.transport.write(b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\n\r\n")
-        self.transport.close()
 
 
 def _bind(address: addresses.Address) -> socket.socket:

@@ -17,9 +17,8 @@ from ..openai.chat_messages import read_messages
 from ..openai.openai_models import Body, BodyReader
 from ..tools.tool_request import read_tools, tools_json
 from .app import Handler
-from .body import decode_object
 from .endpoint import check_model
-from .exchange import Exchange
+from .exchange import Exchange, decode_object
 from .sse import encode_json
 
 
@@ -84,7 +83,7 @@ class TokenizeRoutes:
         fields = self._reader.read(await self._body(exchange), DetokenizeFields)
         token_ids = validation.narrow_token_ids("tokens", fields.tokens)
         async with self._limited():
-            text = await self._tokenizers.decode(token_ids, skip_special_tokens=False)
+            text = (await self._tokenizers.decode(token_ids, skip_special_tokens=False)).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
     async def _encode(self, fields: TokenizeFields) -> tokenizer_pb2.TokenizedPrompt:
@@ -96,15 +95,16 @@ class TokenizeRoutes:
                 raise errors.InvalidArgument(
                     "add_special_tokens is not supported for chats: the template has its own", "add_special_tokens"
                 )
-            return await self._tokenizers.encode_chat(_chat(fields, fields.messages), want_token_strings=strings)
+            chat = _chat(fields, fields.messages)
+            return (await self._tokenizers.encode_chat(chat, want_token_strings=strings)).prompt
         assert fields.prompt is not None
-        (prompt,) = await self._tokenizers.encode(
+        encoded = await self._tokenizers.encode(
             [fields.prompt],
             add_special_tokens=fields.add_special_tokens is not False,
             want_hashes=False,
             want_token_strings=strings,
         )
-        return prompt
+        return encoded.prompts[0]
 
     async def _body(self, exchange: Exchange) -> Body:
         body = decode_object(await exchange.read_body(self._max_body_bytes))

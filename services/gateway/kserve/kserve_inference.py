@@ -9,7 +9,7 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
 from ..generation.job import Job
-from ..http.body import decode_object
+from ..http.exchange import decode_object
 from ..openai.completions import CompletionsApi
 from .kserve_tensors import read_inputs
 

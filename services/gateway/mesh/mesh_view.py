@@ -1,4 +1,4 @@
-"""What the coordinator last said of the engines: limits, gauges, and whether a request would be placed."""
+"""What the coordinator last reported of the engines: limits, load, and whether a request would be placed."""
 
 import asyncio
 import logging
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 BACKOFF = 0.2
 POOL_FIELDS = ("model", "tokenizer")
-"""What an engine must share with our tokenizer to be ours; the rest is between engines."""
+"""Fields in which an engine must equal our tokenizer to be ours; the others matter between engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshLoad:
-    """How busy the engines are, together.
+    """The load of all engines together.
 
     Attributes:
         kv_usage: Share of all their KV blocks, 0 to 1.
@@ -34,7 +34,7 @@ class MeshLoad:
 
 
 class MeshView:
-    """Watches the coordinator. Off the data path: while it is away the last complete snapshot stays."""
+    """Watches the coordinator. It is not on the data path: while it is away, the last complete snapshot stays."""
 
     def __init__(self, address: str, channels: Channels) -> None:
         self._address = address
@@ -46,11 +46,11 @@ class MeshView:
 
     @property
     def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
-        """All engines of the last complete snapshot."""
+        """Return all engines of the last complete snapshot."""
         return self._snapshot.engines
 
     def load(self) -> MeshLoad:
-        """Of all engines, as they last reported."""
+        """Return the load of all engines, as they last reported it."""
         entries = self._snapshot.engines
         num_blocks = sum(entry.identity.num_kv_blocks for entry in entries)
         num_used = sum(entry.report.kv_usage * entry.identity.num_kv_blocks for entry in entries)
@@ -61,7 +61,7 @@ class MeshView:
         )
 
     def serving(self, fingerprint: types_pb2.Fingerprint) -> list[coordinator_pb2.EngineEntry]:
-        """Engines that serve what our tokenizer encodes for."""
+        """Return the engines that serve what our tokenizer encodes for."""
         return [
             entry
             for entry in self._snapshot.engines
@@ -70,14 +70,14 @@ class MeshView:
         ]
 
     def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
-        """What every serving engine can take, or could when there last was one; None before the first."""
+        """Return what every serving engine accepts, or accepted when the last one served; None before the first."""
         if self._limits_of != fingerprint:
             self._limits_of = fingerprint
-            self._update_limits(fingerprint)
+            self._update_limits()
         return self._limits
 
     async def run(self) -> None:
-        """Watches and reconnects, until cancelled."""
+        """Watch and reconnect, until cancelled."""
         async with self._channels.open(self._address, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
@@ -95,14 +95,16 @@ class MeshView:
 
     def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
         self.connected = True
-        # A coordinator that just came back does not know its engines yet: the older, complete view is the better one.
+        # A coordinator that has just restarted does not know its engines yet: prefer the older, complete view.
         if snapshot.complete or not self._snapshot.complete:
-            self._snapshot = snapshot
-            if self._limits_of is not None:  # now, rather than when a request waits for it
-                self._update_limits(self._limits_of)
+            before, self._snapshot = self._snapshot, snapshot
+            if not _same_engines(before, snapshot):
+                self._update_limits()
 
-    def _update_limits(self, fingerprint: types_pb2.Fingerprint) -> None:
-        if limits := [entry.identity.limits for entry in self.serving(fingerprint)]:
+    def _update_limits(self) -> None:
+        if self._limits_of is None:
+            return
+        if limits := [entry.identity.limits for entry in self.serving(self._limits_of)]:
             self._limits = types_pb2.ModelLimits(
                 max_model_len=min(limit.max_model_len for limit in limits),
                 vocab_size=min(limit.vocab_size for limit in limits),
@@ -110,3 +112,13 @@ class MeshView:
                 priorities=all(limit.priorities for limit in limits),
                 hidden_size=min(limit.hidden_size for limit in limits),
             )
+
+
+def _same_engines(before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> bool:
+    """Return whether the same engines are in the same states: most snapshots differ only in the engines' load."""
+    if len(before.engines) != len(after.engines):
+        return False
+    for old, new in zip(before.engines, after.engines, strict=True):
+        if old.report.state != new.report.state or old.identity != new.identity:
+            return False
+    return True

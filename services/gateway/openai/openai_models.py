@@ -13,8 +13,7 @@ from tokenloom.request import errors, validation
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
-from ..generation.embeds_prompt import EmbedsPrompt
-from ..generation.job import Chat, Job
+from ..generation.job import Chat, EmbedsPrompt, Job
 from .response_format import read_response_format
 
 log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ class ToolChoice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """What a body says of tools."""
+    """The tools of a request, and what the model may do with them."""
 
     tools: Sequence[Tool] = ()
     choice: ToolChoice = ToolChoice.NONE
@@ -46,6 +46,9 @@ class ToolRequest:
     """The only one to be called."""
     parallel: bool = True
     """Whether more than one call may be made."""
+
+
+NO_TOOLS = ToolRequest()
 
 
 def read_tool_request(tools: object, choice: object, parallel: bool | None) -> ToolRequest:

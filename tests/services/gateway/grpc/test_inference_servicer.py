@@ -201,7 +201,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         ({"chat": inference_pb2.ChatPrompt()}, "text or token_ids, not chat"),
         ({"parts": inference_pb2.PromptParts()}, "text or token_ids, not parts"),
         ({"text": "a", "n": 2}, "n must be 1 in a session"),
-        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens does not go with a session"),
+        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported in a session"),
         ({"text": "a", "model": "other"}, "other"),
         ({"text": ""}, "text is empty"),
         ({"token_ids": types_pb2.TokenIds()}, "token_ids is empty"),

@@ -24,11 +24,10 @@ from .http.http_server import HttpServer
 from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .kserve.kserve_servicer import KServeServicer
-from .mesh.engine_admins import EngineAdmins
 from .mesh.mesh_view import MeshView
 from .mesh.output_link import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
-from .metrics import EngineGauges, GatewayMetrics, HealthGauges
+from .metrics import GatewayMetrics, MeshGauges
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import BodyReader
@@ -113,8 +112,7 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
     info = await tokenizers.wait_known()
     outputs.start(host, info.fingerprint)
     model = settings.served_model_name or info.fingerprint.model
-    host.metrics.register(EngineGauges(view, model))
-    host.metrics.register(HealthGauges(health))
+    host.metrics.register(MeshGauges(view, health, model))
     generator = Generator(
         tokenizers,
         view,
@@ -168,7 +166,7 @@ async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> R
     if (files := settings.operator_certificate) is not None:
         await files.wait()
         channels = Channels(MeshTLS(files))
-    return AdminRoutes(EngineAdmins(mesh.view, channels), timeout=settings.request_timeout).routes()
+    return AdminRoutes(mesh.view, channels, timeout=settings.request_timeout).routes()
 
 
 async def _wait_whole(health: MeshHealth) -> None:

@@ -106,7 +106,7 @@ class Generation:
 
     def submit(self, pool: OutputPool, *, timeout: float) -> None:
         """Send every prompt to an output processor. ``timeout``: seconds for the whole request."""
-        left_ns = max(round(timeout * 1e9) - self.total_ns, 0)
+        left_ns = max(self._started_ns + round(timeout * 1e9) - time.monotonic_ns(), 0)
         for index, submit in enumerate(self._submits):
             submit.request_id = self.request_id if len(self._submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)

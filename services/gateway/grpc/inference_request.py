@@ -10,7 +10,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan
 from ..generation.job import Chat, EmbedsPrompt, Job
-from .chat_prompt import read_chat
+from .chat_prompt import read_chat_prompt
 
 
 def read_request(
@@ -22,7 +22,7 @@ def read_request(
     """
     if request.WhichOneof("prompt") != "chat":
         return _job(request, _prompts(request), timeout), None
-    chat, tools = read_chat(request.chat)
+    chat, tools = read_chat_prompt(request.chat)
     job = _job(request, chat, timeout)
     include_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
     return job, plans.apply(tools, job, include_reasoning=include_reasoning)

@@ -37,8 +37,8 @@ class EventWriter:
 
         ``member``: what stands before the text in the choice; ``close``: what stands after it there.
         """
-        head, tail = self.event(choice(index, b"%b\0%b" % (member, close))).split(b"\0")
-        return head, tail
+        head, tail = choice(index, b"%b\0%b" % (member, close)).split(b"\0")
+        return self._head + head, b"%b]%b}\n\n" % (tail, self._null_usage)
 
 
 def choice(index: int, content: bytes, finish: bytes = b"null", extra: bytes = b"", logprobs: bytes = b"null") -> bytes:

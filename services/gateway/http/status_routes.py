@@ -1,4 +1,4 @@
-"""What the gateway tells of itself and of its mesh over HTTP."""
+"""Routes that describe the gateway and its mesh: models, health, version, load, engines and metrics."""
 
 import time
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from .sse import encode_json
 
 
 class StatusRoutes:
-    """What is not generation: models, health, version, load, engines, metrics."""
+    """Answers what needs no generation."""
 
     def __init__(
         self, health: MeshHealth, mesh: MeshView, generator: Generator, registry: CollectorRegistry, model: str
@@ -50,9 +50,8 @@ class StatusRoutes:
         await exchange.respond(200, encode_json(self._model_object()))
 
     async def health(self, exchange: Exchange) -> None:
-        """200 when a request would be answered, else 503 and what is missing."""
-        missing = self._health.missing()
-        if missing:
+        """Answer 200 when a request would be answered, otherwise 503 and the missing parts."""
+        if missing := self._health.missing():
             body = encode_json({"status": "unavailable", "missing": missing})
             await exchange.respond(503, body, headers=[(b"retry-after", b"1")])
         else:
@@ -62,7 +61,7 @@ class StatusRoutes:
         await exchange.respond(200, encode_json({"version": version("tokenloom")}))
 
     async def load(self, exchange: Exchange) -> None:
-        """How many outputs clients wait for at this gateway, under vLLM's name."""
+        """Answer how many outputs clients wait for at this gateway, under vLLM's name."""
         await exchange.respond(200, encode_json({"server_load": self._generator.num_live}))
 
     async def server_info(self, exchange: Exchange) -> None:
@@ -78,7 +77,7 @@ class StatusRoutes:
         await exchange.respond(200, encode_json(info))
 
     async def model_info(self, exchange: Exchange) -> None:
-        """What routers ask SGLang's servers."""
+        """Answer what routers ask SGLang's servers for."""
         info = {"model_path": self._model, "tokenizer_path": self._model, "is_generation": True}
         await exchange.respond(200, encode_json(info))
 
@@ -99,7 +98,7 @@ class StatusRoutes:
 
 
 def _engine_object(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
-    """An engine as the coordinator last told of it; not where it is."""
+    """Describe an engine as the coordinator last reported it, without its address."""
     report = entry.report
     return {
         "engine_id": entry.identity.engine_id,

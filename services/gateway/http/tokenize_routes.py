@@ -10,12 +10,11 @@ import msgspec
 from tokenloom.request import errors, validation
 from tokenloom.v1 import tokenizer_pb2
 
-from ..generation.job import Chat
 from ..health import MeshHealth
 from ..mesh.tokenizer_client import TokenizerClient
-from ..openai.chat_messages import read_messages
+from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body, BodyReader
-from ..tools.tool_request import read_tools, tools_json
+from ..tools.tool_request import read_tools
 from .app import Handler
 from .endpoint import check_model
 from .exchange import Exchange, decode_object
@@ -95,7 +94,8 @@ class TokenizeRoutes:
                 raise errors.InvalidArgument(
                     "add_special_tokens is not supported for chats: the template has its own", "add_special_tokens"
                 )
-            chat = _chat(fields, fields.messages)
+            tools = read_tools(fields.tools)
+            chat = read_chat(fields.messages, tools, fields.chat_template_kwargs, fields.add_generation_prompt)
             return (await self._tokenizers.encode_chat(chat, want_token_strings=strings)).prompt
         assert fields.prompt is not None
         encoded = await self._tokenizers.encode(
@@ -118,12 +118,3 @@ class TokenizeRoutes:
                 yield
         except TimeoutError:
             raise errors.DeadlineExceeded(f"the request took longer than {self._timeout:g} s") from None
-
-
-def _chat(fields: TokenizeFields, messages: list[dict[str, Any]]) -> Chat:
-    return Chat(
-        messages_json=read_messages(messages, "messages"),
-        tools_json=tools_json(read_tools(fields.tools)),
-        template_kwargs_json=encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
-        add_generation_prompt=fields.add_generation_prompt is not False,
-    )

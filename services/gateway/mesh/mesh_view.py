@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import grpc
 import grpc.aio
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 BACKOFF = 0.2
 POOL_FIELDS = ("model", "tokenizer")
 """Fields in which an engine must equal our tokenizer to be ours; the others matter between engines."""
+_IDENTITY = attrgetter("identity", "report.state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class MeshView:
         # A coordinator that has just restarted does not know its engines yet: prefer the older, complete view.
         if snapshot.complete or not self._snapshot.complete:
             before, self._snapshot = self._snapshot, snapshot
-            if not _same_engines(before, snapshot):
+            # Most snapshots differ only in the engines' load.
+            if list(map(_IDENTITY, before.engines)) != list(map(_IDENTITY, snapshot.engines)):
                 self._update_limits()
 
     def _update_limits(self) -> None:
@@ -112,13 +115,3 @@ class MeshView:
                 priorities=all(limit.priorities for limit in limits),
                 hidden_size=min(limit.hidden_size for limit in limits),
             )
-
-
-def _same_engines(before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> bool:
-    """Return whether the same engines are in the same states: most snapshots differ only in the engines' load."""
-    if len(before.engines) != len(after.engines):
-        return False
-    for old, new in zip(before.engines, after.engines, strict=True):
-        if old.report.state != new.report.state or old.identity != new.identity:
-            return False
-    return True

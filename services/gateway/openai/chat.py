@@ -8,12 +8,12 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import CallDelta, MessageDelta, ParsedMessage
 from ..generation.generation import Generation
-from ..generation.job import Chat, Job
+from ..generation.job import Job
 from ..http import sse
 from ..mesh.collector import Delta
-from ..tools.tool_request import NO_TOOLS, ToolRequest, read_tool_request, tools_json
+from ..tools.tool_request import NO_TOOLS, read_tool_request
 from .answer import AnswerBase, finish_reason
-from .chat_messages import read_messages
+from .chat_messages import read_chat
 from .openai_logprobs import chat_content
 from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
 
@@ -51,7 +51,8 @@ class ChatApi:
         if fields.tools is not None or fields.tool_choice is not None:
             request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         sampling = _sampling(body, fields)
-        job = make_job(fields, _prompt(fields, request), "messages", sampling)
+        chat = read_chat(fields.messages, request.tools, fields.chat_template_kwargs, fields.add_generation_prompt)
+        job = make_job(fields, chat, "messages", sampling)
         plan = self._plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
         return job, Options.of(fields, sampling, plan=plan)
 
@@ -196,15 +197,6 @@ class _Turn:
         whole = {"id": call.call_id, "type": "function", "function": function}
         self.calls.append(whole)
         return {"index": call.index, **whole, "function": dict(function)}
-
-
-def _prompt(fields: ChatFields, request: ToolRequest) -> Chat:
-    return Chat(
-        messages_json=read_messages(fields.messages, "messages"),
-        tools_json=tools_json(request.tools) if request.tools else b"",
-        template_kwargs_json=sse.encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
-        add_generation_prompt=fields.add_generation_prompt is not False,
-    )
 
 
 def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:

@@ -6,20 +6,34 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
+from ..generation.job import Chat
 from ..http import sse
+from ..tools.tool_request import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXTS = ("name", "tool_call_id")
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], where: str) -> bytes:
-    """Return a conversation as JSON for the tokenizer. Raises ``InvalidArgument`` naming the part."""
+def read_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    *,
+    where: str = "messages",
+) -> Chat:
+    """Return a conversation for the tokenizer. Raises ``InvalidArgument`` naming the part below ``where``."""
     if not messages:
         raise InvalidArgument(f"{where} must not be empty", where)
     turns = []
     for index, message in enumerate(messages):
         turns.append(_message(f"{where}[{index}]", message))
-    return sse.encode_json(turns)
+    return Chat(
+        messages_json=sse.encode_json(turns),
+        tools_json=sse.encode_json([tool.definition for tool in tools]) if tools else b"",
+        template_kwargs_json=sse.encode_json(template_kwargs) if template_kwargs else b"",
+        add_generation_prompt=add_generation_prompt is not False,
+    )
 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
@@ -33,7 +47,10 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     turn: dict[str, object] = {"role": role}
     calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
     content = message.get("content")
-    turn["content"] = "" if calls and content in (None, []) else _content(f"{where}.content", content)
+    if isinstance(content, str):
+        turn["content"] = content
+    else:
+        turn["content"] = "" if calls and content in (None, []) else _join_parts(f"{where}.content", content)
     if calls:
         turn["tool_calls"] = calls
     # vLLM has renamed reasoning_content to reasoning; templates use the older name.
@@ -44,10 +61,8 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     return turn
 
 
-def _content(where: str, content: object) -> str:
-    """Return the text of a turn; parts are joined by line breaks, as in vLLM."""
-    if isinstance(content, str):
-        return content
+def _join_parts(where: str, content: object) -> str:
+    """Return the text of a turn that is sent in parts; they are joined by line breaks, as in vLLM."""
     if not isinstance(content, list) or not content:
         raise InvalidArgument(f"{where} must be a string or a list of text parts", where)
     return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))

@@ -8,8 +8,6 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..http.sse import encode_json
-
 MAX_TOOLS = 128
 """In one request, as OpenAI has it."""
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -78,11 +76,6 @@ def read_tools(tools: object) -> Sequence[Tool]:
     if len({tool.name for tool in known}) < len(known):
         raise InvalidArgument("tools holds two functions of one name", "tools")
     return known
-
-
-def tools_json(tools: Sequence[Tool]) -> bytes:
-    """As templates take them; empty without any."""
-    return encode_json([tool.definition for tool in tools]) if tools else b""
 
 
 def _tool(where: str, tool: object) -> Tool:

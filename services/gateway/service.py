@@ -49,15 +49,6 @@ class _Mesh:
     health: MeshHealth
 
 
-@dataclass(frozen=True, slots=True)
-class _Edges:
-    """What a started gateway drains and stops."""
-
-    generator: Generator
-    health: MeshHealth
-    http: HttpServer
-
-
 class GatewayService:
     """Fulfils :class:`tokenloom.services.runtime.host.service.Service`.
 
@@ -67,7 +58,7 @@ class GatewayService:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._edges: _Edges | None = None
+        self._started: tuple[_Mesh, HttpServer] | None = None
         self.http_address = ""
 
     async def start(self, host: Host) -> None:
@@ -81,7 +72,7 @@ class GatewayService:
             tls_cert=settings.public_tls_cert,
             tls_key=settings.public_tls_key,
         )
-        self._edges = _Edges(mesh.generator, mesh.health, http)
+        self._started = mesh, http
         self.http_address = http.address
         host.spawn(http.serve(), name="http server")
         host.publish(http=self.http_address, model=mesh.model)
@@ -90,15 +81,16 @@ class GatewayService:
         log.info("serving %s on %s://%s", mesh.model, scheme, self.http_address)
 
     async def drain(self) -> None:
-        assert self._edges is not None
-        self._edges.health.draining = True
-        await self._edges.generator.drain()
-        await self._edges.http.drain()
+        assert self._started is not None
+        mesh, http = self._started
+        mesh.health.draining = True
+        await mesh.generator.drain()
+        await http.drain()
 
     async def stop(self) -> None:
-        if self._edges is not None:
-            await self._edges.http.stop()
-            self._edges = None
+        if self._started is not None:
+            await self._started[1].stop()
+            self._started = None
 
 
 async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:

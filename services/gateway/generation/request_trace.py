@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from tokenloom.request.errors import of_exception
-from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, Headers, Span, Tracer
+from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, Headers, Tracer
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..metrics import FINISH_REASONS
@@ -22,20 +23,12 @@ class Outcome(Protocol):
     def usage(self) -> inference_pb2.Usage: ...
 
 
+@dataclass(slots=True)
 class RequestTrace:
-    """Holds the span of one sampled request.
+    """What is known of a traced request."""
 
-    Attributes:
-        outcome: Set once the request is prepared.
-    """
-
-    def __init__(self, span: Span) -> None:
-        self.outcome: Outcome | None = None
-        self._span = span
-
-    def end(self, error: str) -> None:
-        """End the span."""
-        self._span.end(_outcome_attributes(self.outcome) if self.outcome is not None else None, error)
+    outcome: Outcome | None = None
+    """Set once the request is prepared."""
 
 
 @contextmanager
@@ -47,7 +40,7 @@ def traced(tracer: Tracer, job: Job, headers: Headers, model: str) -> Iterator[R
     if span is None:
         yield None
         return
-    trace, error = RequestTrace(span), "the client left"
+    trace, error = RequestTrace(), "the client left"
     token = CURRENT.set(span.headers)
     try:
         yield trace
@@ -57,7 +50,7 @@ def traced(tracer: Tracer, job: Job, headers: Headers, model: str) -> Iterator[R
         raise
     finally:
         CURRENT.reset(token)
-        trace.end(error)
+        span.end(_outcome_attributes(trace.outcome) if trace.outcome is not None else None, error)
 
 
 def _request_attributes(operation: str, job: Job, model: str) -> Attributes:

@@ -8,12 +8,16 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pi
 
 from ..generation.generation import Generation, Generator
 from ..mesh.collector import Delta
-from ..openai.answer import Answer, Api
+from ..openai.chat import ChatAnswer, ChatApi
+from ..openai.completions import CompletionAnswer, CompletionsApi
 from . import orca, sse
 from .exchange import Exchange, decode_object
 from .exchange import Headers as HeaderPairs
 
 log = logging.getLogger(__name__)
+
+Api = ChatApi | CompletionsApi
+Answer = ChatAnswer | CompletionAnswer
 
 
 class Endpoint:
@@ -67,12 +71,15 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer, de
     """Write the body of a stream, from its first deltas on."""
     events = answer.first_events()
 
+    direct = exchange.direct
+
     def write_now(delta: Delta) -> bool:
-        if not exchange.writable:
+        """Write output without waking this task, if the connection can take it."""
+        if direct is None or not direct.is_open:
             return False
         generation.count(delta)
         if events := answer.events(delta):
-            exchange.write_now(events)
+            direct.write(events)
         return True
 
     while True:

@@ -133,11 +133,6 @@ class Exchange:
             elif self.direct is not None:
                 self.direct.unwatch(leave)
 
-    @property
-    def writable(self) -> bool:
-        """Whether :meth:`write_now` may be called: a stream has begun, and the client keeps up with it."""
-        return self.direct is not None and self.direct.is_open
-
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers."""
         self.started = True
@@ -147,11 +142,6 @@ class Exchange:
     async def write(self, body: bytes) -> None:
         """Send a piece of the body; wait while the client does not read."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
-
-    def write_now(self, body: bytes) -> None:
-        """Send a piece of the body without waiting; only while :attr:`writable`."""
-        assert self.direct is not None
-        self.direct.write(body)
 
     async def finish(self, body: bytes = b"") -> None:
         """Send the last piece of the body."""

@@ -2,45 +2,15 @@
 
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..generation.generation import Generation
-from ..generation.job import Job
 from ..http import sse
 from ..mesh.collector import Delta
 from ..metrics import FINISH_REASONS
 from .openai_logprobs import Position, positions, prompt_object
-from .openai_models import Body, Options
-
-
-class Answer(Protocol):
-    """Shapes one response: events while it streams, or one object at its end."""
-
-    def first_events(self) -> bytes:
-        """Return the events before any output."""
-
-    def events(self, delta: Delta) -> bytes:
-        """Return the events of some output; empty when there is nothing to send."""
-
-    def last_events(self) -> bytes:
-        """Return the events after all output, without ``[DONE]``."""
-
-    def add(self, delta: Delta) -> None:
-        """Keep some output for :meth:`body`."""
-
-    def body(self) -> bytes:
-        """Return the whole JSON response."""
-
-
-class Api(Protocol):
-    """One endpoint: reads bodies and shapes answers."""
-
-    def read(self, body: Body) -> tuple[Job, Options]:
-        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
-
-    def answer(self, generation: Generation, options: Options) -> Answer: ...
+from .openai_models import Options
 
 
 class AnswerBase:

@@ -42,6 +42,7 @@ class ChatApi:
         self._plans = plans
 
     def read(self, body: Body) -> tuple[Job, Options]:
+        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         fields = self._reader.read(body, ChatFields)
         if fields.add_special_tokens:
             raise errors.InvalidArgument(
@@ -73,6 +74,7 @@ class ChatAnswer:
             self._turns.append(_Turn(base, index))
 
     def first_events(self) -> bytes:
+        """Return the events before any output."""
         extra = b""
         if self._base.options.return_token_ids:
             extra = b',"prompt_token_ids":' + sse.encode_json(list(self._base.generation.prompts[0]))
@@ -83,6 +85,7 @@ class ChatAnswer:
         return events
 
     def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
         turn = self._turns[delta.index]
         if delta.finished is None and not self._has_details:
             return b"%b%b%b" % (turn.head, sse.encode_json(delta.text), turn.tail) if delta.text else b""
@@ -93,9 +96,11 @@ class ChatAnswer:
         return events
 
     def last_events(self) -> bytes:
+        """Return the events after all output, without ``[DONE]``."""
         return self._base.last_events()
 
     def add(self, delta: Delta) -> None:
+        """Keep some output for :meth:`body`."""
         turn = self._turns[delta.index]
         turn.feed(delta.text, ends=delta.finished is not None)
         turn.token_ids += delta.token_ids
@@ -103,6 +108,7 @@ class ChatAnswer:
             turn.logprobs += self._content(delta)
 
     def body(self) -> bytes:
+        """Return the whole JSON response."""
         choices = [self._choice(index, turn) for index, turn in enumerate(self._turns)]
         response = self._base.head("chat.completion") | {"choices": choices} | self._base.prompt_logprobs(0)
         if self._base.options.return_token_ids:

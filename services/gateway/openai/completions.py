@@ -33,6 +33,7 @@ class CompletionsApi:
         self._model = model
 
     def read(self, body: Body) -> tuple[Job, Options]:
+        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         fields = self._reader.read(body, CompletionFields)
         echo = bool(fields.echo)
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
@@ -73,9 +74,11 @@ class CompletionAnswer:
         self._text_ends = [self._writer.text_ends(index, b'"text":') for index in outputs]
 
     def first_events(self) -> bytes:
+        """Return the events before any output."""
         return b""
 
     def events(self, delta: Delta) -> bytes:
+        """Return the events of some output; empty when there is nothing to send."""
         if delta.finished is None and not self._has_details:
             head, tail = self._text_ends[delta.index]
             return b"%b%b%b" % (head, sse.encode_json(delta.text), tail) if delta.text else b""
@@ -100,9 +103,11 @@ class CompletionAnswer:
         return self._writer.event(choice, timeline, self._base.usage_of(delta.index))
 
     def last_events(self) -> bytes:
+        """Return the events after all output, without ``[DONE]``."""
         return self._base.last_events()
 
     def add(self, delta: Delta) -> None:
+        """Keep some output for :meth:`body`."""
         if self._base.options.echo_only:
             _drop_output(delta)
         if not (delta.token_ids or delta.text or delta.finished is not None):
@@ -113,6 +118,7 @@ class CompletionAnswer:
         self._token_ids[delta.index] += delta.token_ids
 
     def body(self) -> bytes:
+        """Return the whole JSON response."""
         choices = [self._choice(index) for index in range(len(self._texts))]
         return sse.encode_json(self._base.head("text_completion") | {"choices": choices} | self._base.tail())
 

@@ -234,6 +234,6 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
             await idle.read()
             other = stub.GenerateSession()
             assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            with pytest.raises(grpc.aio.AioRpcError, match=r"next turn did not come in 0\.3 s") as ended:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"no turn arrived within 0\.3 s") as ended:
                 await read_on()
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
@@ -80,6 +81,7 @@ class RequestWatch:
             self._gateway.success[delta.finished.reason].inc()
 
 
+@dataclass(frozen=True, slots=True)
 class MeshGauges:
     """A Prometheus collector: the engines' load as last reported, and which parts are missing.
 
@@ -87,13 +89,12 @@ class MeshGauges:
     model servers (the Gateway API Inference Extension) read one number of each.
     """
 
-    def __init__(self, mesh: MeshView, health: MeshHealth, model_name: str) -> None:
-        self._mesh = mesh
-        self._health = health
-        self._model_name = model_name
+    mesh: MeshView
+    health: MeshHealth
+    model_name: str
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        load = self._mesh.load()
+        load = self.mesh.load()
         for name, text, value in (
             ("num_requests_running", "Requests in the batches of all engines.", load.num_running),
             ("num_requests_waiting", "Requests waiting at the engines.", load.num_waiting),
@@ -105,9 +106,9 @@ class MeshGauges:
             ("requests_waiting", "Requests waiting at the engine.", "waiting"),
             ("kv_cache_usage_ratio", "Share of the engine's KV blocks in use, 0 to 1.", "kv_usage"),
         ):
-            values = {entry.identity.engine_id: getattr(entry.report, field) for entry in self._mesh.engines}
+            values = {entry.identity.engine_id: getattr(entry.report, field) for entry in self.mesh.engines}
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
-        missing = self._health.missing()
+        missing = self.health.missing()
         text = "1 while the part is missing and requests would fail for it."
         part_missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part"])
         for part in PARTS:
@@ -120,5 +121,5 @@ class MeshGauges:
         """Return a gauge of the model. ``values``: by the value of ``label``, if there is one."""
         family = GaugeMetricFamily(name, text, labels=["model_name", *label])
         for key, value in values.items():
-            family.add_metric([self._model_name, *([key] if label else [])], value)
+            family.add_metric([self.model_name, *([key] if label else [])], value)
         return family

@@ -141,12 +141,12 @@ def _routes(
 ) -> Routes:
     limit, timeout = settings.max_body_bytes, settings.request_timeout
     chats = ChatApi(reader, mesh.model, mesh.plans)
-    tokenize = TokenizeRoutes(reader, mesh.tokenizers, mesh.health, mesh.model, max_body_bytes=limit, timeout=timeout)
+    tokenize = TokenizeRoutes(reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
     return {
         **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
         **document_routes(mesh.health, admin=settings.has_admin),
-        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, max_body_bytes=limit)},
-        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, max_body_bytes=limit)},
+        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, limit)},
+        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, limit)},
         **tokenize.routes(),
     }
 
@@ -158,7 +158,7 @@ async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> R
     if (files := settings.operator_certificate) is not None:
         await files.wait()
         channels = Channels(MeshTLS(files))
-    return AdminRoutes(mesh.view, channels, timeout=settings.request_timeout).routes()
+    return AdminRoutes(mesh.view, channels, settings.request_timeout).routes()
 
 
 async def _wait_whole(health: MeshHealth) -> None:

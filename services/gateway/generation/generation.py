@@ -17,7 +17,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.mesh_view import MeshLoad, MeshView
-from ..mesh.output_link import OutputPool, Ticket
+from ..mesh.output_link import Cancel, OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics, RequestWatch
 from .job import Chat, Job
@@ -56,7 +56,7 @@ class Generation:
         self.completion_tokens = [0] * self.num_outputs
         self._prepared = prepared
         self._collector = Collector(self.num_outputs)
-        self._tickets: list[Ticket] = []
+        self._cancels: list[Cancel] = []
         self._watch = RequestWatch(metrics, sum(map(len, self.prompts)), self.num_outputs, prepared.started_ns)
 
     @property
@@ -100,7 +100,7 @@ class Generation:
         for index, submit in enumerate(submits):
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
-            self._tickets.append(pool.submit(submit, self._collector, index * self.num_samples))
+            self._cancels.append(pool.submit(submit, self._collector, index * self.num_samples))
 
     async def take(self, outlet: Outlet | None = None) -> list[Delta]:
         """Wait for output and return at most one delta for each output. Raises what ended the request early.
@@ -123,8 +123,8 @@ class Generation:
 
     def close(self) -> None:
         """Cancel what still runs."""
-        for ticket in self._tickets:
-            ticket.cancel()
+        for cancel in self._cancels:
+            cancel()
 
 
 class Generator:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qs
 
@@ -25,17 +26,15 @@ T = TypeVar("T")
 Ask = Callable[["engine_pb2_grpc.EngineAdminAsyncStub"], Awaitable[T]]
 
 
+@dataclass(frozen=True, slots=True)
 class AdminRoutes:
     """Pauses engines, puts them to sleep, resets their caches and records profiles."""
 
-    def __init__(self, mesh: MeshView, channels: Channels, *, timeout: float) -> None:
-        """Args:
-        channels: With a certificate that engines accept as an operator's.
-        timeout: Seconds that the slowest engine may take.
-        """
-        self._mesh = mesh
-        self._channels = channels
-        self._timeout = timeout
+    mesh: MeshView
+    channels: Channels
+    """With a certificate that engines accept as an operator's."""
+    timeout: float
+    """Seconds that the slowest engine may take."""
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {
@@ -109,21 +108,21 @@ class AdminRoutes:
         failure, which begins with the engine's name.
         """
         alive = (
-            entry.identity for entry in self._mesh.engines if entry.report.state != coordinator_pb2.ENGINE_STATE_DEAD
+            entry.identity for entry in self.mesh.engines if entry.report.state != coordinator_pb2.ENGINE_STATE_DEAD
         )
         engines = {engine.engine_id: engine.address for engine in sorted(alive, key=lambda engine: engine.engine_id)}
         if not engines:
             raise errors.Unavailable("no engine is known; retry")
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 asked = [self._ask_one(address, send) for address in engines.values()]
                 answers = await asyncio.gather(*asked, return_exceptions=True)
         except TimeoutError:
-            raise errors.DeadlineExceeded(f"an engine took longer than {self._timeout:g} s") from None
+            raise errors.DeadlineExceeded(f"an engine took longer than {self.timeout:g} s") from None
         return {name: _checked(name, answer) for name, answer in zip(engines, answers, strict=True)}
 
     async def _ask_one(self, address: str, send: "Ask[T]") -> T:
-        async with self._channels.open(address, "engine") as channel:
+        async with self.channels.open(address, "engine") as channel:
             try:
                 return await send(engine_pb2_grpc.EngineAdminStub(channel))
             except grpc.aio.AioRpcError as failure:

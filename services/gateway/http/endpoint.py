@@ -1,6 +1,7 @@
 """An endpoint that generates: reads a body, runs the request and writes JSON or a stream of events."""
 
 import logging
+from dataclasses import dataclass
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -20,25 +21,25 @@ Api = ChatApi | CompletionsApi
 Answer = ChatAnswer | CompletionAnswer
 
 
+@dataclass(frozen=True, slots=True)
 class Endpoint:
     """Runs one of OpenAI's APIs."""
 
-    def __init__(self, api: Api, generator: Generator, model: str, *, max_body_bytes: int) -> None:
-        self._api = api
-        self._generator = generator
-        self._model = model
-        self._max_body_bytes = max_body_bytes
+    api: Api
+    generator: Generator
+    model: str
+    max_body_bytes: int
 
     async def __call__(self, exchange: Exchange) -> None:
-        body = decode_object(await exchange.read_body(self._max_body_bytes))
-        check_model(body.get("model"), self._model)
-        job, options = self._api.read(body)
+        body = decode_object(await exchange.read_body(self.max_body_bytes))
+        check_model(body.get("model"), self.model)
+        job, options = self.api.read(body)
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
-            async with self._generator.open(job, headers) as generation:
+            async with self.generator.open(job, headers) as generation:
                 if log.isEnabledFor(logging.DEBUG):
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
-                answer = self._api.answer(generation, options)
+                answer = self.api.answer(generation, options)
                 if options.stream:
                     deltas = await generation.take()  # an error before the first output still gets its own status
                     await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
@@ -50,7 +51,7 @@ class Endpoint:
     def _load_headers(self, exchange: Exchange) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it."""
         wanted = exchange.headers.get(orca.REQUEST_HEADER)
-        return () if wanted is None else orca.response_headers(wanted, self._generator.mesh_load)
+        return () if wanted is None else orca.response_headers(wanted, self.generator.mesh_load)
 
 
 def check_model(name: object, served: str) -> None:

@@ -1,4 +1,4 @@
-"""uvicorn inside an event loop that is not its own."""
+"""Runs uvicorn inside the service's own event loop."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from .app import App
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep idle connections, so that none is closed under a request."""
+"""Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
 BACKLOG = 1024
 
 
@@ -30,11 +30,11 @@ class HttpServer:
     def __init__(
         self, app: App, listen: str, *, insecure: bool, tls_cert: Path | None = None, tls_key: Path | None = None
     ) -> None:
-        """Binds. Raises :class:`errors.Unavailable` when it cannot.
+        """Bind the address. Raises :class:`errors.Unavailable` when that fails.
 
         Args:
-            insecure: Other machines may talk to it in plain text.
-            tls_cert, tls_key: What clients are shown, PEM, already found to be good; None: plain text.
+            insecure: Whether other machines may connect in plain text.
+            tls_cert, tls_key: PEM files of the certificate for clients, already checked; None: plain text.
         """
         address = addresses.parse(listen, field="http_listen")
         is_closed = insecure or tls_cert is not None
@@ -53,7 +53,7 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # nobody asks for the client's address
+            proxy_headers=False,  # the client's address is not used
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             ssl_certfile=tls_cert,
             ssl_keyfile=tls_key,
@@ -62,17 +62,17 @@ class HttpServer:
         self._served = asyncio.Event()
 
     async def serve(self) -> None:
-        """Runs until :meth:`drain` or :meth:`stop`."""
+        """Serve until :meth:`drain` or :meth:`stop`."""
         await self._server.serve([self._socket])
         self._served.set()
 
     async def drain(self) -> None:
-        """Closes the listener and idle connections; returns when the last live one is done."""
+        """Close the listener and idle connections; return when the last live connection has ended."""
         self._server.should_exit = True
         await self._served.wait()
 
     async def stop(self) -> None:
-        """Drops what is left."""
+        """Drop the remaining connections."""
         self._server.should_exit = self._server.force_exit = True
         state = self._server.server_state
         for task in list(state.tasks):
@@ -101,13 +101,13 @@ def _protocol() -> "type[asyncio.Protocol] | Literal['httptools']":
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's, not the HTTP server's."""
+        """Leave signals to the process."""
         yield
 
 
 def _bind(address: addresses.Address) -> socket.socket:
     family = socket.AF_UNIX if address.path else socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # asyncio switches Nagle's algorithm off only where the protocol is named: else a second small write waits 40 ms.
+    # asyncio disables Nagle's algorithm only if the protocol is given; otherwise a second small write waits 40 ms.
     protocol = 0 if address.path else socket.IPPROTO_TCP
     listener = socket.socket(family, socket.SOCK_STREAM, protocol)
     try:

@@ -1,8 +1,9 @@
-"""``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
+"""``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -41,35 +42,26 @@ class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Any = None
 
 
+@dataclass(frozen=True, slots=True)
 class TokenizeRoutes:
-    """Text to token ids and back, as requests get them."""
+    """Turns text into token ids as for requests, and back."""
 
-    def __init__(
-        self,
-        reader: BodyReader,
-        tokenizers: TokenizerClient,
-        health: MeshHealth,
-        model: str,
-        *,
-        max_body_bytes: int,
-        timeout: float,
-    ) -> None:
-        """``timeout``: seconds that a call may take."""
-        self._reader = reader
-        self._tokenizers = tokenizers
-        self._health = health
-        self._model = model
-        self._max_body_bytes = max_body_bytes
-        self._timeout = timeout
+    reader: BodyReader
+    tokenizers: TokenizerClient
+    health: MeshHealth
+    model: str
+    max_body_bytes: int
+    timeout: float
+    """Seconds that a call may take."""
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
 
     async def tokenize(self, exchange: Exchange) -> None:
-        fields = self._reader.read(await self._body(exchange), TokenizeFields)
+        fields = self.reader.read(await self._body(exchange), TokenizeFields)
         async with self._limited():
             prompt = await self._encode(fields)
-        limits = self._health.limits()
+        limits = self.health.limits()
         answer = {
             "count": len(prompt.token_ids),
             "max_model_len": limits.max_model_len if limits else None,
@@ -79,10 +71,10 @@ class TokenizeRoutes:
         await exchange.respond(200, encode_json(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        fields = self._reader.read(await self._body(exchange), DetokenizeFields)
+        fields = self.reader.read(await self._body(exchange), DetokenizeFields)
         token_ids = validation.narrow_token_ids("tokens", fields.tokens)
         async with self._limited():
-            text = (await self._tokenizers.decode(token_ids, skip_special_tokens=False)).text
+            text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
     async def _encode(self, fields: TokenizeFields) -> tokenizer_pb2.TokenizedPrompt:
@@ -92,13 +84,13 @@ class TokenizeRoutes:
         if fields.messages is not None:
             if fields.add_special_tokens:
                 raise errors.InvalidArgument(
-                    "add_special_tokens is not supported for chats: the template has its own", "add_special_tokens"
+                    "add_special_tokens is not supported for chats: the template adds its own", "add_special_tokens"
                 )
             tools = read_tools(fields.tools)
             chat = read_chat(fields.messages, tools, fields.chat_template_kwargs, fields.add_generation_prompt)
-            return (await self._tokenizers.encode_chat(chat, want_token_strings=strings)).prompt
+            return (await self.tokenizers.encode_chat(chat, want_token_strings=strings)).prompt
         assert fields.prompt is not None
-        encoded = await self._tokenizers.encode(
+        encoded = await self.tokenizers.encode(
             [fields.prompt],
             add_special_tokens=fields.add_special_tokens is not False,
             want_hashes=False,
@@ -107,14 +99,14 @@ class TokenizeRoutes:
         return encoded.prompts[0]
 
     async def _body(self, exchange: Exchange) -> Body:
-        body = decode_object(await exchange.read_body(self._max_body_bytes))
-        check_model(body.get("model"), self._model)
+        body = decode_object(await exchange.read_body(self.max_body_bytes))
+        check_model(body.get("model"), self.model)
         return body
 
     @asynccontextmanager
     async def _limited(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 yield
         except TimeoutError:
-            raise errors.DeadlineExceeded(f"the request took longer than {self._timeout:g} s") from None
+            raise errors.DeadlineExceeded(f"the request took longer than {self.timeout:g} s") from None

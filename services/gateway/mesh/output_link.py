@@ -3,8 +3,9 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -23,6 +24,7 @@ from .collector import Collector
 
 log = logging.getLogger(__name__)
 
+Cancel: TypeAlias = Callable[[], None]
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ProcessInput, pb.ProcessFrame]"
 
 INITIAL_CREDIT = 64
@@ -58,10 +60,10 @@ class OutputPool:
 
         host.spawn(self._members.watch(joined), name="output processors")
 
-    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> "Ticket":
+    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
         """Send a request to the next output processor in turn; its samples go to the collector, from ``index`` on.
 
-        Raises :class:`errors.Unavailable` when none is connected.
+        Returns what cancels it. Raises :class:`errors.Unavailable` when none is connected.
         """
         for _ in self._links:
             self._turn = (self._turn + 1) % len(self._links)
@@ -80,18 +82,6 @@ class OutputPool:
                     await link.connect(stub)
         finally:
             self._links.remove(link)
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """Identifies one submitted request by its stream and slot."""
-
-    stream: "ProcessStream"
-    slot: int
-
-    def cancel(self) -> None:
-        """End the request if it is live; no more output reaches its collector."""
-        self.stream.cancel(self.slot)
 
 
 @dataclass(slots=True)
@@ -116,7 +106,7 @@ class ProcessStream:
         self._uncredited = 0
         self._ended = False
 
-    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Ticket:
+    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
         """Send a request, whose slot is filled in here; its samples go to the collector, from ``index`` on."""
         assert not self._ended
         if not self._slots:
@@ -125,9 +115,10 @@ class ProcessStream:
         self._next_slot += 1
         self._slots[slot] = _Target(collector, index, submit.num_samples or 1)
         self._message(len(submit.prompt.token_ids)).submit.append(submit)
-        return Ticket(self, slot)
+        return partial(self.cancel, slot)
 
     def cancel(self, slot: int) -> None:
+        """End a request if it is live; no more output reaches its collector."""
         if self._slots.pop(slot, None) is not None and not self._ended:
             self._message().cancel_slots.append(slot)
 

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: reads bodies and shapes answers."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.request import errors
@@ -33,17 +34,17 @@ class ChatFields(CommonFields, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class ChatApi:
     """The endpoint, for one served model."""
 
-    def __init__(self, reader: BodyReader, model: str, plans: MessagePlans) -> None:
-        self._reader = reader
-        self._model = model
-        self._plans = plans
+    reader: BodyReader
+    model: str
+    plans: MessagePlans
 
     def read(self, body: Body) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
-        fields = self._reader.read(body, ChatFields)
+        fields = self.reader.read(body, ChatFields)
         if fields.add_special_tokens:
             raise errors.InvalidArgument(
                 "add_special_tokens is not supported for chats: the template adds its own", "add_special_tokens"
@@ -54,11 +55,11 @@ class ChatApi:
         sampling = _sampling(body, fields)
         chat = read_chat(fields.messages, request.tools, fields.chat_template_kwargs, fields.add_generation_prompt)
         job = make_job(fields, chat, "messages", sampling)
-        plan = self._plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
+        plan = self.plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
         return job, Options.of(fields, sampling, plan=plan)
 
     def answer(self, generation: Generation, options: Options) -> "ChatAnswer":
-        return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self._model, "chat.completion.chunk"))
+        return ChatAnswer(AnswerBase(generation, options, "chatcmpl", self.model, "chat.completion.chunk"))
 
 
 class ChatAnswer:

@@ -1,6 +1,7 @@
 """``/v1/completions``: reads bodies and shapes answers."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenloom.request import errors
@@ -25,16 +26,16 @@ class CompletionFields(CommonFields, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class CompletionsApi:
     """The endpoint, for one served model."""
 
-    def __init__(self, reader: BodyReader, model: str) -> None:
-        self._reader = reader
-        self._model = model
+    reader: BodyReader
+    model: str
 
     def read(self, body: Body) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
-        fields = self._reader.read(body, CompletionFields)
+        fields = self.reader.read(body, CompletionFields)
         echo = bool(fields.echo)
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
         own = {"max_tokens": 1} if echo_only else {}
@@ -55,7 +56,7 @@ class CompletionsApi:
         return job, options
 
     def answer(self, generation: Generation, options: Options) -> "CompletionAnswer":
-        return CompletionAnswer(AnswerBase(generation, options, "cmpl", self._model, "text_completion"))
+        return CompletionAnswer(AnswerBase(generation, options, "cmpl", self.model, "text_completion"))
 
 
 class CompletionAnswer:

@@ -15,7 +15,7 @@ class HermesParser:
         self._text = ""
         self._words = Words()
         self._call: CallObject | None = None
-        self._unclosed = False  # a call whose closing mark may still come
+        self._unclosed = False  # after a call whose closing mark may follow
 
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []

@@ -102,7 +102,7 @@ async def test_draining_waits_for_the_live_and_takes_no_more(socket_dir: Path) -
 async def test_an_unexpected_uvicorn_is_served_through_plain_asgi(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(uvicorn_protocol.EXPECTED_NAMES, uvicorn_protocol.FlowControl.__init__, ["renamed"])
+    monkeypatch.setitem(uvicorn_protocol.EXPECTED_NAMES, uvicorn_protocol.FlowControl.__init__, "renamed")
     mesh = FakeMesh(socket_dir)
     async with mesh.gateway(), mesh.http() as http:
         (warning,) = [record.getMessage() for record in caplog.records if record.name == http_server.__name__]

@@ -67,7 +67,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_table(service: str, table: object, options: Collection[str]) -> None:
     if not isinstance(table, Mapping):
         raise typer.BadParameter(f"{service} must be a table of settings", param_hint="--config")
-    module = importlib.import_module(f"tokenloom.services.{service}.settings")
+    module = importlib.import_module(f"tokenloom.services.{service}.{service}_settings")
     settings = getattr(module, "".join(word.title() for word in service.split("_")) + "Settings").model_fields
     for key in table:
         name = key.replace("-", "_")

@@ -1,4 +1,4 @@
-"""Whether a request would be answered now, and otherwise which part of the mesh is missing."""
+"""Finds out whether a request would be answered now, and otherwise which part of the mesh is missing."""
 
 from tokenloom.v1 import types_pb2
 

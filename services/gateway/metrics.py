@@ -1,4 +1,4 @@
-"""The metrics of requests, under vLLM's names, and of the engines, as the coordinator reports them."""
+"""Measures requests, under vLLM's names, and shows the engines' load as the coordinator reports it."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ FINISH_REASONS = {
 
 
 class GatewayMetrics:
-    """The gateway's counters and histograms."""
+    """Holds the gateway's counters and histograms."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         labels = {"model_name": model_name}
@@ -83,7 +83,7 @@ class RequestWatch:
 
 @dataclass(frozen=True, slots=True)
 class MeshGauges:
-    """A Prometheus collector: the engines' load as last reported, and which parts are missing.
+    """Collects gauges for Prometheus: the engines' load as last reported, and which parts are missing.
 
     The gauges under vLLM's names cover the whole mesh and have no label ``engine``: balancers that treat gateways as
     model servers (the Gateway API Inference Extension) read one number of each.

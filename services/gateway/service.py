@@ -1,4 +1,4 @@
-"""The gateway as a service: connects to the other parts and serves them over HTTP and gRPC. It is put together here."""
+"""Puts the gateway together: connects to the other parts and serves the model over HTTP and gRPC."""
 
 import asyncio
 import logging
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Mesh:
-    """What the edges serve: one model, and what a request to it needs."""
+    """Holds what the edges serve: one model, and what a request to it needs."""
 
     model: str
     """Its name for clients."""

@@ -1,4 +1,4 @@
-"""The parts of an assistant's turn, in the order in which the model writes them."""
+"""Defines the parts of an assistant's turn, in the order in which the model writes them."""
 
 from dataclasses import dataclass
 

@@ -22,7 +22,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class MessagePlans:
-    """The formats of the served model's turns."""
+    """Knows the formats of the served model's turns, and plans how a request's turns are read."""
 
     tools: ToolFormat | None = None
     """How it writes calls; None: unknown."""

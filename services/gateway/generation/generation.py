@@ -1,7 +1,4 @@
-"""The road of a request, independent of the API that it came through: encode, check, submit, collect.
-
-Leaving the ``async with`` of :meth:`Generator.open` cancels what still runs.
-"""
+"""Runs a request, whichever API it came through: prepares it, submits it and collects its output."""
 
 import asyncio
 import secrets
@@ -29,7 +26,7 @@ MAX_PROMPTS = 1024
 
 
 class Generation:
-    """A request in work: its prompts, and the output so far.
+    """Holds a request in work: its prompts, and the output so far.
 
     Output ``i`` is sample ``i % num_samples`` of prompt ``i // num_samples``.
 
@@ -128,7 +125,7 @@ class Generation:
 
 
 class Generator:
-    """Starts generations."""
+    """Admits requests and runs them."""
 
     def __init__(
         self,

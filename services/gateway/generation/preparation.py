@@ -1,4 +1,4 @@
-"""From a job to the requests for the output processors: resolves parameters, encodes prompts, checks them."""
+"""Prepares jobs: resolves parameters, encodes prompts, checks both and makes the output processors' requests."""
 
 import asyncio
 import secrets
@@ -25,7 +25,7 @@ _TRUNCATED_CONTEXTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a job asks of the output processors: a request for each prompt, checked, without ids and timeout."""
+    """Holds the output processors' requests, one for each prompt: checked, but without ids and timeout."""
 
     submits: Sequence[output_processor_pb2.Submit]
     prompt_texts: Sequence[str]

@@ -1,4 +1,4 @@
-"""The span of one request at the gateway: the root of its trace, unless the client has begun one."""
+"""Makes a request's span at the gateway: the root of its trace, unless the client has begun one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ class Outcome(Protocol):
 
 @dataclass(slots=True)
 class RequestTrace:
-    """What is known of a traced request."""
+    """Passes a traced request's outcome to its span."""
 
     outcome: Outcome | None = None
     """Set once the request is prepared."""

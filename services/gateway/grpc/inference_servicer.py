@@ -1,4 +1,4 @@
-"""The public gRPC API."""
+"""Serves the public gRPC API."""
 
 import asyncio
 from collections.abc import AsyncIterator

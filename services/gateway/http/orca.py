@@ -1,5 +1,5 @@
-"""The mesh's load in a response's header, for balancers that ask for it (ORCA), as in vLLM and as the Gateway API
-Inference Extension reads it. The names are vLLM's; BIN is xds.data.orca.v3.OrcaLoadReport."""
+"""Puts the mesh's load into a response header for balancers that ask for it (ORCA), with vLLM's names, as the Gateway
+API Inference Extension reads it. BIN is xds.data.orca.v3.OrcaLoadReport."""
 
 import base64
 import json

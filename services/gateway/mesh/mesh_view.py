@@ -1,4 +1,4 @@
-"""What the coordinator last reported of the engines: limits, load, and whether a request would be placed."""
+"""Keeps what the coordinator last reported of the engines: limits, load, and which of them serve."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The streams to the output processors: requests go up, frames come down and are handed to the requests' collectors."""
+"""Keeps the streams to the output processors: sends requests, and hands the frames' output to their collectors."""
 
 import asyncio
 import logging
@@ -86,7 +86,7 @@ class OutputPool:
 
 @dataclass(slots=True)
 class _Target:
-    """Where a slot's output goes: each of its samples to an index of a collector."""
+    """Says where a slot's output goes: each of its samples to an index of a collector."""
 
     collector: Collector
     first_index: int

@@ -1,4 +1,4 @@
-"""What both endpoints need to shape an answer from a generation."""
+"""Reads a generation for answers: what chats and completions have in common."""
 
 import time
 from collections.abc import Iterator

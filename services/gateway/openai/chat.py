@@ -36,7 +36,7 @@ class ChatFields(CommonFields, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ChatApi:
-    """The endpoint, for one served model."""
+    """Reads bodies of the endpoint and makes its answers."""
 
     reader: BodyReader
     model: str
@@ -63,7 +63,7 @@ class ChatApi:
 
 
 class ChatAnswer:
-    """A conversation's next turn, in one sample or several."""
+    """Shapes a conversation's next turn, in one sample or several."""
 
     def __init__(self, base: AnswerBase) -> None:
         self._base = base
@@ -158,7 +158,7 @@ class ChatAnswer:
 
 
 class _Turn:
-    """One output of a chat as it grows: the assistant's message, and what else the client asked for.
+    """Collects one output of a chat: the assistant's message, and what else the client asked for.
 
     Attributes:
         head, tail: What stands before and after the text in events that hold only text.

@@ -28,7 +28,7 @@ class CompletionFields(CommonFields, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CompletionsApi:
-    """The endpoint, for one served model."""
+    """Reads bodies of the endpoint and makes its answers."""
 
     reader: BodyReader
     model: str
@@ -60,7 +60,7 @@ class CompletionsApi:
 
 
 class CompletionAnswer:
-    """The continuations of one prompt or several; a stream interleaves them."""
+    """Shapes the continuations of one prompt or several; a stream interleaves them."""
 
     def __init__(self, base: AnswerBase) -> None:
         self._base = base

@@ -1,4 +1,4 @@
-"""The interface of parsers of tool calls, and the text around calls."""
+"""Defines parsers of tool calls, and keeps the text around calls."""
 
 import secrets
 from collections.abc import Callable, Collection

@@ -201,7 +201,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         ({"chat": inference_pb2.ChatPrompt()}, "text or token_ids, not chat"),
         ({"parts": inference_pb2.PromptParts()}, "text or token_ids, not parts"),
         ({"text": "a", "n": 2}, "n must be 1 in a session"),
-        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens does not go with a session"),
+        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported in a session"),
         ({"text": "a", "model": "other"}, "other"),
         ({"text": ""}, "text is empty"),
         ({"token_ids": types_pb2.TokenIds()}, "token_ids is empty"),
@@ -234,6 +234,6 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
             await idle.read()
             other = stub.GenerateSession()
             assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            with pytest.raises(grpc.aio.AioRpcError, match=r"next turn did not come in 0\.3 s") as ended:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"no turn arrived within 0\.3 s") as ended:
                 await read_on()
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -41,7 +41,7 @@ async def test_a_bug_is_told_without_its_cause(
     def broken(*_: object) -> None:
         raise RuntimeError("at /secret/path, 0xdeadbeef")
 
-    monkeypatch.setattr("tokenloom.services.gateway.generation.generation._resolve", broken)
+    monkeypatch.setattr("tokenloom.services.gateway.generation.preparation._resolve", broken)
     response = await http.post("/v1/completions", json=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error"

@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 from tests.cpu_time import MOST_TIMES_USUAL, usual_cpu_seconds
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
 from tests.services.gateway.openai.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, bad_bodies, bad_calls
-from tokenloom.services.gateway.http import body
+from tokenloom.services.gateway.http import exchange
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
@@ -101,7 +101,7 @@ async def test_chunked_body_is_cut_at_the_limit(socket_dir: Any) -> None:
 
 
 async def test_a_body_without_an_end_is_given_up(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.05)
     host, _, port = mesh.http_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f'POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{"prompt": '.encode())

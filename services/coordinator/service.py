@@ -38,7 +38,7 @@ class CoordinatorService:
             "tokenloom_picks", "Legs to place: WHOLE, PREFILL, DECODE or why not.", ("outcome",), registry=host.metrics
         )
         self.servicer = CoordinatorServicer(registry, changes, self._settings.instance_id, host.epoch, picks)
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self.servicer)
         host.spawn(_refresh(registry), name="refresh")
 
     async def drain(self) -> None:

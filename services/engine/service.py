@@ -153,7 +153,7 @@ class EngineService:
         self._servicer = EngineServicer(
             hello, limits, core, self._admission, self._kv, frame_interval=settings.frame_interval
         )
-        engine_pb2_grpc.add_EngineServicer_to_server(self._servicer, host.server)
+        host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, self._servicer)
         self._pause = Pause(self._client, self._load)
         sleep = Sleep(self._client, self._pause, self._kv.leases_ended if self._kv is not None else None)
         known = [fingerprint, hello.fingerprint, *([identity.fingerprint] if identity is not None else [])]
@@ -163,7 +163,7 @@ class EngineService:
         admin = EngineAdminServicer(
             self._client, ready, fingerprint, self._load, role, self._pause, sleep, weights, self._kv_events
         )
-        engine_pb2_grpc.add_EngineAdminServicer_to_server(admin, host.server)
+        host.add_servicer(engine_pb2_grpc.add_EngineAdminServicer_to_server, admin)
         host.spawn(self._run_core(core), name="engine-core")
         host.spawn(core.run_aborts(), name="engine-aborts")
         if self._kv is not None:

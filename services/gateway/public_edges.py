@@ -47,9 +47,9 @@ async def open_edges(settings: GatewaySettings, host: Host, served: Served) -> A
 
 def _add_servicers(settings: GatewaySettings, host: Host, served: Served, completions: CompletionsApi) -> None:
     inference = InferenceServicer(served.generator, served.health, served.model, served.plans, settings.request_timeout)
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, host.server)
+    host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
     kserve = KServeServicer(completions, served.generator, served.health, served.model)
-    grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, host.server)
+    host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
 
 
 def _endpoints(settings: GatewaySettings, served: Served, reader: BodyReader, completions: CompletionsApi) -> Routes:

@@ -62,7 +62,7 @@ class OutputProcessorService:
             tracer=host.tracer,
         )
         host.spawn(placer.run(), name="coordinator")
-        add_OutputProcessorServicer_to_server(_Servicer(parts), host.server)
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(parts))
 
     async def drain(self) -> None:
         await self._admission.drain()

@@ -1,7 +1,7 @@
 """Owned background tasks: none outlives its owner, none fails unseen."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 _CANCEL_SECONDS = 1.0
@@ -38,13 +38,54 @@ class Tasks:
             self._on_failure(error)
 
 
-async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Returns when the first of them does, and raises what it raised; the others are cancelled."""
-    tasks = [asyncio.create_task(wait) for wait in waits]
+class Failure:
+    """The first error that ends a service."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._was_taken = False
+        self._happened = asyncio.Event()
+
+    @property
+    def happened(self) -> bool:
+        return self._error is not None
+
+    def set(self, error: BaseException) -> None:
+        """Record the error."""
+        self._error = error
+        self._happened.set()
+
+    async def wait(self) -> None:
+        """Return once there is an error."""
+        await self._happened.wait()
+
+    async def take(self) -> BaseException:
+        """Wait for the error and return it; :meth:`raise_unseen` then does not raise it."""
+        await self._happened.wait()
+        assert self._error is not None
+        self._was_taken = True
+        return self._error
+
+    def raise_unseen(self) -> None:
+        """Raise the error, unless there is none or it was taken."""
+        if self._error is not None and not self._was_taken:
+            raise self._error
+
+
+async def first_of(*waits: Coroutine[Any, Any, object], helpers: Sequence[Coroutine[Any, Any, object]] = ()) -> None:
+    """Run coroutines until the first of ``waits`` returns, then cancel the others.
+
+    ``helpers`` run alongside: that one of them returns ends nothing. Raises what the first failing one raised, as it
+    is. For tasks that outlive a call, use :class:`Tasks`.
+    """
+    mains = [asyncio.create_task(wait) for wait in waits]
+    tasks = [*mains, *map(asyncio.create_task, helpers)]
+    pending = set(tasks)
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        while not any(task.done() for task in mains):
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
     finally:
         for task in tasks:
             task.cancel()

@@ -18,7 +18,11 @@ from prometheus_client import (
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from tokenloom.request.errors import Unavailable
+
+from ..peers import addresses
 from ..peers.addresses import Address
+from ..peers.tls import MeshTLS
 from . import fast_metrics
 
 VLLM = "vllm:"
@@ -85,6 +89,22 @@ def histogram(
 ) -> fast_metrics.Histogram:
     """A histogram ``vllm:name`` with fixed labels, for the event loop's thread only."""
     return fast_metrics.Histogram(registry, VLLM + name, text, labels, buckets)
+
+
+def serve(registry: CollectorRegistry, listen: str, tls: MeshTLS | None, *, insecure: bool) -> "MetricsServer":
+    """Open the port of /metrics, ``host:port``. On an address that other machines can reach, scrapers need a
+    certificate of the mesh, if it has certificates.
+
+    Raises ``InvalidArgument`` for plain text on such an address, unless ``insecure`` allows it, ``Unavailable`` for an
+    address that cannot be bound.
+    """
+    address = addresses.parse(listen, field="metrics_listen")
+    context = tls.server_context() if tls is not None and not address.is_local else None
+    addresses.check_closed(address, insecure=insecure or context is not None, field="metrics_listen")
+    try:
+        return MetricsServer(registry, address, context)
+    except OSError as error:
+        raise Unavailable(f"metrics_listen: cannot bind {address}: {error.strerror}") from None
 
 
 class MetricsServer:

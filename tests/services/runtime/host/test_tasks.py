@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from tokenloom.services.runtime.host import tasks as module
-from tokenloom.services.runtime.host.tasks import Tasks, first_of
+from tokenloom.services.runtime.host.tasks import Failure, Tasks, first_of
 
 
 async def test_failures_are_reported_and_cancellation_is_none() -> None:
@@ -97,3 +97,37 @@ async def test_the_first_failure_ends_the_others_and_a_cancellation_is_never_los
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == ["one", "two", "three"]
+
+
+async def test_a_helper_that_returns_ends_nothing_and_one_that_fails_ends_all() -> None:
+    ended: list[str] = []
+
+    async def wait(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    async def work() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ConnectionError("the stream broke")
+
+    await first_of(work(), helpers=[asyncio.sleep(0), wait("helper")])
+    assert ended == ["helper"]
+    with pytest.raises(ConnectionError):
+        await first_of(wait("main"), helpers=[asyncio.sleep(0), fail()])
+    assert ended == ["helper", "main"]
+
+
+async def test_a_failure_is_raised_once() -> None:
+    failure = Failure()
+    failure.raise_unseen()
+    failure.set(ValueError("x"))
+    with pytest.raises(ValueError, match="x"):
+        failure.raise_unseen()
+    assert isinstance(await failure.take(), ValueError)
+    failure.raise_unseen()

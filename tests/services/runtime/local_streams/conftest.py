@@ -42,7 +42,7 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> float:
 async def serving(handler: Handler, path: Path) -> AsyncIterator[LocalServer]:
     """One method, of bytes."""
 
-    async def find(method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
+    def find(method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
         return grpc.stream_stream_rpc_method_handler(handler) if method == METHOD else None
 
     server = LocalServer(str(path), find, LIMIT)

@@ -165,7 +165,7 @@ class EngineMetrics:
 
     def _reading(self, name: str, text: str, read: Callable[[], float]) -> None:
         labels = dict(zip(_LABELS, self._labels, strict=True))
-        process_metrics.counter_reading(self._registry, name, text, labels, read)
+        process_metrics.fast_counter(self._registry, name, text, labels, read)
 
     def _counter(self, name: str, text: str) -> Counter:
         return process_metrics.counter(self._registry, name, text, _LABELS).labels(*self._labels)

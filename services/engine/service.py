@@ -13,9 +13,9 @@ from tokenloom.engine_core.process.core_launch import CORE_COMMAND
 from tokenloom.engine_core.wire.messages import CoreReady
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, Unavailable
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.token_cost import cpu_seconds_of, show_token_cost
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.services.runtime.telemetry import process_metrics
+from tokenloom.services.runtime.telemetry.process_metrics import cpu_seconds_of, show_token_cost
 from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc, types_pb2
 
 from .control.engine_admin import EngineAdminServicer

@@ -91,7 +91,8 @@ class Edge(grpc.GenericRpcHandler):
         checks_caller = self._check_caller is not None and not method.startswith(OPEN_SERVICE)
         admit = partial(self._check_caller, method) if self._check_caller and checks_caller else None
         behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        guard = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded
+        if inspect.isasyncgenfunction(behaviour):
+            behaviour = writing(behaviour)
         if self._tracer is not None and handler.unary_unary is not None:
             behaviour = _traced(behaviour, method, self._tracer)
         # gRPC answers a failing deserializer itself, with its own text and a traceback in the log: the guard decodes.
@@ -99,7 +100,7 @@ class Edge(grpc.GenericRpcHandler):
         if handler.request_streaming:
             decode = partial(_Messages, decode)
         make = _MAKERS[handler.request_streaming, handler.response_streaming]
-        return make(guard(behaviour, decode, admit), None, handler.response_serializer)
+        return make(_guarded(behaviour, decode, admit), None, handler.response_serializer)
 
 
 def _refusing(error: errors.TokenloomError) -> _Handler:
@@ -129,24 +130,13 @@ def _guarded(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None)
     return call
 
 
-def _guarded_generator(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None) -> Any:
-    """Guard a handler that yields its responses instead of writing them to the context."""
+def writing(behaviour: Any) -> Any:
+    """Make a handler that yields its responses one that writes them to its context."""
 
-    async def call(request: Any, context: _Context) -> Any:
-        try:
-            if admit is not None:
-                admit(context)
-            try:
-                request = decode(request)
-            except DecodeError:
-                raise _damaged() from None
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
-                    yield response
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            await errors.abort(context, error)
+    async def call(request: Any, context: _Context) -> None:
+        async with aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
 
     return call
 

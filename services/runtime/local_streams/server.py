@@ -1,10 +1,8 @@
 """Serves local streams with the handlers that gRPC serves too."""
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Callable
-from contextlib import aclosing
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -20,7 +18,8 @@ from .frames import Kind, Metadata, Status, encode_status
 log = logging.getLogger(__name__)
 
 FindHandler: TypeAlias = "Callable[[str], grpc.RpcMethodHandler[Any, Any] | None]"
-"""Returns the handler of a method, given its full name. The handler gets the messages' bytes and decodes them."""
+"""Returns the handler of a method, given its full name. It decodes the requests itself and writes its
+responses to its context, as :class:`Edge`'s handlers do."""
 
 _LEAVE_SECONDS = 0.25
 """Time for callers to read the last status before their connection is cut."""
@@ -37,20 +36,20 @@ class LocalServer:
         self._calls: set[_ServerCall] = set()  # one for each connection
         self._tasks = Tasks(_log_failure)
         self._server: asyncio.AbstractServer | None = None
-        self._file: sockets.SocketFile | None = None
+        self._inode = 0
 
     async def open(self) -> None:
         """Bind the socket. Raises ``OSError`` when that fails."""
         listener = sockets.listen(self._path)
-        self._file = sockets.SocketFile(self._path)
+        self._inode = sockets.inode(self._path)
         self._server = await asyncio.get_running_loop().create_unix_server(self._accept, sock=listener)
 
     async def close(self, grace: float) -> None:
         """Stop accepting calls; those still running after ``grace`` seconds end with UNAVAILABLE. Idempotent."""
-        if self._server is None or self._file is None:
+        if self._server is None:
             return
         self._server.close()
-        self._file.remove()
+        sockets.remove(self._path, self._inode)
         if handlers := [call.handler for call in self._calls if call.handler is not None]:
             await asyncio.wait(handlers, timeout=grace)
         for call in self._calls:
@@ -162,11 +161,8 @@ class _ServerCall:
             return
         behaviour: Any = handler.stream_stream
         context = LocalContext(self.connection, handler.response_serializer or bytes, self._max_message_bytes)
-        running = behaviour(self.connection, context)
-        if inspect.isasyncgenfunction(behaviour):
-            running = _write_responses(running, context)
         self.connection.takes_messages = True
-        self.handler = self._tasks.spawn(running, name=f"local stream {method}")
+        self.handler = self._tasks.spawn(behaviour(self.connection, context), name=f"local stream {method}")
         self.handler.add_done_callback(self._on_done)
 
     def _on_done(self, handler: "asyncio.Task[None]") -> None:
@@ -177,12 +173,6 @@ class _ServerCall:
         else:  # an AbortError has sent its status
             _send_status(self.connection, grpc.StatusCode.INTERNAL, "internal error")
         self.connection.drop_messages()
-
-
-async def _write_responses(responses: Any, context: LocalContext) -> None:
-    async with aclosing(responses):
-        async for response in responses:
-            await context.write(response)
 
 
 def _send_status(connection: Connection, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> None:

@@ -1,7 +1,7 @@
 """Owned background tasks: none outlives its owner, none fails unseen."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 _CANCEL_SECONDS = 1.0
@@ -72,20 +72,14 @@ class Failure:
             raise self._error
 
 
-async def first_of(*waits: Coroutine[Any, Any, object], helpers: Sequence[Coroutine[Any, Any, object]] = ()) -> None:
-    """Run coroutines until the first of ``waits`` returns, then cancel the others.
-
-    ``helpers`` run alongside: that one of them returns ends nothing. Raises what the first failing one raised, as it
-    is. For tasks that outlive a call, use :class:`Tasks`.
-    """
-    mains = [asyncio.create_task(wait) for wait in waits]
-    tasks = [*mains, *map(asyncio.create_task, helpers)]
-    pending = set(tasks)
+async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Run coroutines until the first one returns or raises, cancel the others, and raise what the first one raised, as
+    it is. For tasks that outlive the call, use :class:`Tasks`."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
     try:
-        while not any(task.done() for task in mains):
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
         for task in tasks:
             task.cancel()

@@ -99,30 +99,6 @@ async def test_the_first_failure_ends_the_others_and_a_cancellation_is_never_los
     assert ended == ["one", "two", "three"]
 
 
-async def test_a_helper_that_returns_ends_nothing_and_one_that_fails_ends_all() -> None:
-    ended: list[str] = []
-
-    async def wait(name: str) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(name)
-
-    async def work() -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-    async def fail() -> None:
-        await asyncio.sleep(0)
-        raise ConnectionError("the stream broke")
-
-    await first_of(work(), helpers=[asyncio.sleep(0), wait("helper")])
-    assert ended == ["helper"]
-    with pytest.raises(ConnectionError):
-        await first_of(wait("main"), helpers=[asyncio.sleep(0), fail()])
-    assert ended == ["helper", "main"]
-
-
 async def test_a_failure_is_raised_once() -> None:
     failure = Failure()
     failure.raise_unseen()

@@ -13,7 +13,7 @@ import httpx
 from tokenloom.request import errors
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
-from tokenloom.services.runtime.host.host import SERVER_OPTIONS
+from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers import channels, hello
 from tokenloom.v1 import (

@@ -339,4 +339,4 @@ async def test_when_the_core_dies_every_live_request_hears_of_it(socket_dir: Pat
             assert error.retry_after is not None
         assert (await peer.status())[0] is grpc.StatusCode.UNAVAILABLE
         async with asyncio.timeout(30):
-            assert isinstance(await host.wait_failed(), errors.Unavailable), "not a bug: no traceback in the log"
+            assert isinstance(await host.failure.take(), errors.Unavailable), "not a bug: no traceback in the log"

@@ -41,7 +41,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
         self.host = host
         self.steps.append("start")
         await self.may_start.wait()
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self)
 
     async def drain(self) -> None:
         self.steps.append("drain")
@@ -209,7 +209,7 @@ async def test_a_failed_task_fails_the_host(settings: ServiceSettings) -> None:
     service = Example()
     async with running(service, settings) as host:
         host.spawn(fail(), name="fails")
-        assert str(await host.wait_failed()) == "core died"
+        assert str(await host.failure.take()) == "core died"
     assert service.steps == ["start", "stop"]  # nothing left to drain for
 
     with pytest.raises(RuntimeError, match="core died"):
@@ -234,7 +234,7 @@ async def test_a_traceback_is_for_bugs_only(settings: ServiceSettings, caplog: p
         caplog.clear()
         async with running(Example(), settings) as host:
             host.failed(error)
-            await host.wait_failed()
+            await host.failure.take()
         (record,) = (record for record in caplog.records if record.levelname == "ERROR")
         assert bool(record.exc_info) is is_bug
 

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from tokenloom.services.runtime.host import tasks as module
-from tokenloom.services.runtime.host.tasks import Tasks, first_of
+from tokenloom.services.runtime.host.tasks import Failure, Tasks, first_of
 
 
 async def test_failures_are_reported_and_cancellation_is_none() -> None:
@@ -97,3 +97,13 @@ async def test_the_first_failure_ends_the_others_and_a_cancellation_is_never_los
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == ["one", "two", "three"]
+
+
+async def test_a_failure_is_raised_once() -> None:
+    failure = Failure()
+    failure.raise_unseen()
+    failure.set(ValueError("x"))
+    with pytest.raises(ValueError, match="x"):
+        failure.raise_unseen()
+    assert isinstance(await failure.take(), ValueError)
+    failure.raise_unseen()

@@ -1,4 +1,4 @@
-"""Encoding in threads: a panic of the library is the caller's error, not the process's end."""
+"""Tests that a panic of the library becomes an error of the call and does not end the process."""
 
 from typing import Any, NoReturn
 

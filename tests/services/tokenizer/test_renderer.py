@@ -1,4 +1,4 @@
-"""A template can loop, eat memory or die: only its own request notices."""
+"""Tests that a template that loops, takes memory or dies affects only its own request."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
 from tests.engine_core.helpers import make_config, make_worker
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 

@@ -4,8 +4,8 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from tokenloom.engine_core.control.utilities import Utilities, UtilityCall
-from tokenloom.engine_core.wire.messages import UtilityOutput
+from tokenloom.engine_core.control.core_calls import Utilities
+from tokenloom.engine_core.wire.messages import UtilityCall, UtilityOutput
 from tokenloom.engine_core.wire.serialization import from_raw, to_raw
 
 
@@ -40,7 +40,7 @@ def test_arguments_become_the_types_that_the_method_annotates() -> None:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (make_call("eval", "1 + 1"), r"no utility 'eval'; there are \['fail', 'width'\]"),
+        (make_call("eval", "1 + 1"), r"unknown utility 'eval'; use one of fail, width"),
         (make_call("width", {"low": "a", "high": 1}), "width: Expected `int`, got `str`"),
         (make_call("width"), "width: missing a required argument: 'range'"),
         (make_call("fail", "no disk"), "fail: no disk"),

@@ -36,7 +36,7 @@ class CoordinatorService:
             registry=host.metrics,
         )
         self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks)
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self.servicer)
         host.spawn(self.servicer.publish(), name="publish")
 
     async def drain(self) -> None:

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tokenloom.services.runtime.host.token_cost import show_token_cost
 from tokenloom.services.runtime.telemetry import fast_metrics
-from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
+from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS, show_token_cost
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 

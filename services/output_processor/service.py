@@ -62,7 +62,7 @@ class OutputProcessorService:
         self._draining.push_async_callback(requests.drain)
         host.spawn(placer.run(), name="coordinator")
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        add_OutputProcessorServicer_to_server(_Servicer(hello, requests), host.server)
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests))
 
     async def drain(self) -> None:
         await self._draining.aclose()

@@ -44,7 +44,7 @@ class TokenizerService:
             )
             await self._renderer.start()
         servicer = TokenizerServicer(self._encoder, self._renderer, answer, Metrics(host.metrics))
-        add_TokenizerServicer_to_server(servicer, host.server)
+        host.add_servicer(add_TokenizerServicer_to_server, servicer)
 
     async def drain(self) -> None:
         """Do nothing: the server lets running calls end, and nothing is kept between calls."""

@@ -41,7 +41,7 @@ from tokenloom.v1.types_pb2 import EngineRole, FinishReason, ModelLimits, Prompt
 VOCAB_SIZE = 2048
 LIMITS = ModelLimits(max_model_len=1024, vocab_size=VOCAB_SIZE)
 STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
-SOON = 5.0  # bound of every wait: a hang is a failure
+SOON = 30.0  # bound of every wait: a hang is a failure
 
 
 class EngineStream:

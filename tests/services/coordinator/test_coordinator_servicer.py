@@ -1,4 +1,4 @@
-"""Join, Pick, PickStream and Watch over a unix socket."""
+"""Tests Join, Pick, PickStream and Watch over a unix socket."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A coordinator and an engine that do as they are told, and the gateway's side of a stream."""
+"""Fakes of a coordinator and an engine that tests control, and the gateway's side of a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -145,7 +145,7 @@ class FakeEngine(EngineServicer):
 
 
 class FakeCoordinator(CoordinatorServicer):
-    """Picks the first engine of the leg's role that is not excluded, or of any; or fails as told."""
+    """Picks the first engine of the leg's role that is not excluded, or of any; or fails with ``error``."""
 
     def __init__(self, engines: Sequence[EngineIdentity], roles: Sequence[EngineRole]) -> None:
         self.engines = list(engines)

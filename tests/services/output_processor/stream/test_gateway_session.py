@@ -1,4 +1,4 @@
-"""The contract of ``OutputProcessor.Process`` from the gateway's side, with an engine and a coordinator that obey."""
+"""Tests the contract of ``OutputProcessor.Process`` from the gateway's side, with a fake engine and coordinator."""
 
 import asyncio
 

@@ -19,7 +19,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
 def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Callable[[], int]) -> KVCacheConfig:
     """Compute the number of blocks and the context length.
 
-    ``available_memory`` does the worker's profile run and returns bytes; it is called only if no setting gives the size.
+    ``available_memory`` does the worker's profile run and returns bytes; called only if no setting fixes the size.
     Raises ``ValueError``, naming the setting, if no request fits, or the longest one that is configured does not.
     """
     _check_settings(config, model)

@@ -161,5 +161,5 @@ def test_weights_are_replaced_only_when_nobody_runs(tmp_path: Path) -> None:
     core.resume()
     assert tokens_of(finish(core)["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
-    with pytest.raises(ValueError, match="vocab_size is 5 there"):
+    with pytest.raises(ValueError, match="vocab_size is 5 in the checkpoint"):
         core.sleeping.reload_weights(str(tmp_path))

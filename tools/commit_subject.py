@@ -1,4 +1,4 @@
-"""Check the first line of a commit message: ``python tools/commit_subject.py FILE`` exits with status 1 if it is bad."""
+"""Check the first line of a commit message: ``python tools/commit_subject.py FILE`` exits with 1 if it is bad."""
 
 import sys
 from collections.abc import Sequence

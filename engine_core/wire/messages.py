@@ -56,7 +56,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Lower runs first; other than 0 only with the scheduling policy ``priority``."""
     cache_salt: bytes = b""
     """Part of every block hash of this request; requests of different salts never share blocks."""
-    client_index: int = 0
     lease_id: bytes = b""
     """Prefill leg: offer the KV under this lease when first scheduled, end as PREFILLED after the first token."""
     remote_kv: KVTarget | None = None

@@ -1,4 +1,4 @@
-"""The engine's ``Join`` stream: reports when a count changes, re-joins whenever the coordinator comes back."""
+"""Keeps the engine's ``Join`` stream: reports changed counts, and joins again when the coordinator comes back."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from .load import LoadTracker
 log = logging.getLogger(__name__)
 
 MIN_REPORT_SECONDS = 0.03
-"""Between two reports. The coordinator counts its picks itself, at once: what it hears late is that requests ended."""
+"""Minimum time between two reports. The coordinator counts its own picks at once; only ends are reported later."""
 MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
@@ -30,12 +30,12 @@ _Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coor
 
 
 class CoordinatorLink:
-    """Keeps the engine in the coordinator's registry for as long as :meth:`run` runs."""
+    """Keeps the engine in the coordinator's registry while :meth:`run` runs."""
 
     def __init__(
         self, channel: grpc.aio.Channel, identity: Identity, load: LoadTracker, role: types_pb2.EngineRole
     ) -> None:
-        """``channel``: to the coordinator; closed with :meth:`run`."""
+        """``channel``: the channel to the coordinator; :meth:`run` closes it."""
         self._channel = channel
         self._identity = identity
         self._load = load
@@ -45,28 +45,28 @@ class CoordinatorLink:
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
 
     def set_role(self, role: types_pb2.EngineRole) -> None:
-        """Tells the coordinator which legs the engine takes."""
+        """Report to the coordinator which legs the engine takes."""
         self._role = role
         self._load.changed.set()
 
     def set_state(self, state: coordinator_pb2.EngineState) -> None:
-        """Tells the coordinator where the engine is in its life."""
+        """Report to the coordinator whether the engine serves, drains or is dead."""
         self._state = state
         self._load.changed.set()
 
     def rejoin(self) -> None:
-        """The identity changed: joins anew with it."""
+        """Join again, because the identity has changed."""
         self._is_outdated = True
         self._load.changed.set()
 
     async def wait_joined(self) -> None:
-        """Returns once the coordinator knows the engine, and from then on at once: one that it has lost comes back."""
+        """Wait until the engine has joined for the first time."""
         await self._joined.wait()
 
     async def run(self, on_drain: Callable[[float], None]) -> None:
-        """Joins, and joins again; returns only when a newer engine of this name has joined.
+        """Join, and join again after failures. Returns only if a newer engine of this name has joined.
 
-        ``on_drain`` gets the seconds of grace when the coordinator asks the engine to leave.
+        ``on_drain`` is called with the seconds of grace when the coordinator asks the engine to drain.
         """
         backoff = MIN_BACKOFF_SECONDS
         async with self._channel as channel:
@@ -76,18 +76,19 @@ class CoordinatorLink:
                 try:
                     await self._join(stub.Join(), on_drain)
                 except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
-                    error = of_exception(cause) if not isinstance(cause, TimeoutError) else Unavailable("no answer")
+                    is_silent = isinstance(cause, TimeoutError)
+                    error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
                 if isinstance(error, Aborted):
-                    log.error("left the coordinator's registry: %s", error.message)
+                    log.error("removed from the coordinator's registry: %s", error.message)
                     return
                 if time.monotonic() - joined_at > MAX_BACKOFF_SECONDS:
                     backoff = MIN_BACKOFF_SECONDS
-                log.info("not in the coordinator's registry (%s), joining again", error.message)
+                log.info("not in the coordinator's registry (%s); joining again", error.message)
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
 
     async def _join(self, call: _Call, on_drain: Callable[[float], None]) -> NoReturn:
-        """One stream, until it fails."""
+        """Keep one stream until it fails."""
         self._is_outdated = False
         try:
             first = self._report()
@@ -101,7 +102,7 @@ class CoordinatorLink:
             self._joined.set()
             await first_of(self._write_reports(call), _read_commands(call, on_drain))
         finally:
-            call.cancel()  # leaving a stream does not end it
+            call.cancel()  # gRPC does not end a stream that is merely dropped
         raise AssertionError("neither task returns")
 
     async def _write_reports(self, call: _Call) -> NoReturn:
@@ -112,18 +113,18 @@ class CoordinatorLink:
             except TimeoutError:
                 pass
             if self._is_outdated:
-                raise Unavailable("the engine serves something else now")
+                raise Unavailable("the engine's identity changed")
             await _write(call, self._report())
-            await asyncio.sleep(MIN_REPORT_SECONDS)  # what changes meanwhile goes as one
+            await asyncio.sleep(MIN_REPORT_SECONDS)  # changes within this time make one report
 
     def _report(self) -> coordinator_pb2.EngineReport:
-        """One consistent view: a pick and the request that it placed are in the same report."""
+        """Return a consistent report: a pick and the request that it placed are in the same one."""
         self._load.changed.clear()
         load = self._load.snapshot()
-        is_held = self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING
+        is_paused = self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING
         return coordinator_pb2.EngineReport(
             role=self._role,
-            state=coordinator_pb2.ENGINE_STATE_PAUSED if is_held else self._state,
+            state=coordinator_pb2.ENGINE_STATE_PAUSED if is_paused else self._state,
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
@@ -142,7 +143,7 @@ async def _read_commands(call: _Call, on_drain: Callable[[float], None]) -> NoRe
 
 
 async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:
-    """To a call that is over nothing is written; reading from it says why."""
+    """Write a report, unless the call has ended; reading from the call then raises the reason."""
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.write(report)
 

@@ -1,4 +1,4 @@
-"""What an engine reports of itself: to its peers, to the coordinator and to an operator."""
+"""Describes an engine to its peers, to the coordinator and to operators."""
 
 import socket
 from pathlib import Path
@@ -12,18 +12,22 @@ from .engine_settings import EngineSettings
 
 
 class Identity:
-    """An engine, as others see it.
+    """Describes one engine.
 
     Attributes:
-        fingerprint: What it serves; its ``weights`` change when they are reloaded.
-        limits: Of the requests that it takes.
+        fingerprint: Identifies the model and its numerics; ``weights`` changes when weights are reloaded.
+        limits: Limits of the requests that the engine accepts.
     """
 
     def __init__(
         self, settings: EngineSettings, ready: CoreReady, fingerprint: types_pb2.Fingerprint, epoch: int, address: str,
         kv_address: str,
     ) -> None:  # fmt: skip
-        """``address``: where peers reach it; ``kv_address``: where readers reach its KV, empty for nowhere."""
+        """
+        Args:
+            address: Where peers reach the engine.
+            kv_address: Where other engines read its KV; empty if it serves none.
+        """
         self.fingerprint = fingerprint
         self.limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

@@ -1,4 +1,4 @@
-"""How busy the engine is, and whether it takes another request: one consistent view, taken by its front."""
+"""Tracks how busy the engine is, and decides whether it accepts another request."""
 
 import asyncio
 from collections import deque
@@ -10,12 +10,12 @@ from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.v1 import engine_pb2
 
 MAX_PICKS = 4096
-"""Picks to acknowledge: those of a time without a coordinator mean nothing to the next one, the newest are kept."""
+"""Bound of the picks to acknowledge; the newest are kept. A coordinator ignores picks made before it started."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """As in ``EngineReport``."""
+    """Holds the counts of an ``EngineReport``."""
 
     waiting: int
     running: int
@@ -26,18 +26,19 @@ class Load:
 
 
 class LoadTracker:
-    """Joins what the front accepted with what the core last said: waiting is all that was accepted and does not run.
+    """Combines the requests that the front accepted with the core's latest statistics. A request counts as waiting from
+    its acceptance until it runs.
 
     Attributes:
-        changed: Set when the counts may have changed; whoever reports clears it.
+        changed: Set when the counts may have changed; cleared when they are reported.
         num_live: Requests that were accepted and have not ended.
-        is_paused: An operator holds the engine still.
-        stats: The core's last word.
-        step: Of the core's loop.
+        is_paused: Whether an operator has paused the engine.
+        stats: The core's latest statistics.
+        step: Steps that the core has executed.
     """
 
     def __init__(self, max_live: int) -> None:
-        """``max_live``: accepted requests at most, waiting ones included."""
+        """``max_live``: limit of live requests, waiting ones included."""
         self.changed = asyncio.Event()
         self.num_live = 0
         self.is_paused = False
@@ -46,51 +47,54 @@ class LoadTracker:
         self._max_live = max_live
         self._refusal = ""
         self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
-        self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role
+        self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role and the like
         self._num_covered = 0
-        # Prompt tokens of requests that the statistics do not cover: all are live.
+        # Prompt tokens of live requests that the core's statistics do not cover yet.
         self._uncovered: deque[int] = deque()
 
     def started(self, num_blocks: int) -> None:
-        """The core is up, with all its blocks free."""
+        """Note that the core is up, with all its blocks free."""
         self.stats = SchedulerStats(num_free_blocks=num_blocks)
 
     def set_paused(self, is_paused: bool) -> None:
-        """A pause began or ended."""
+        """Note that a pause began or ended."""
         self.is_paused = is_paused
         self.changed.set()
 
     def refuse_new(self, reason: str) -> None:
-        """From now on every new request is answered UNAVAILABLE with ``reason``."""
+        """Refuse every new request from now on: UNAVAILABLE with ``reason``."""
         self._refusal = reason
 
     def admit(self, add: engine_pb2.AddRequest) -> None:
-        """Raises ``Unavailable`` or ``ResourceExhausted``. The coordinator learns in any case that its pick arrived."""
+        """Check that the engine accepts a request, and record the coordinator's pick in any case.
+
+        Raises ``Unavailable`` or ``ResourceExhausted``.
+        """
         if add.HasField("pick"):
             self._picks.append(add.pick)
             self.changed.set()
         if self._refusal:
             raise Unavailable(self._refusal)
         if self.num_live >= self._max_live:
-            raise ResourceExhausted(f"the engine has {self.num_live} requests, which is all it takes")
+            raise ResourceExhausted(f"the engine is full: it has {self.num_live} requests (max_num_seqs + max_waiting)")
 
     def accepted(self) -> None:
-        """A request was accepted."""
+        """Count a request that was accepted."""
         self.num_live += 1
         self.changed.set()
 
     def handed_over(self, num_prompt_tokens: int) -> None:
-        """An accepted request is on its way to the core."""
+        """Count an accepted request that was sent to the core."""
         self._uncovered.append(num_prompt_tokens)
 
     def ended(self) -> None:
-        """An accepted request was answered or dropped."""
+        """Count an accepted request that was answered or dropped."""
         self.num_live -= 1
         self.changed.set()
         self._wake()
 
     def observe(self, outputs: EngineCoreOutputs) -> None:
-        """A step's outputs came from the core."""
+        """Take the statistics of a step's outputs."""
         self.step = max(self.step, outputs.step)
         while self._uncovered and self._num_covered < outputs.num_requests_added:
             self._uncovered.popleft()
@@ -102,14 +106,14 @@ class LoadTracker:
             self._wake()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Returns once ``holds`` does; it is asked again whenever a request ended or the core said something new."""
+        """Wait until ``holds`` returns true. It is called whenever a request ends or the core sends statistics."""
         while not holds():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     def snapshot(self) -> Load:
-        """As it is now."""
+        """Return the present counts."""
         stats = self.stats
         running = min(stats.num_running, self.num_live)
         return Load(
@@ -122,7 +126,7 @@ class LoadTracker:
         )
 
     def take_picks(self) -> list[engine_pb2.PickId]:
-        """The coordinator's picks that arrived since the last call."""
+        """Return the coordinator's picks that arrived since the last call."""
         picks = list(self._picks)
         self._picks.clear()
         return picks

@@ -1,4 +1,4 @@
-"""One engine that serves, and what concerns several of its parts: draining, its end, and changes that peers see."""
+"""Runs one engine: starts the tasks of its parts, drains and ends it, and publishes changes that peers see."""
 
 import asyncio
 import logging
@@ -22,16 +22,16 @@ from .streams.engine_servicer import EngineServicer
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
-"""How long peers may take to read the last frames of an engine that ends."""
+"""How long peers may take to read the last frames when the engine ends."""
 
 
 @dataclass(frozen=True)
 class RunningEngine:
-    """The parts of an engine.
+    """Joins the parts of an engine.
 
     Attributes:
-        kv: None: it moves no KV.
-        coordinator: None: it is in no registry.
+        kv: None if the engine moves no KV.
+        coordinator: None if the engine has no coordinator.
     """
 
     host: Host
@@ -44,7 +44,7 @@ class RunningEngine:
     coordinator: CoordinatorLink | None
 
     def spawn(self) -> "asyncio.Task[NoReturn]":
-        """Start the tasks of all parts. The one that is returned fails the host when the core is dead."""
+        """Start the tasks of all parts. The returned one runs the core's link and fails the host when the core dies."""
         self.host.spawn(self.core.run_aborts(), name="engine-aborts")
         if self.kv is not None:
             self.host.spawn(self.kv.run(), name="engine-kv")
@@ -53,20 +53,20 @@ class RunningEngine:
         return self.host.spawn(self._run_core(), name="engine-core")
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when the live ones are answered and other engines have read their KV."""
-        self._leave("the engine is draining; another may take the request", coordinator_pb2.ENGINE_STATE_DRAINING)
+        """Refuse new requests, and return when the live ones are answered and all leases have ended."""
+        self._leave("the engine is draining; retry the request", coordinator_pb2.ENGINE_STATE_DRAINING)
         if self.pause.leave():
-            self.streams.fail_live(Unavailable("the engine leaves while paused; another may take the request"))
+            self.streams.fail_live(Unavailable("the engine is draining while paused; retry the request"))
         await self.streams.idle()
         await self.leases_ended()
 
     async def end_streams(self, reason: str) -> None:
-        """Answer everything that is live, and all that comes, with UNAVAILABLE."""
+        """Answer all live and all new requests with UNAVAILABLE, and end the streams."""
         self._leave(reason, coordinator_pb2.ENGINE_STATE_DEAD)
         await self.streams.close(Unavailable(reason), CLOSE_SECONDS)
 
     async def leases_ended(self) -> None:
-        """Return once no KV is held, nor about to be held, for other engines."""
+        """Wait until no KV is held, or about to be held, for other engines."""
         if self.kv is not None:
             await self.kv.leases_ended()
 
@@ -77,17 +77,17 @@ class RunningEngine:
             self.coordinator.set_role(role)
 
     async def publish_weights(self, weights: bytes) -> None:
-        """Report the fingerprint of other weights, which are served from now on: peers see it when they reconnect."""
+        """Report the fingerprint of new weights. Streams are ended, because peers learn it when they connect."""
         self.identity.fingerprint.weights = weights
         if self.coordinator is not None:
             self.coordinator.rejoin()
-        await self.streams.close(Unavailable("the engine has other weights now"), CLOSE_SECONDS)
+        await self.streams.close(Unavailable("the engine's weights were replaced; reconnect"), CLOSE_SECONDS)
 
     async def _run_core(self) -> NoReturn:
         try:
             await self.core.run()
         except EngineDeadError as error:
-            await self.end_streams("the engine failed; another may take the request")
+            await self.end_streams("the engine failed; retry the request")
             raise Unavailable(str(error)) from None
 
     def _leave(self, reason: str, state: coordinator_pb2.EngineState) -> None:
@@ -96,7 +96,7 @@ class RunningEngine:
             self.coordinator.set_state(state)
 
     def _on_drain(self, grace: float) -> None:
-        """The coordinator wants the engine to leave: it finishes what it has, and stays there until it is stopped."""
+        """Drain at the coordinator's request. The process stays up until it is stopped."""
         self.host.spawn(self._drain_within(grace), name="engine-drain")
 
     async def _drain_within(self, grace: float) -> None:

@@ -1,4 +1,4 @@
-"""The engine as a service: a core, its front, and the place in the coordinator's registry."""
+"""The engine service: starts a core and its front, and joins the coordinator."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineService:
-    """One engine. Its front serves gRPC in this process; the core computes in another, unless a ``client`` is given."""
+    """Serves one engine. Its front runs in this process; the core runs in another, unless a ``client`` is given."""
 
     def __init__(self, settings: EngineSettings, client: AsyncClient | None = None) -> None:
         self._settings = settings
@@ -35,10 +35,9 @@ class EngineService:
         self._drain: Callable[[], Awaitable[None]] = _nothing
 
     async def start(self, host: Host) -> RunningEngine:
-        """Bring the core up, serve, and return when the coordinator, if there is to be one, knows the engine.
+        """Start the core, serve, and return when the engine has joined its coordinator, if it has one.
 
-        Raises ``InvalidArgument`` for a model or settings that no start would accept, ``FailedPrecondition`` for
-        another failure of the core.
+        Raises ``InvalidArgument`` for a wrong model or setting, ``FailedPrecondition`` for another failure of the core.
         """
         engine = await _start(self._settings, self._client, host, self._undo)
         self._drain = engine.drain
@@ -48,11 +47,11 @@ class EngineService:
         return engine
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when the live ones are answered and other engines have read their KV."""
+        """Refuse new requests, and return when the live ones are answered and all leases have ended."""
         await self._drain()
 
     async def stop(self) -> None:
-        """Answer what is still live with UNAVAILABLE and end the core. Idempotent."""
+        """Answer live requests with UNAVAILABLE and end the core. Idempotent."""
         await self._undo.aclose()
 
 
@@ -84,7 +83,7 @@ async def _start(
     undo.push_async_callback(engine.end_streams, "the engine has stopped")
     engine_pb2_grpc.add_EngineServicer_to_server(engine.streams, host.server)
     engine_pb2_grpc.add_EngineAdminServicer_to_server(EngineAdminServicer(engine, BY_NAME[settings.role]), host.server)
-    undo.callback(engine.spawn().cancel)  # first of all, so that the end of the core is no failure
+    undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
 
 
@@ -98,4 +97,4 @@ def _link_coordinator(
 
 
 async def _nothing() -> None:
-    """Drain an engine that has not started."""
+    """Drain an engine that was not started."""

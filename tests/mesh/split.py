@@ -123,7 +123,7 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
         return AsyncInprocClient(config, UniProcExecutor(worker), transports)
-    from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker  # the other tests need no torch
+    from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
 
     return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
 

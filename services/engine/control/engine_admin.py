@@ -1,4 +1,4 @@
-"""The ``EngineAdmin`` service: what an operator asks of one engine."""
+"""Serves ``EngineAdmin``: operations on one engine."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .weights import Weights
 
 
 class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
-    """Errors are raised; the edge makes statuses of them."""
+    """Passes each call to the part that performs it. Errors are raised; the servicer edge turns them into statuses."""
 
     def __init__(self, engine: RunningEngine, role: types_pb2.EngineRole) -> None:
         """``role``: the one that the engine starts with."""
@@ -41,7 +41,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     ) -> engine_pb2.ResetPrefixCacheResponse:
         if not await self._core.call("reset_prefix_cache", request.preempt_running):
             raise FailedPrecondition(
-                "requests are running; the cache can be reset when none is, or with preempt_running"
+                "requests are running; wait until none is, or set preempt_running to reset the cache now"
             )
         return engine_pb2.ResetPrefixCacheResponse()
 
@@ -57,7 +57,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         self, request: engine_pb2.WatchKVEventsRequest, context: Any
     ) -> None:
         if self._core.kv_events is None:
-            raise FailedPrecondition("the engine tells no KV events; it does with --kv-events")
+            raise FailedPrecondition("KV events are off; start the engine with --kv-events")
         sequence = request.from_sequence if request.HasField("from_sequence") else None
         async for batch in self._core.kv_events.follow(sequence):
             await context.write(batch)
@@ -66,7 +66,7 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         if request.role not in types_pb2.EngineRole.values() or not request.role:
             raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
         if self._engine.kv is None:
-            raise FailedPrecondition("the engine moves no KV: it can only take whole requests", field="role")
+            raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
         await self._role.change(request.role)
         return engine_pb2.SetRoleResponse()
 

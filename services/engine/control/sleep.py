@@ -1,4 +1,4 @@
-"""The engine asleep: paused for the mesh, its memory given back by the core."""
+"""Puts the engine to sleep and wakes it: the mesh sees a pause, and the core releases its memory."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,17 @@ _TAGS = {engine_pb2.WAKE_TAG_WEIGHTS: "weights", engine_pb2.WAKE_TAG_KV_CACHE: "
 
 
 class Sleep:
-    """The one way to send the core of this engine to sleep: nobody else does, or the mesh would not know."""
+    """Puts the core to sleep. No other code calls the core's ``sleep``, so the mesh always knows the state."""
 
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
 
     async def begin(self, level: int, mode: engine_pb2.PauseMode) -> None:
-        """Returns when memory is given back; leases end before, of themselves when ``mode`` is to wait. Cancelled
-        before that, the engine stays paused.
+        """Pause, and return when memory has been released. Leases end first; if ``mode`` is WAIT, they end normally. If
+        cancelled before that, the engine stays paused.
 
-        Raises ``InvalidArgument`` for an unknown level or mode, ``FailedPrecondition`` when asleep in another level, or
-        as :meth:`Pause.begin`, ``Unavailable`` when the core is dead.
+        Raises ``InvalidArgument`` for an unknown level or mode, ``FailedPrecondition`` if the engine sleeps at another
+        level, or as :meth:`Pause.begin`, ``Unavailable`` if the core is dead.
         """
         if level not in LEVELS:
             raise InvalidArgument(f"level must be 0, 1 or 2, not {level}", "level")
@@ -33,12 +33,12 @@ class Sleep:
         await self._engine.core.call("sleep", level, MODES[mode].value)
 
     async def end(self, tags: Sequence[engine_pb2.WakeTag]) -> None:
-        """Wakes what ``tags`` name, all if there are none; with the last part, requests go on.
+        """Wake the parts that ``tags`` name, all if empty. Requests resume when the last part is awake.
 
-        Raises ``InvalidArgument`` for an unknown tag, ``FailedPrecondition`` when the weights cannot be the same again.
+        Raises ``InvalidArgument`` for an unknown tag, ``FailedPrecondition`` if the weights cannot be restored.
         """
         if any(tag not in _TAGS for tag in tags):
-            raise InvalidArgument("tags may be WEIGHTS and KV_CACHE", "tags")
+            raise InvalidArgument("tags must be WEIGHTS or KV_CACHE", "tags")
         if not await self.is_sleeping():
             return
         await self._engine.core.call("wake_up", [_TAGS[tag] for tag in tags] or None)
@@ -46,5 +46,5 @@ class Sleep:
             await self._engine.pause.end()
 
     async def is_sleeping(self) -> bool:
-        """From the core's :meth:`begin` on until everything is awake."""
+        """Return whether any part of the core is asleep."""
         return bool(await self._engine.core.call("is_sleeping"))

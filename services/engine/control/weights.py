@@ -1,4 +1,4 @@
-"""The engine's weights while it serves: taken from another checkpoint, and made known by their fingerprint."""
+"""Replaces the weights of an engine that serves, and publishes their fingerprint."""
 
 import asyncio
 from pathlib import Path
@@ -11,18 +11,18 @@ from ..running_engine import RunningEngine
 
 
 class Weights:
-    """Replaces the core's weights and tells the mesh."""
+    """Loads the weights of another checkpoint into the core, one reload at a time."""
 
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
         self._changing = asyncio.Lock()
 
     async def reload(self, path: str) -> None:
-        """Takes the weights of the checkpoint directory ``path``, paused or with nobody live. Goes on when cancelled:
-        the core and the mesh must not believe different things.
+        """Load the weights of the checkpoint directory ``path``. The engine must be paused, or have no live requests.
+        The reload continues if the call is cancelled, so that the core and the mesh agree on the weights.
 
-        Raises ``InvalidArgument`` for a path that is no checkpoint, ``FailedPrecondition`` when requests are live, or
-        when the checkpoint does not fit: then everything is as before.
+        Raises ``InvalidArgument`` if the path is no checkpoint, ``FailedPrecondition`` if requests are live or the
+        checkpoint does not fit; then the weights stay as they are.
         """
         directory = Path(path)
         if not directory.is_absolute() or not (directory / "config.json").is_file():
@@ -43,7 +43,7 @@ class Weights:
         is_ours = self._engine.pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED
         if is_ours:
             if self._engine.load.num_live:
-                raise FailedPrecondition("requests are live: pause the engine first")
+                raise FailedPrecondition("requests are live; pause the engine first")
             await self._engine.pause.begin(engine_pb2.PAUSE_MODE_WAIT)
         try:
             weights = await asyncio.to_thread(checkpoint.weights_fingerprint, directory)

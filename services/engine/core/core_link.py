@@ -1,4 +1,4 @@
-"""The front's side of the engine core: requests in, and each step's outputs to the streams they belong to."""
+"""Passes requests to the engine core, and the outputs of each step to the streams that they belong to."""
 
 import asyncio
 import contextlib
@@ -23,17 +23,17 @@ from ..streams.attempts import Attempts
 
 log = logging.getLogger(__name__)
 
-_FAILED = "the engine failed; another may take the request"
+_FAILED = "the engine failed; retry the request"
 
 
 class CoreLink:
-    """Joins the streams of all peers to one core that has started.
+    """Connects the streams of all peers to one core that has started.
 
     Attributes:
-        client: Of the core.
-        ready: What the core reported of itself.
-        metrics: Those of the engine.
-        kv_events: Where the events of the prefix cache go; None: nowhere.
+        client: The client of the core.
+        ready: What the core reported when it had started.
+        metrics: The engine's metrics.
+        kv_events: Receives the events of the prefix cache; None if they are not published.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class CoreLink:
         logs_events: bool = False,
         tracer: Tracer | None = None,
     ) -> None:
-        """``logs_events``: whether the scheduler's events of requests are logged."""
+        """``logs_events``: whether the scheduler's events are logged for each request."""
         self.client = client
         self.ready = ready
         self.metrics = metrics
@@ -56,36 +56,36 @@ class CoreLink:
         self._tracer = tracer
         self._load = load
         self._live: dict[str, tuple[Attempt, Attempts]] = {}
-        self._aborts: list[str] = []  # keys to abort in the core: each was live, so as many as there may be
+        self._aborts: list[str] = []  # keys to abort in the core; bounded by the live requests
         self._aborts_waiting = asyncio.Event()
 
     @property
     def num_prefill_legs(self) -> int:
-        """Live attempts that will leave KV held for others."""
+        """The number of live attempts whose KV will be held for other engines."""
         return sum(1 for attempt, _ in self._live.values() if attempt.kv.lease_id)
 
     async def run(self) -> NoReturn:
-        """Distributes outputs until the core is dead: then raises ``EngineDeadError``."""
+        """Distribute outputs until the core dies. Raises ``EngineDeadError``."""
         while True:
             outputs = await self.client.get_output()
             self._distribute(outputs)
-            await asyncio.sleep(0)  # the frames go now, before the next output is asked for
+            await asyncio.sleep(0)  # lets the streams write their frames first
             self.metrics.observe_step(outputs)
             if outputs.kv_events and self.kv_events is not None:
                 self.kv_events.publish(outputs.kv_events)
 
     async def run_aborts(self) -> NoReturn:
-        """Sends aborts, those of one moment in one message: who ends attempts need not wait."""
+        """Send aborts to the core, several in one message, so that ending an attempt never waits."""
         while True:
             await self._aborts_waiting.wait()
             self._aborts_waiting.clear()
             keys, self._aborts = self._aborts, []
-            with contextlib.suppress(EngineDeadError):  # then there is nothing left to free
+            with contextlib.suppress(EngineDeadError):  # a dead core holds nothing
                 await self.client.abort_requests(keys)
 
     async def call(self, method: str, *args: object) -> object:
-        """Calls a utility of the core. Raises ``FailedPrecondition`` with the core's words, ``Unavailable`` when it is
-        dead."""
+        """Call a utility of the core. Raises ``FailedPrecondition`` with the core's message, ``Unavailable`` if the
+        core is dead."""
         try:
             return await self.client.call_utility(method, *args)
         except UtilityError as error:
@@ -94,12 +94,12 @@ class CoreLink:
             raise Unavailable("the engine failed") from None
 
     def open(self, attempt: Attempt, attempts: Attempts) -> None:
-        """Takes a live attempt's outputs to its stream's ``attempts`` from now on."""
+        """Pass the outputs of an attempt to its stream's ``attempts`` from now on."""
         self._live[attempt.key] = attempt, attempts
         self._load.accepted()
 
     async def hand_over(self, attempt: Attempt) -> None:
-        """Gives the core the request of an open attempt, unless that ended meanwhile. Raises ``Unavailable`` when the
+        """Send the request of an open attempt to the core, unless the attempt has ended. Raises ``Unavailable`` if the
         core is dead."""
         request, attempt.request = attempt.request, None
         if request is None:
@@ -111,27 +111,27 @@ class CoreLink:
         self._load.handed_over(attempt.tokens.prompt)
 
     async def accept(self, accept: AcceptTokens) -> None:
-        """Gives a request of the core its first tokens. Raises ``Unavailable`` when the core is dead."""
+        """Send the tokens of the prefill leg to the core. Raises ``Unavailable`` if the core is dead."""
         try:
             await self.client.accept_tokens(accept)
         except EngineDeadError:
             raise Unavailable(_FAILED) from None
 
     def fail(self, attempt: Attempt, error: TokenloomError) -> None:
-        """Ends an attempt that cannot go on, if it is still live."""
+        """Fail an attempt, if it is still live."""
         _, attempts = self._live.get(attempt.key, (None, None))
         if attempts is not None and attempts.fail(attempt.slot, error) is not None:
             self.end([attempt])
             attempts.notify()
 
     def drop_leases(self, keys: Iterable[str]) -> None:
-        """Nobody will read what finished prefills hold."""
+        """Release the KV that finished prefills hold."""
         self._aborts += keys
         if self._aborts:
             self._aborts_waiting.set()
 
     def end(self, attempts: Iterable[Attempt]) -> None:
-        """Forgets attempts that the front ended, and has the core free what they hold."""
+        """Forget attempts that the front has ended, and abort them in the core."""
         for attempt in attempts:
             if self._live.pop(attempt.key, None) is not None:
                 self._ended(attempt, time.monotonic())
@@ -140,14 +140,14 @@ class CoreLink:
             self._aborts_waiting.set()
 
     def _distribute(self, outputs: EngineCoreOutputs) -> None:
-        """One step's outputs, to every stream at once, so that each makes one frame of it."""
+        """Distribute the outputs of a step, then notify each stream once, so that it builds one frame."""
         self._load.observe(outputs)
         changed: set[Attempts] = set()
         now = time.monotonic()
         for output in outputs.outputs:
             entry = self._live.get(output.request_id)
             if entry is None:
-                continue  # ended by the front meanwhile
+                continue  # the front has ended it
             attempt, attempts = entry
             if self._logs_events:
                 log_events(attempt, output.events)

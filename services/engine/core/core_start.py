@@ -1,4 +1,4 @@
-"""Start an engine core, and the link to it: in a process of its own, unless the caller has a client already."""
+"""Starts an engine core and the link to it."""
 
 import functools
 import sys
@@ -17,11 +17,11 @@ from ..load import LoadTracker
 from .core_link import CoreLink
 
 CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.core_main")
-"""Starts a core's process."""
+"""Starts the process of a core."""
 
 
 def process_client(settings: EngineSettings, checkpoint: str) -> AsyncMPClient:
-    """Return the client of a core in a process of its own, which serves the directory ``checkpoint``."""
+    """Return the client of a core in a process of its own, for the checkpoint directory ``checkpoint``."""
     flags = ("--instance-id", settings.instance_id, "--log-level", settings.log_level)
     return AsyncMPClient(
         settings.engine_config(checkpoint), [*CORE_COMMAND, *flags, "--log-format", settings.log_format]
@@ -31,10 +31,9 @@ def process_client(settings: EngineSettings, checkpoint: str) -> AsyncMPClient:
 async def start_core(
     settings: EngineSettings, client: AsyncClient, load: LoadTracker, host: Host, name: str
 ) -> CoreLink:
-    """Bring the core up. ``name`` is the model's, for metrics.
+    """Start the core that ``client`` stands for. ``name`` is the model's name in metrics.
 
-    Raises ``InvalidArgument`` for a configuration or a checkpoint that no start would accept, ``FailedPrecondition``
-    for another failure of the core.
+    Raises ``InvalidArgument`` for a wrong configuration or checkpoint, ``FailedPrecondition`` for another failure.
     """
     if isinstance(client, AsyncMPClient):
         process_metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
@@ -56,7 +55,7 @@ async def start_core(
 
 
 def _show_token_costs(host: Host, metrics: EngineMetrics, client: AsyncClient) -> None:
-    """Of the front, and of the core where that is a process of its own."""
+    """Show the CPU time per token of the front, and of the core if it has a process of its own."""
 
     def num_tokens() -> int:
         return metrics.generation_tokens.value

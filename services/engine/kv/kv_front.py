@@ -1,4 +1,4 @@
-"""All of the front that has to do with KV of other engines, and with KV held for them."""
+"""Joins the front's parts that read KV from other engines and serve KV to them."""
 
 import socket
 
@@ -19,17 +19,17 @@ CLOSE_SECONDS = 0.25
 
 
 class KVFront:
-    """The KV port, the leases taken up elsewhere, and the line to the core's KV thread.
+    """Owns the KV port, the loads from other engines, and the link to the core's KV thread.
 
     Attributes:
-        owner: This engine, as the one that holds KV; None: it has no KV port.
-        address: Where others find the port; empty: there is none.
-        lease_seconds: How long a lease lasts that nobody takes up.
-        loads: What is read elsewhere.
+        owner: This engine as an owner of leased KV; None if it has no KV port.
+        address: Where other engines reach the KV port; empty without one.
+        lease_seconds: How long a lease lasts that no engine acquires.
+        loads: The loads from other engines.
     """
 
     def __init__(self, settings: EngineSettings, core: CoreLink, load: LoadTracker, host: Host) -> None:
-        """Binds the KV port; raises as :class:`KVServer`."""
+        """Bind the KV port. Raises as :class:`KVServer`."""
         self._core = core
         self._load = load
         self._link = KVLink(core.client)
@@ -53,17 +53,17 @@ class KVFront:
         self.loads = KVLoads(reader, core, self._link, self._registry, host.channels)
 
     async def run(self) -> None:
-        """Serves the port, until cancelled or the core is dead."""
+        """Serve the port until the core dies."""
         if self._server is not None:
             await self._server.start()
         await first_of(self._link.run(self.loads.on_verify), self._registry.run())
 
     async def leases_ended(self) -> None:
-        """Returns once nothing is held, nor about to be held, for others."""
+        """Wait until no KV is held, or about to be held, for other engines."""
         await self._load.until(lambda: not self._core.num_prefill_legs and not self._load.stats.num_leases)
 
     async def close(self) -> None:
-        """Ends what is read, and the port. Idempotent."""
+        """End the loads and close the port. Idempotent."""
         await self.loads.close()
         if self._server is not None:
             await self._server.close(CLOSE_SECONDS)

@@ -1,4 +1,4 @@
-"""One attempt at a request, as the engine's front knows it."""
+"""Describes one attempt at a request, as the engine's front sees it."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from tokenloom.services.runtime.telemetry.tracing import Headers
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of an attempt."""
+    """Counts the tokens of an attempt."""
 
     prompt: int
     accepted: int
-    """Of earlier attempts, or of the prefill leg."""
+    """Output tokens that earlier attempts or the prefill leg produced."""
     output: int
-    """So far, accepted ones included."""
+    """Output tokens so far, accepted ones included."""
 
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """When it came, and when it produced tokens: monotonic seconds, 0.0 for what did not happen yet."""
+    """Records when an attempt arrived and produced tokens: monotonic seconds, 0.0 for what has not happened yet."""
 
     arrival: float
     first_token: float = 0.0
@@ -31,11 +31,11 @@ class AttemptTimes:
 
 @dataclass(slots=True)
 class AttemptKV:
-    """What KV of another engine, or held for another, means to an attempt.
+    """Holds the state of an attempt whose KV is passed between engines.
 
     Attributes:
-        lease_id: Prefill leg: under which its KV will be held; else empty.
-        awaits_tokens: Decode leg: tokens of the prefill leg are still to come.
+        lease_id: Prefill leg: names the lease that will hold the KV. Empty for other attempts.
+        awaits_tokens: Decode leg: the tokens of the prefill leg have not arrived yet.
         wait_ns: Decode leg: time spent waiting for KV of another engine.
         on_end: Called once, when the attempt has ended.
     """
@@ -48,17 +48,17 @@ class AttemptKV:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One live attempt at a request.
+    """Describes one attempt at a request.
 
     Attributes:
-        slot: Its name on the stream.
-        key: Its name in the core.
-        request_id: The mesh's, for logs only.
-        trace_headers: Of the trace that it is a part of, if of any.
-        request: What the core is to get, until it has it.
-        deadline: Ends it when its time runs out.
-        saw_nans: A token of it was drawn from logits that were not all numbers.
-        finish_reason: None while it is live.
+        slot: Names the attempt on its stream.
+        key: Names the attempt in the core.
+        request_id: The request's id in the mesh; only logs use it.
+        trace_headers: Headers of the trace that the attempt belongs to; None without one.
+        request: The request for the core, until the core has it.
+        deadline: The timer that ends the attempt when its time has run out.
+        saw_nans: Whether a token was drawn from logits that contained NaN.
+        finish_reason: None while the attempt is live.
     """
 
     slot: int
@@ -74,7 +74,7 @@ class Attempt:
     finish_reason: FinishReason | None = None
 
     def ended(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the deadline and call ``on_end``, when the attempt has ended."""
         if self.deadline is not None:
             self.deadline.cancel()
         if self.kv.on_end is not None:

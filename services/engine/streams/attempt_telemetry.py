@@ -1,4 +1,4 @@
-"""What is recorded of one attempt besides metrics: its spans, and the scheduler's events in the log."""
+"""Records an attempt's spans, and logs the scheduler's events."""
 
 import logging
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def log_events(attempt: Attempt, events: Iterable[EngineCoreEvent]) -> None:
-    """One line each, in milliseconds since the attempt arrived: front and core read the same monotonic clock."""
+    """Log one line per event, in milliseconds since the attempt arrived: front and core read the same clock."""
     arrival_ms = attempt.times.arrival * 1e3
     for event in events:
         request_log = RequestLog(log, attempt.request_id, attempt.trace_headers)
@@ -21,9 +21,11 @@ def log_events(attempt: Attempt, events: Iterable[EngineCoreEvent]) -> None:
 
 
 def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: float) -> None:
-    """The spans of an attempt that has ended, from the times that the core told.
+    """Record the spans of an attempt that has ended, from the times that the core measured.
 
-    ``headers``: of the output processor's span. ``ended``: monotonic seconds.
+    Args:
+        headers: The headers of the output processor's span.
+        ended: Monotonic seconds.
     """
     times, tokens = attempt.times, attempt.tokens
     arrival, first = round(times.arrival * 1e9), round(times.first_token * 1e9)
@@ -41,7 +43,7 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
     if attempt.kv.wait_ns:
         span.child("kv_transfer", arrival, arrival + attempt.kv.wait_ns)
     if (stats := times.prefill) is not None and first:
-        # Backwards from the first token: what happened before it ends where the next begins.
+        # Computed backwards from the first token: each phase ends where the next one begins.
         scheduled = first - stats.prefill_ns
         span.child("queue", scheduled - stats.queued_ns, scheduled)
         span.child("prefill", scheduled, first, {"tokenloom.cached_tokens": stats.num_cached_tokens})

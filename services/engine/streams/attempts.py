@@ -1,4 +1,4 @@
-"""The attempts of one stream, by slot. Without I/O: every Add gets exactly one Finished, whatever comes first."""
+"""Keeps the attempts of one stream by slot. Every Add gets exactly one Finished, whatever happens first. No I/O."""
 
 import time
 from collections.abc import Callable
@@ -23,13 +23,13 @@ _REASONS = {
 
 
 class Attempts:
-    """Live attempts of one stream; what they produce goes to a frame builder.
+    """Owns the live attempts of one stream and puts what they produce into a frame builder.
 
-    Methods that end an attempt return it, for the core to abort, or None if the slot was not live.
+    Methods that end an attempt return it, so that the caller can abort it in the core; None if the slot was not live.
 
     Attributes:
-        live: By slot.
-        notify: To be called when something waits in the frame builder.
+        live: The live attempts by slot.
+        notify: To be called when the frame builder has something to send.
     """
 
     def __init__(
@@ -43,7 +43,11 @@ class Attempts:
         kv_owner: coordinator_pb2.EngineRef | None = None,
         lease_seconds: float = 0.0,
     ) -> None:
-        """``kv_owner``: this engine, as the one that holds KV for ``lease_seconds``; None: it cannot."""
+        """
+        Args:
+            kv_owner: This engine as the owner of leased KV; None if it serves no KV.
+            lease_seconds: How long a lease lasts.
+        """
         self.live: dict[int, Attempt] = {}
         self.notify = notify
         self._kv_owner = kv_owner
@@ -53,13 +57,13 @@ class Attempts:
         self._builder = builder
         self._clock = clock
         self._last_slot = 0
-        # Keys of finished prefills whose KV may still be held: as many as end in the life of a lease nobody acquired.
+        # By slot: key and expiry of finished prefills whose KV may still be held. Bounded by the leases that can exist.
         self._held: dict[int, tuple[str, float]] = {}
 
     def open(self, add: engine_pb2.AddRequest) -> Attempt:
-        """Validates an Add and makes it live. Raises what is wrong with it; the caller answers with :meth:`refuse`."""
+        """Validate an Add and make it live. Raises what is wrong with it; the caller then calls :meth:`refuse`."""
         if add.hold_kv and self._kv_owner is None:
-            raise errors.InvalidArgument("hold_kv: this engine serves no KV to others", "hold_kv")
+            raise errors.InvalidArgument("hold_kv is set, but this engine serves no KV to other engines", "hold_kv")
         key = f"{self._stream_id}.{add.slot}"
         request = to_core_request(add, key, self._limits)
         num_accepted = len(request.accepted_token_ids)
@@ -76,13 +80,14 @@ class Attempts:
         return attempt
 
     def check_slot(self, slot: int) -> None:
-        """Slots only grow. ``InvalidArgument`` ends the stream: which attempt an answer belongs to would be open."""
+        """Check that slots only grow; otherwise an answer could belong to two attempts. Raises ``InvalidArgument``,
+        which ends the stream."""
         if slot <= self._last_slot:
-            raise errors.InvalidArgument(f"slot {slot} after slot {self._last_slot}: slots only grow", "slot")
+            raise errors.InvalidArgument(f"slot {slot} follows slot {self._last_slot}; slots must increase", "slot")
         self._last_slot = slot
 
     def refuse(self, add: engine_pb2.AddRequest, error: BaseException) -> None:
-        """Answers an Add that never became live."""
+        """Answer an Add that never became live."""
         self._builder.finish(
             engine_pb2.Finished(
                 slot=add.slot,
@@ -93,13 +98,15 @@ class Attempts:
         )
 
     def accept(self, accept: engine_pb2.AcceptTokens) -> AcceptTokens | None:
-        """Tokens of the prefill leg. Returns what the core is to be told, if it has the request already. Raises
-        ``InvalidArgument`` for tokens that cannot be."""
+        """Add the tokens of the prefill leg to an attempt. Returns the message for the core if it has the request
+        already. Raises ``InvalidArgument`` for invalid tokens."""
         attempt = self.live.get(accept.slot)
         if attempt is None:
             return None
         if not attempt.kv.awaits_tokens:
-            raise errors.InvalidArgument("accept: the attempt awaits no tokens", "accept")
+            raise errors.InvalidArgument(
+                "accept: the attempt was not added with awaits_tokens, or has its tokens", "accept"
+            )
         tokens = attempt.tokens
         validation.check_accepted(accept.token_ids, tokens.prompt + tokens.accepted, self._limits)
         attempt.kv.awaits_tokens = False
@@ -112,7 +119,7 @@ class Attempts:
         return None
 
     def take_output(self, attempt: Attempt, output: EngineCoreOutput) -> None:
-        """What a step produced for a live attempt."""
+        """Put what a step produced for a live attempt into the frame builder."""
         if output.kv_granted_tokens:
             self._builder.grant(attempt.slot, self._kv_source(attempt, output.kv_granted_tokens))
         if output.new_prompt_logprobs is not None:
@@ -130,8 +137,8 @@ class Attempts:
             self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id)
 
     def stop_at(self, slot: int, num_tokens: int) -> Attempt | None:
-        """A stop string was found: the attempt ends with ``num_tokens`` tokens, or all there are if that is less. Also
-        when it ended meanwhile but the peer cannot know yet."""
+        """End an attempt in which the peer found a stop string, with at most ``num_tokens`` tokens. An end that has not
+        been sent yet becomes a stop too."""
         self._builder.cut(slot, num_tokens)
         attempt = self.live.get(slot)
         if attempt is None:
@@ -140,27 +147,27 @@ class Attempts:
         return self._finish(attempt, FinishReason.STOP)
 
     def abort(self, slot: int) -> Attempt | None:
-        """The peer wants no more."""
+        """End an attempt that the peer has aborted."""
         attempt = self.live.get(slot)
         return attempt and self._finish(attempt, FinishReason.ABORT)
 
     def fail(self, slot: int, error: errors.TokenloomError) -> Attempt | None:
-        """The attempt cannot go on: its time ran out, the core died, the engine leaves."""
+        """End an attempt that cannot continue: its time ran out, the core died or the engine is leaving."""
         attempt = self.live.get(slot)
         return attempt and self._finish(attempt, FinishReason.ERROR, error=error)
 
     def drop_lease(self, slot: int) -> list[str]:
-        """The peer does not want the KV that a finished prefill holds: its key, or nothing if there is none."""
+        """Forget the KV of a finished prefill, which the peer does not want. Returns its key, if it was held."""
         held = self._held.pop(slot, None)
         return [held[0]] if held is not None else []
 
     def drop_leases(self) -> list[str]:
-        """The stream is gone: keys of all its finished prefills."""
+        """Forget the KV of all finished prefills, when the stream has ended. Returns their keys."""
         held, self._held = self._held, {}
         return [key for key, _ in held.values()]
 
     def drop_all(self) -> list[Attempt]:
-        """The stream is gone: forgets every attempt without an answer."""
+        """Forget every live attempt without an answer, when the stream has ended."""
         attempts = list(self.live.values())
         for attempt in attempts:
             attempt.finish_reason = FinishReason.ABORT
@@ -205,7 +212,7 @@ class Attempts:
         return self._kv_source(attempt, attempt.tokens.prompt + attempt.tokens.accepted)
 
     def _kv_source(self, attempt: Attempt, num_tokens: int) -> engine_pb2.KVSource:
-        assert self._kv_owner is not None, "only attempts with a lease have KV to offer"
+        assert self._kv_owner is not None, "only attempts with a lease offer KV"
         return engine_pb2.KVSource(
             engine_id=self._kv_owner.engine_id,
             engine_epoch=self._kv_owner.epoch,

@@ -1,4 +1,5 @@
-"""One peer's ``Connect`` stream: reads Adds, stops and aborts; writes at most one frame a step, as credit allows."""
+"""Serves one peer's ``Connect`` stream: reads Adds, stops and aborts, and writes at most one frame per step, as credit
+allows."""
 
 import asyncio
 import logging
@@ -31,13 +32,13 @@ from .frame_pace import FramePace
 log = logging.getLogger(__name__)
 
 STARVED_SECONDS = 5.0
-"""A peer that grants nothing for so long while data waits is lost; its stream ends."""
+"""A peer that grants no credit for this long while data waits counts as lost; its stream ends."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.EngineInput, engine_pb2.EngineFrame]"
 
 
 class ConnectStream:
-    """Lives from the peer's Hello to the end of the stream. All its tasks end with :meth:`run`."""
+    """Serves a stream from the peer's Hello to its end. All its tasks end with :meth:`run`."""
 
     def __init__(
         self,
@@ -50,14 +51,17 @@ class ConnectStream:
         *,
         frame_interval: float = 0.0,
     ) -> None:
-        """``kv``: None when this engine moves no KV; what is held elsewhere is then computed here;
-        ``frame_interval``: as in :class:`FramePace`."""
+        """
+        Args:
+            kv: None if this engine moves no KV; it then computes prompts whose KV another engine holds.
+            frame_interval: As in :class:`FramePace`.
+        """
         self._core = core
         self._load = load
         self._kv = kv
         self._builder = FrameBuilder(peer.max_message_bytes)
         owner, lease_seconds = (kv.owner, kv.lease_seconds) if kv is not None else (None, 0.0)
-        self._changed = asyncio.Event()  # something to write, a grant, an end
+        self._changed = asyncio.Event()  # wakes the writer: there is data, credit or an end
         self._attempts = Attempts(
             stream_id, limits, self._builder, self._changed.set, kv_owner=owner, lease_seconds=lease_seconds
         )
@@ -76,12 +80,12 @@ class ConnectStream:
         context: Context,
         hello: types_pb2.Hello,
     ) -> None:
-        """Serves the stream to its end, ``first`` being what came with the peer's Hello. Raises what ended it, if that
-        was not the peer's half-close."""
+        """Serve the stream to its end. ``first`` is the message with the peer's Hello. Raises what ended the stream,
+        unless the peer half-closed it."""
         try:
             await first_of(self._write(context, hello), self._read(first, requests), self._keep_alive())
         finally:
-            # Without an await: this also runs when the stream was reset and we are cancelled.
+            # No await here: this also runs when the stream was reset and the task is cancelled.
             self._core.end(self._attempts.drop_all())
             self._core.drop_leases(self._attempts.drop_leases())
             self._pace.close()
@@ -89,22 +93,22 @@ class ConnectStream:
 
     @property
     def is_idle(self) -> bool:
-        """Everything that was asked has been answered, and the answers are sent."""
+        """Whether every request has been answered and the answers were sent."""
         return not self._attempts.live and not self._builder.has_data
 
     async def wait_idle(self) -> None:
-        """Returns when the stream is idle or has ended."""
+        """Wait until the stream is idle or has ended."""
         self._idle.clear()
-        self._changed.set()  # the writer looks
+        self._changed.set()  # the writer checks and sets the event
         await self._idle.wait()
 
     def fail_live(self, error: TokenloomError) -> None:
-        """Ends what is live with ``error``; the stream goes on."""
+        """End all live attempts with ``error``; the stream continues."""
         for attempt in list(self._attempts.live.values()):
             self._fail(attempt.slot, error)
 
     def close(self, error: TokenloomError) -> None:
-        """Fails what is live, sends what credit allows, and ends the stream with ``error``."""
+        """Fail all live attempts, send what credit allows, and end the stream with ``error``."""
         self.fail_live(error)
         self._closing = error
         self._changed.set()
@@ -115,14 +119,14 @@ class ConnectStream:
         await self._receive(first)
         async for message in requests:
             if message.HasField("hello"):
-                raise FailedPrecondition("hello: only a stream's first message may carry one")
+                raise FailedPrecondition("hello: only the first message of a stream may carry one")
             await self._receive(message)
         self._half_closed = True
         self._changed.set()
-        await asyncio.Event().wait()  # the writer ends the stream, once everything is answered
+        await asyncio.Event().wait()  # the writer ends the stream once everything is answered
 
     async def _receive(self, message: engine_pb2.EngineInput) -> None:
-        """One message: add, then accept, then stop_at, then abort."""
+        """Process one message: add, then accept, then stop_at, then abort."""
         if message.credit:
             self._credit.grant(message.credit)
             self._changed.set()
@@ -146,13 +150,13 @@ class ConnectStream:
         try:
             self._load.admit(add)
             attempt = self._attempts.open(add)
-        except Exception as error:  # the edge: whatever is wrong with one request, the stream goes on
+        except Exception as error:  # the edge: a bad request must not end the stream
             RequestLog(log, add.request_id, add.trace_headers).debug("refused: %s", error)
             self._attempts.refuse(add, error)
             self._changed.set()
             return
         if len(self._attempts.live) == 1:
-            self._written_at = attempt.times.arrival  # silence counts from here
+            self._written_at = attempt.times.arrival  # the time without a frame counts from here
         if add.HasField("timeout"):
             seconds = add.timeout.ToNanoseconds() / 1e9
             attempt.deadline = asyncio.get_running_loop().call_later(seconds, self._expire, add.slot)
@@ -173,7 +177,7 @@ class ConnectStream:
             self._fail(accept.slot, error)
 
     def _expire(self, slot: int) -> None:
-        self._fail(slot, DeadlineExceeded("the request's time ran out"))
+        self._fail(slot, DeadlineExceeded("the request timed out"))
 
     def _fail(self, slot: int, error: TokenloomError) -> None:
         if (attempt := self._attempts.fail(slot, error)) is not None:
@@ -217,7 +221,7 @@ class ConnectStream:
     # Time
 
     async def _keep_alive(self) -> None:
-        """Wakes the writer for heartbeats, and ends the stream of a peer that takes nothing."""
+        """Wake the writer for heartbeats, and end the stream of a peer that grants no credit."""
         while True:
             due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)

@@ -17,7 +17,7 @@ from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2)

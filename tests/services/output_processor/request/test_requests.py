@@ -1,12 +1,23 @@
-"""Several samples of one prompt: one pick, one message, seeds of their own, one lease; and each ends for itself."""
+"""How many requests may be live; and several samples of one prompt: one pick, one message, one lease, their own seeds
+and ends."""
+
+import asyncio
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer
 
 from tests.services.output_processor.fakes import LENGTH, Gateway, submit
 from tests.services.output_processor.harness import Mesh
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.request.sample_seed import sample_seed
+from tokenloom.services.output_processor.metrics import Metrics
+from tokenloom.services.output_processor.request.requests import Requests, SampleGroup
+from tokenloom.services.output_processor.stream.outbox import Outbox
+from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.v1.engine_pb2 import AddRequest, EngineInput, Finished
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import EngineRole, FinishReason
@@ -163,3 +174,63 @@ async def test_cancelling_before_sample_0_has_settled(mesh: Mesh) -> None:
     assert await prefill.next_input() == EngineInput(abort_slots=[add.slot])
     got, ends = await outputs(gateway, 3)
     assert (got, {end.reason for end in ends.values()}) == ({}, {ABORT})
+
+
+class NoPlacer:
+    """Has no answer, and nothing to release."""
+
+    def ask(self, _: object) -> object:
+        return self
+
+    async def place(self, *_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+
+class Bounded:
+    """Requests of which few may be live."""
+
+    def __init__(self, tokenizer: Tokenizer, max_requests: int) -> None:
+        metrics = Metrics(CollectorRegistry(), lambda: 0, lambda: 0)
+        placer: Any = NoPlacer()
+        self.requests = Requests(placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests)
+        self.tasks = Tasks(lambda error: None)
+        self.ended: list[int] = []
+
+    def start(self, slot: int = 1) -> SampleGroup:
+        group = self.requests.make(submit(slot), Outbox(lambda: None), self.tasks, self.ended.append)
+        group.start()
+        return group
+
+
+async def test_the_bound_is_retryable_and_an_end_makes_room(byte_level_tokenizer: Tokenizer) -> None:
+    bounded = Bounded(byte_level_tokenizer, 1)
+    assert bounded.requests.ask(submit(1)) is not None
+    assert bounded.requests.ask(submit(1, num_samples=2)) is None
+    group = bounded.start(1)
+    assert bounded.requests.ask(submit(2)) is None
+    with pytest.raises(ResourceExhausted) as failure:
+        bounded.start(2)
+    assert failure.value.retry_after is not None
+    group.cancel()
+    assert bounded.ended == [1]
+    bounded.start(3)
+    assert bounded.requests.num_live == 1
+    await bounded.tasks.close()
+
+
+async def test_draining_takes_no_new_requests_and_waits_for_the_live_ones(byte_level_tokenizer: Tokenizer) -> None:
+    bounded = Bounded(byte_level_tokenizer, 4)
+    group = bounded.start(1)
+    drained = asyncio.create_task(bounded.requests.drain())
+    await asyncio.sleep(0)
+    assert bounded.requests.ask(submit(2)) is None
+    with pytest.raises(Unavailable):
+        bounded.start(2)
+    assert not drained.done()
+    group.cancel()
+    await asyncio.wait_for(drained, 1)
+    await bounded.tasks.close()
+
+
+async def test_draining_with_no_live_request_ends_at_once(byte_level_tokenizer: Tokenizer) -> None:
+    await asyncio.wait_for(Bounded(byte_level_tokenizer, 4).requests.drain(), 1)

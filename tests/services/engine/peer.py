@@ -41,7 +41,7 @@ def make_settings(directory: Path, **changes: Any) -> EngineSettings:
         "block_size": 4,
         "num_kv_blocks": 600,
         "frame_interval": 0.0,
-        "drain_timeout": 5.0,
+        "drain_timeout": 30.0,
     }
     return EngineSettings(**{**values, **changes})
 

@@ -57,7 +57,7 @@ async def see(stub: CoordinatorStub, condition: Callable[[list[EngineEntry]], bo
 
 
 async def until_answered(admin: EngineAdminStub) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             try:
                 await admin.GetEngineInfo(GetEngineInfoRequest(), wait_for_ready=True)

@@ -290,10 +290,10 @@ class Process:
 
     async def prints(self, line: str) -> None:
         assert self._process.stdout is not None
-        assert (await asyncio.wait_for(self._process.stdout.readline(), 20)).decode().strip() == line
+        assert (await asyncio.wait_for(self._process.stdout.readline(), 60)).decode().strip() == line
 
     async def end(self) -> tuple[int, str]:
-        _, stderr = await asyncio.wait_for(self._process.communicate(), 20)
+        _, stderr = await asyncio.wait_for(self._process.communicate(), 60)
         assert self._process.returncode is not None
         return self._process.returncode, stderr.decode()
 

@@ -33,7 +33,7 @@ test: install ## all tests: no GPU, no network
 
 soak: install ## a thousand random schedules of faults while KV moves between engines; 300 random JSON schemas; grammars meant to hurt; nonsense over HTTP and gRPC
 	$(BIN)/python -m tests.soak --schedules 1000
-	$(BIN)/python -m tests.soak --schedules 50 --worker cpu
+	$(BIN)/python -m tests.soak --schedules 50 --worker model
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000

@@ -63,19 +63,19 @@ class EngineService:
         """
         settings = self._settings
         self._host = host
-        path = await asyncio.to_thread(checkpoint.resolve, settings.model)
-        name = settings.served_model_name or checkpoint.served_name(path, settings.model)
+        path = await asyncio.to_thread(checkpoint.resolve, settings.engine.worker.model)
+        name = settings.served_model_name or checkpoint.served_name(path, settings.engine.worker.model)
         if self._client is None:
             client = self._client = AsyncMPClient(settings.engine_config(str(path)), _core_command(settings))
             process_metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
         engine_metrics = EngineMetrics(host.metrics, name, settings.instance_id)
-        self._kv_events = KVEventFeed(host.epoch) if settings.kv_events else None
+        self._kv_events = KVEventFeed(host.epoch) if settings.engine.cache.kv_events else None
         core = CoreLink(
             self._client,
             self._load,
             engine_metrics,
             kv_events=self._kv_events,
-            logs_events=settings.log_request_events,
+            logs_events=settings.engine.scheduler.log_events,
             tracer=host.tracer,
         )
         try:
@@ -84,11 +84,11 @@ class EngineService:
             raise InvalidArgument(str(error)) from None
         except EngineStartError as error:
             raise FailedPrecondition(str(error)) from None
-        engine_metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
+        engine_metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)
         _show_token_costs(host, engine_metrics, self._client)
         fingerprint = await asyncio.to_thread(_fingerprint, path, name, ready, settings)
-        if settings.transports:
-            engine_metrics.kv.start_transports(name for name in settings.transports if name != "auto")
+        if settings.kv_transports:
+            engine_metrics.kv.start_transports(name for name in settings.kv_transports if name != "auto")
             observe = engine_metrics.kv.observe_recompute
             self._kv = KVFront(settings, self._client, core, self._load, ready, host, on_recompute=observe)
         self._serve(host, core, ready, fingerprint)
@@ -125,7 +125,7 @@ class EngineService:
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
-            priorities=settings.scheduling_policy == "priority",
+            priorities=settings.engine.scheduler.policy == "priority",
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
         )
         identity = None
@@ -146,9 +146,9 @@ class EngineService:
                 identity,
                 self._load,
                 self._on_drain,
-                BY_NAME[settings.role],
+                BY_NAME[settings.engine.kv.role],
             )
-        max_live = settings.max_num_seqs + settings.max_waiting
+        max_live = settings.engine.scheduler.max_num_seqs + settings.max_waiting
         self._admission = Admission(self._load, self._coordinator, max_live=max_live)
         self._servicer = EngineServicer(
             hello, limits, core, self._admission, self._kv, frame_interval=settings.frame_interval
@@ -179,10 +179,10 @@ class EngineService:
             if self._coordinator is not None:
                 self._coordinator.set_role(value)
 
-        host.publish(role=self._settings.role)
+        host.publish(role=self._settings.engine.kv.role)
         if self._kv is None:
             return None
-        return Role(BY_NAME[self._settings.role], tell, self._kv.leases_ended)
+        return Role(BY_NAME[self._settings.engine.kv.role], tell, self._kv.leases_ended)
 
     async def _run_core(self, core: CoreLink) -> None:
         """Until the core is dead: then every live request is answered first, and the service fails."""
@@ -252,7 +252,7 @@ def _fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettin
     """Reads all weight files, unless their hash is cached."""
     return types_pb2.Fingerprint(
         model=name,
-        weights=checkpoint.weights_fingerprint(path) if settings.worker == "cpu" else b"",
+        weights=checkpoint.weights_fingerprint(path) if settings.engine.worker.worker == "model" else b"",
         tokenizer=checkpoint.tokenizer_fingerprint(path),
         block_size=ready.block_size,
         kv_layout=ready.kv_layout,

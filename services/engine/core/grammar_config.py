@@ -4,22 +4,29 @@ import hashlib
 import json
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.engine_core.config import StructuredOutputConfig
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 from tokenloom.v1 import types_pb2
 
 
-def structured_output_config(checkpoint: Path, backend: str = "auto") -> StructuredOutputConfig | None:
-    """For the model in this directory; None: it has no ``tokenizer.json``, so its outputs cannot be constrained."""
+def structured_output_config(
+    checkpoint: Path, chosen: StructuredOutputConfig | None = None
+) -> StructuredOutputConfig | None:
+    """Complete the configuration for the model in this directory.
+
+    Returns None if the model has no ``tokenizer.json``, so that its outputs cannot be constrained.
+    """
     file = checkpoint / "tokenizer.json"
     if not file.is_file():
         return None
-    return StructuredOutputConfig(
+    return replace(
+        chosen or StructuredOutputConfig(),
         tokenizer=str(file),
         tokenizer_digest=hashlib.sha256(file.read_bytes()).digest(),
         eos_token_ids=CheckpointInfo.load(checkpoint).eos_token_ids,
-        backend="llguidance" if backend == "auto" else backend,
     )
 
 

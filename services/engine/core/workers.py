@@ -1,4 +1,4 @@
-"""The workers that a configuration can name."""
+"""Makes the worker that a configuration names."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from tokenloom.engine_core.worker import Worker
 
 
 def make_worker(config: EngineConfig) -> Worker:
-    """The worker that ``config`` names. Raises ``ValueError`` for an unknown one."""
+    """Make the worker that ``config`` names. Raises ``ValueError`` for an unknown one."""
     name = config.worker.worker
     if name not in _WORKERS:
         raise ValueError(f"worker: {name!r} is unknown; there are {', '.join(_WORKERS)}")
@@ -34,7 +34,7 @@ def _timed_worker(config: EngineConfig) -> Worker:
 
 
 _WORKERS: dict[str, Callable[[EngineConfig], Worker]] = {
-    "cpu": _model_worker,
+    "model": _model_worker,
     "hash": _hash_worker,
     "timed": _timed_worker,
 }

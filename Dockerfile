@@ -1,9 +1,10 @@
-# The images of a mesh. Targets: service (gateway, tokenizer, output processor, coordinator; no torch), engine-cpu, engine-cuda.
+# Builds the images of a mesh. Targets: service (gateway, tokenizer, output processor, coordinator; without torch),
+# engine-cpu and engine-cuda. For example:
 #   docker build --target service -t tokenloom/service .
-# Where a build cannot reach an index, `make wheels` puts all that is needed into build/wheels first.
+# If a build cannot reach a package index, run `make wheels` first: it puts all required wheels into build/wheels.
 ARG BASE=python:3.11-slim
 
-# What all images share: the user, and where things are.
+# The base of all images: user and folders.
 FROM ${BASE} AS runtime
 RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'tokenloom:x:10001:' >> /etc/group \
@@ -15,7 +16,7 @@ ENTRYPOINT ["python", "-m"]
 
 FROM ${BASE} AS service-venv
 WORKDIR /src
-# The second name is optional: a pattern that nothing matches.
+# The second source is optional: it is a pattern, so a missing folder is not an error.
 COPY pyproject.toml build/wheels/servic[e]/ /wheels/
 COPY . .
 RUN python3 -m venv /opt/tokenloom \
@@ -50,7 +51,7 @@ FROM runtime AS engine-cpu
 LABEL org.opencontainers.image.title="Tokenloom engine for CPUs" \
       org.opencontainers.image.description="An engine of a Tokenloom mesh; computes on the CPU" \
       org.opencontainers.image.licenses="Apache-2.0"
-# The kernels are compiled for the CPU at hand, at first use.
+# The compiler builds the kernels for the machine's CPU at first use.
 # hadolint ignore=DL3008
 RUN command -v g++ > /dev/null || { apt-get update && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*; }

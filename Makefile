@@ -7,7 +7,11 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH python -m grpc_tools.protoc -I .
 # Where pip finds torch; empty: the default index. PyTorch's public CPU index serves machines that would otherwise draw CUDA.
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
+# The version that the figures use too.
+PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
 export HF_HUB_OFFLINE ?= 1
+
+##@ First steps
 
 install: .venv/.installed ## create .venv with the package (editable), the development tools and the test references
 
@@ -28,69 +32,83 @@ endef
 demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything
 	@$(BIN)/tokenloom demo
 
-test: install ## all tests: no GPU, no network
+test: install ## run all tests; they need neither a GPU nor a network
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
-soak: install ## a thousand random schedules of faults while KV moves between engines; 300 random JSON schemas; grammars meant to hurt; nonsense over HTTP and gRPC
-	$(BIN)/python -m tests.soak --schedules 1000
-	$(BIN)/python -m tests.soak --schedules 50 --worker model
-	$(BIN)/python -m tests.soak.schemas --schemas 300
-	$(BIN)/python -m tests.soak.bombs
-	$(BIN)/python -m tests.soak.fuzz --requests 20000
+##@ Checks before a commit (all of them: .ci/run)
 
-bench: install ## the short benchmarks: the mesh alone, a step's parts, the offline engine, each in seconds
-	$(BIN)/tokenloom bench mesh --step-ms 20 --step-ms 0 --batch 64 --seconds 5
-	$(BIN)/tokenloom bench step --batch 1 --batch 8 --steps 32
-	$(BIN)/tokenloom bench throughput --num-prompts 64
-
-gpu-check: install ## on a machine with a GPU: parity and a table of throughput, nothing to download; elsewhere one line
-	$(BIN)/python -m tests.gpu_check
-
-lint: install ## ruff: rules and format
+lint: install ## check rules and format with ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install ## mypy --strict
+types: install ## check types with mypy --strict
 	$(BIN)/mypy -p tokenloom
 
-protos: install ## regenerate the client stubs beside the .proto files
-	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+pyright: install ## check that an editor finds every definition in a fresh clone (Node.js)
+	npx --yes pyright@$(PYRIGHT_VERSION)
 
 check-protos: install ## fail if the committed stubs are stale
 	@rm -rf build/protos && mkdir -p build/protos
 	@cd protos && $(PROTOC) --python_out=../build/protos --grpc_python_out=../build/protos --pyi_out=../build/protos --mypy_grpc_out=quiet:../build/protos $(PROTOS)
 	@cd build/protos && for f in $$(find . -name '*.py*'); do cmp $$f ../../protos/$$f || exit 1; done
 
-lint-protos: ## buf lint (through npx: Node.js)
+lint-protos: ## check the protos with buf lint (Node.js)
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint
+
+##@ Generated files
+
+protos: install ## regenerate the client stubs beside the .proto files
+	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. --mypy_grpc_out=quiet:. $(PROTOS)
 
 docs: install ## write the pages of docs/ that come from the code
 	$(BIN)/python -m tokenloom.reference docs
 
-wheels: install ## the package and all that it needs as wheels in build/wheels, for image builds that reach no index
+metrics-docs: install ## write docs/metrics.md from a running mesh
+	$(BIN)/python -m tests.observability.catalogue
+
+wheels: install ## build the package and its dependencies as wheels, for image builds without an index
 	@rm -rf build/wheels && mkdir -p build/wheels
 	$(BIN)/pip wheel --quiet --wheel-dir build/wheels/service .
 	$(BIN)/pip wheel --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --wheel-dir build/wheels/engine torch==$(TORCH_VERSION) '.[engine]'
 
-containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (as root, on Debian)
+##@ Longer tests
+
+soak: install ## run random schedules of faults, random JSON schemas, expensive grammars and malformed requests
+	$(BIN)/python -m tests.soak --schedules 1000
+	$(BIN)/python -m tests.soak --schedules 50 --worker model
+	$(BIN)/python -m tests.soak.schemas --schemas 300
+	$(BIN)/python -m tests.soak.bombs
+	$(BIN)/python -m tests.soak.fuzz --requests 20000
+
+clients: install ## run unmodified client libraries against one mesh, each in its own environment
+	$(BIN)/python -m tests.clients.run
+
+browser: install ## open the page /docs in a real browser (Debian: chromium)
+	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
+
+containers: install ## build the images, run docker-compose.yml with podman, kill parts of it (root, Debian)
 	$(BIN)/python -m tests.containers.run
 
-metrics-docs: install ## write docs/metrics.md from a running mesh
-	$(BIN)/python -m tests.observability.catalogue
-
-metrics-check: install ## promtool over every /metrics of a running mesh, and over the rules and their tests (Debian: prometheus)
+metrics-check: install ## check /metrics of a running mesh, the alert rules and their tests (Debian: prometheus)
 	$(BIN)/python -m tests.observability.catalogue --check
 	promtool check rules observability/prometheus/alerts.yml
 	promtool test rules observability/prometheus/alerts_test.yml
 	promtool check config --syntax-only observability/prometheus/prometheus.yml
 
-clients: install ## the clients that users have, as they are, against one mesh; each in an environment of its own under build/clients
-	$(BIN)/python -m tests.clients.run
+gpu-check: install ## compare with transformers on a GPU and print throughput; without a GPU it prints one line
+	$(BIN)/python -m tests.gpu_check
 
-browser: install ## the page /docs in a real browser (Debian: chromium)
-	$(BIN)/python -m tests.services.gateway.openapi.check_docs_page
+##@ Measurements
 
-help: ## this help
-	@awk 'BEGIN {FS = ":.*?## "} /^[a-z-]+:.*?## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+bench: install ## run the short benchmarks: the mesh alone, the parts of a step, the offline engine
+	$(BIN)/tokenloom bench mesh --step-ms 20 --step-ms 0 --batch 64 --seconds 5
+	$(BIN)/tokenloom bench step --batch 1 --batch 8 --steps 32
+	$(BIN)/tokenloom bench throughput --num-prompts 64
 
-.PHONY: install demo test soak bench gpu-check lint types protos check-protos lint-protos docs wheels containers metrics-docs metrics-check clients browser help
+house: install ## print figures about the source tree: sizes, hops of a request, imports, pyright
+	$(BIN)/python tools/house.py
+
+help: ## print this help
+	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels soak clients browser containers metrics-check gpu-check bench house help

@@ -1,4 +1,4 @@
-"""Several requests at a time through the client for asyncio: ``tokenloom serve``, then this."""
+"""Send several requests at a time through the asyncio client. Run ``tokenloom serve`` first."""
 
 import argparse
 import asyncio

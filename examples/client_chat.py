@@ -1,4 +1,4 @@
-"""Chats with a mesh through the blocking client that comes with the package: ``tokenloom serve``, then this."""
+"""Chat with a mesh through the package's blocking client. Run ``tokenloom serve`` first."""
 
 import argparse
 

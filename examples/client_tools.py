@@ -1,4 +1,4 @@
-"""Lets a model call a function of this program, over gRPC: ``tokenloom serve``, then this."""
+"""Let a model call a function of this program over gRPC. Run ``tokenloom serve`` first."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Chats with a mesh through curl: `tokenloom serve`, then this.
+# Chat with a mesh through curl. Run `tokenloom serve` first.
 set -eu
 curl --fail-with-body --silent --show-error --no-buffer "${TOKENLOOM_URL:-http://127.0.0.1:8000}/v1/chat/completions" \
     --header 'Content-Type: application/json' \

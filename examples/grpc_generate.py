@@ -1,4 +1,4 @@
-"""Generates through the public gRPC API with the stubs that come with the package: ``tokenloom serve``, then this."""
+"""Generate through the public gRPC API with the package's stubs. Run ``tokenloom serve`` first."""
 
 import argparse
 

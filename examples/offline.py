@@ -1,4 +1,4 @@
-"""Runs a model in this process, without any service."""
+"""Run a model in this process, without any service."""
 
 import argparse
 

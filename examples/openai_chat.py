@@ -1,4 +1,4 @@
-"""Chats with a mesh through the openai package: ``pip install openai``, ``tokenloom serve``, then this."""
+"""Chat with a mesh through the openai package. Run ``pip install openai`` and ``tokenloom serve`` first."""
 
 import argparse
 

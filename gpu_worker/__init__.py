@@ -1,1 +1,1 @@
-"""Workers: models, attention, sampling and the model runner, on the CPU and (later) on GPUs."""
+"""Workers run a model: attention, layers, sampling and the model runner, on the CPU or a GPU."""

@@ -1,4 +1,4 @@
-"""One step of the model: differences in, tokens out."""
+"""Runs one step of the model: the scheduler's differences go in, tokens come out."""
 
 import functools
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ class ModelRunner:
         *,
         count_nans: bool = False,
     ) -> None:
-        """``memory`` holds the KV caches; None: they are torch's own. ``device``: of model and backend.
+        """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
-        ``device_sampler`` draws where no request wants its logits changed or told of; None: all tokens are drawn on
-        the host. ``count_nans``: of the logits of every step.
+        ``device_sampler`` draws if no request asks for changed logits or log probabilities; None: all tokens are
+        drawn on the host. ``count_nans``: whether NaN logits of every step are counted.
         """
         self._count_nans = count_nans
         self._model = model
@@ -55,26 +55,26 @@ class ModelRunner:
         self._make_kv_caches = functools.partial(backend.allocate, num_blocks, memory)
         self._kv_caches: list[KVCache] = []
         self.make_kv_caches()
-        self._executed: _Executed | None = None  # between the two halves of a step
+        self._executed: _Executed | None = None  # set between ``execute`` and ``sample``
 
     def set_model(self, model: Model) -> None:
-        """Computes with other weights of the same shapes from now on."""
+        """Use other weights of the same shapes from now on."""
         self._model = model
 
     def make_kv_caches(self) -> None:
-        """Has empty KV caches from now on, if it has none."""
+        """Allocate empty KV caches, if there are none."""
         if not self._kv_caches:
             self._kv_caches = self._make_kv_caches()
 
     def drop_kv_caches(self) -> None:
-        """Gives them up, with all they hold; no step may come before :meth:`make_kv_caches`."""
+        """Drop the KV caches with their content; no step may run before :meth:`make_kv_caches`."""
         self._kv_caches = []
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Computes the scheduled tokens, and the logits of each request whose known tokens all are computed then.
+        """Compute the scheduled tokens, and the logits of each request whose known tokens are then all computed.
 
-        After an exception no request is known any more: the scheduler, if it goes on, begins them anew.
+        An exception makes the runner forget every request; the scheduler must then start them anew.
         """
         try:
             self._execute(step)
@@ -83,7 +83,7 @@ class ModelRunner:
             raise
 
     def sample(self, grammar: GrammarOutput | None = None) -> ModelRunnerOutput:
-        """Draws the tokens of the step that was executed last, under what ``grammar`` allows."""
+        """Draw the tokens of the step that was executed last, among those that ``grammar`` allows."""
         if self._executed is None:
             return ModelRunnerOutput(req_ids=[], sampled_token_ids=[])
         executed, self._executed = self._executed, None
@@ -104,7 +104,7 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
         token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.positions)
-        # Copied: what came in a message cannot be written to, and torch knows no such memory.
+        # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
         return self._model.forward(token_ids, positions, self._kv_caches, plan, embeds)
 
@@ -112,7 +112,7 @@ class ModelRunner:
         return to_device(array, self._device)
 
     def _logits(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, vocab] of the rows that draw a token, on the device."""
+        """Return the logits [S, vocab] of the rows that draw a token, on the device."""
         if not len(inputs.sampled):
             return torch.empty(0, 0)
         if len(inputs.sampled) == len(hidden):  # every request decodes
@@ -121,7 +121,7 @@ class ModelRunner:
         return self._model.compute_logits(hidden[last_rows])
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[str, Logprobs]:
-        """Of the prompt tokens whose logits this step has, of the requests that ask."""
+        """Return the log probabilities of the prompt tokens that this step computed, for the requests that ask."""
         asking = self._batch.prompt_logprobs
         if not asking:
             return {}
@@ -167,9 +167,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def dummy_run(self, query_lens: list[int], block_size: int) -> None:
-        """Computes prompts of these lengths in blocks of their own from block 0 on, and logits of each one's end.
+        """Compute prompts of these lengths in separate blocks from block 0 on, and the logits of the last token of
+        each.
 
-        For profiling and warming up: no request may hold a block.
+        This is for profiling and warm-up: no request may hold a block.
         """
         lengths = np.array(query_lens, dtype=np.int64)
         num_blocks = -(-lengths // block_size)
@@ -185,16 +186,16 @@ class ModelRunner:
 
 
 def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:
-    """Of those rows, [n, vocab], that have any."""
+    """Count the NaN logits of the rows, [n, vocab], that have any."""
     counts = np.isnan(logits).sum(axis=1).tolist()
     return {req_id: count for req_id, count in zip(req_ids, counts, strict=True) if count}
 
 
 @dataclass(frozen=True, slots=True)
 class _Executed:
-    """A step whose tokens are not drawn yet."""
+    """Holds a step whose tokens are not drawn yet."""
 
     inputs: StepInputs
     logits: torch.Tensor
-    """[S, vocab] of the rows that draw, on the device."""
+    """[S, vocab]: logits of the rows that draw, on the device."""
     prompt_logprobs: dict[str, Logprobs]

@@ -1,4 +1,4 @@
-"""The model that a worker computes with, and its weights' life: loaded, dropped and brought back, or replaced."""
+"""Holds the model of a worker, whose weights can be loaded, dropped and restored, or replaced."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .models.model import Model
 
 
 class AbsentModel:
-    """Stands where a model was whose weights were dropped."""
+    """Replaces a model whose weights were dropped."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -38,11 +38,11 @@ class ModelSlot:
     """Holds one model of a fixed configuration."""
 
     def __init__(self, path: Path, dtype: str, load: Callable[[Path], Model]) -> None:
-        """Loads the checkpoint directory ``path``. Raises ``ValueError`` naming what it lacks or is not supported."""
+        """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what is missing or not supported."""
         self._path = path
         self._dtype = dtype
         self._load = load
-        # Taken before loading: a file that changes meanwhile is found out later rather than never.
+        # Recorded before loading, so that a file that changes during the load is noticed later.
         self._stamps: FileStamps | None = file_stamps(path)
         self.model: Model = load(path)
 
@@ -51,31 +51,33 @@ class ModelSlot:
         return not isinstance(self.model, AbsentModel)
 
     def drop(self, *, restorable: bool) -> None:
-        """Forgets the weights, which only :meth:`restore`, if ``restorable``, and :meth:`replace` bring back."""
+        """Drop the weights. Only :meth:`restore`, if ``restorable``, and :meth:`replace` bring them back."""
         self.model = AbsentModel(self.model.config)
         if not restorable:
             self._stamps = None
 
     def restore(self) -> None:
-        """Loads the same weights again. Raises ``ValueError`` if the files changed, or the weights are not to come
-        back."""
+        """Load the same weights again. Raises ``ValueError`` if the files changed, or the weights were dropped for
+        good."""
         if self.is_loaded:
             return
         if self._stamps is None:
-            raise ValueError("the weights were dropped for good: reload_weights brings some")
+            raise ValueError("the weights were dropped for good; call reload_weights")
         if file_stamps(self._path) != self._stamps:
-            raise ValueError("the checkpoint's files changed since they were loaded: reload_weights takes the new ones")
+            raise ValueError("the checkpoint's files changed after they were loaded; call reload_weights to use them")
         self.model = self._load(self._path)
 
     def replace(self, path: Path) -> None:
-        """Takes the weights of another checkpoint of the same configuration. Raises ``ValueError`` naming the first
-        difference, or what is wrong with it; what was there stays then."""
+        """Load the weights of another checkpoint of the same configuration. Raises ``ValueError`` naming the first
+        difference, or what is wrong with the checkpoint; the old weights then stay."""
         ours = self.model.config
         theirs = load_model_config(path, self._dtype, ours.quantization)
         for field in dataclasses.fields(ModelConfig):
             old, new = getattr(ours, field.name), getattr(theirs, field.name)
             if old != new:
-                raise ValueError(f"{field.name} is {new} there and {old} here: not the same architecture")
+                raise ValueError(
+                    f"{field.name} is {new} in the new checkpoint and {old} in the loaded one: not the same model"
+                )
         stamps = file_stamps(path)
         self.model = self._load(path)
         self._path, self._stamps = path, stamps

@@ -1,4 +1,4 @@
-"""The worker: loads a checkpoint, measures memory, runs steps, on whatever device its platform is."""
+"""Loads a checkpoint, measures memory and runs steps, on the device of its platform."""
 
 import functools
 import sys
@@ -48,7 +48,7 @@ class ModelWorker:
         self._profiler = Profiler(config.worker.profiler_dir)
 
     def load_model(self) -> ModelInfo:
-        """Loads the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
+        """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
         config = self._config.worker
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
@@ -71,18 +71,19 @@ class ModelWorker:
         )
 
     def determine_available_memory(self) -> int:
-        """What the platform leaves for KV beside the weights and a step's largest activations."""
+        """Return what memory remains for KV, next to the weights and a step's largest activations."""
         return self._platform.kv_memory(self._platform.peak_of(self._profile))
 
     def _profile(self) -> None:
-        """A step that fills the token budget and in which as many requests as possible draw a token."""
+        """Run a step that fills the token budget and in which as many requests as possible draw a token."""
         block_size = self._config.cache.block_size
         lengths = self._largest_step()
         runner = self._make_runner(num_blocks=sum(-(-length // block_size) for length in lengths))
         runner.dummy_run(lengths, block_size)
 
     def _largest_step(self) -> list[int]:
-        """Query lengths of that step: the longest prompts that fit while each other request keeps a token."""
+        """Return the query lengths of that step: the longest prompts that fit while each other request keeps one
+        token."""
         scheduler = self._config.scheduler
         tokens = scheduler.max_num_batched_tokens
         lengths = []
@@ -92,7 +93,7 @@ class ModelWorker:
         return lengths
 
     def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        """Makes the pool and computes one token, so that the first request finds warm code."""
+        """Allocate the pool and compute one token, so that the first request finds warm code."""
         model_config, block_size = self._model.config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
@@ -102,7 +103,7 @@ class ModelWorker:
         self._runner.dummy_run([1], block_size)
 
     def kv_pool(self) -> KVPool:
-        assert self._pool is not None, "initialize_kv_cache comes first, and gives it memory of the host"
+        assert self._pool is not None, "call initialize_kv_cache first, with memory of the host"
         return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -112,7 +113,7 @@ class ModelWorker:
         return self._require_runner().sample(grammar)
 
     def sleep(self, level: int) -> None:
-        """Drops the weights, which are read from the files again, and the KV pool, or its pages."""
+        """Drop the weights, which can be read from the files again, and the KV pool, or its pages."""
         assert self._slot is not None, "load_model comes first"
         self._slot.drop(restorable=level == 1)
         self._take_model()
@@ -127,7 +128,7 @@ class ModelWorker:
         if "weights" in tags:
             self._slot.restore()
             self._take_model()
-        if "kv_cache" in tags and self._pool is None:  # pages of the host come back as they are written
+        if "kv_cache" in tags and self._pool is None:  # the host's pages come back when they are written
             self._require_runner().make_kv_caches()
 
     def reload_weights(self, path: str) -> None:
@@ -158,7 +159,7 @@ class ModelWorker:
         self._require_runner().set_model(self._model)
 
     def _require_runner(self) -> ModelRunner:
-        assert self._runner is not None, "initialize_kv_cache comes first"
+        assert self._runner is not None, "call initialize_kv_cache first"
         return self._runner
 
     @property

@@ -1,35 +1,32 @@
-"""Clients of an engine core for an event loop: over ZMQ, or with the core on a thread of the same process."""
+"""The client of an engine core for an event loop: the core runs in another process, and messages cross over ZMQ."""
 
 import asyncio
 import contextlib
 import functools
+import itertools
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from ..config import EngineConfig
-from ..control.core_calls import CoreCalls
-from ..control.utilities import UtilityCall
-from ..core import EngineCore
-from ..errors import EngineConfigError, EngineDeadError, EngineStartError
-from ..executor.executor import Executor
-from ..kv_transfer.core_kv import make_core_kv
+from ..errors import EngineDeadError
 from ..kv_transfer.kv_messages import KVCall, KVEvent
-from ..kv_transfer.kv_service import KVService
-from ..kv_transfer.kv_thread import KVThread
-from ..kv_transfer.kv_transport import KVTransport
-from ..process.core_io import ENGINE_CORE_DEAD, INPUT_QUEUE_SIZE, InputMessage
-from ..process.core_launch import CORE_COMMAND, CoreProcess
-from ..wire.array_arena import ArrayArena
-from ..wire.messages import AcceptTokens, CoreReady, EngineCoreOutputs, EngineCoreRequest, RequestType
-from ..wire.serialization import Decoder, encode
+from ..process.core_io import ENGINE_CORE_DEAD
+from ..process.core_launch import CoreProcess
+from ..wire.array_arena import ArrayArena, Loan
+from ..wire.messages import (
+    AcceptTokens,
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    RequestType,
+    UtilityCall,
+)
+from ..wire.serialization import Decoder, encode, to_raw
 from .async_socket import AsyncSocket
-from .pending_calls import PendingCalls
 
 T = TypeVar("T")
 
@@ -68,11 +65,47 @@ class AsyncClient(Protocol):
         """Ends the core. Idempotent."""
 
 
+class PendingCalls:
+    """Utility calls that wait for their answers."""
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[object]] = {}  # as many as there are callers that wait
+
+    async def make(self, method: str, args: Sequence[object], send: Callable[[UtilityCall], Awaitable[None]]) -> object:
+        """Sends a call and waits for its answer."""
+        call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
+        future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
+        try:
+            await send(call)
+            return await future
+        finally:
+            del self._waiting[call.call_id]
+
+    def take(self, outputs: EngineCoreOutputs) -> bool:
+        """Whether ``outputs`` was an answer; then whoever waits for it has it."""
+        if (answer := outputs.utility_output) is None:
+            return False
+        future = self._waiting.get(answer.call_id)
+        if future is not None and not future.done():
+            try:
+                future.set_result(answer.value())
+            except Exception as error:
+                future.set_exception(error)
+        return True
+
+    def fail(self, error: Exception) -> None:
+        for future in list(self._waiting.values()):
+            if not future.done():
+                future.set_exception(error)
+
+
 class AsyncMPClient:
     """The core in a process of its own: a busy loop in this one would delay every stream."""
 
-    def __init__(self, config: EngineConfig, command: Sequence[str] = CORE_COMMAND, *, grace: float = 5.0) -> None:
-        """``grace``: seconds that :meth:`close` leaves the core to finish its step before it is killed."""
+    def __init__(self, config: EngineConfig, command: Sequence[str], *, grace: float = 5.0) -> None:
+        """``command``: as for :class:`CoreProcess`; ``grace``: seconds that :meth:`close` leaves the core to finish its
+        step before it is killed."""
         self._config = config
         self._grace = grace
         self._process = CoreProcess(command)
@@ -107,7 +140,11 @@ class AsyncMPClient:
         return ready
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        await self._send(RequestType.ADD, request)
+        if not request.prompt_embeds:
+            await self._send(RequestType.ADD, request)
+            return
+        with self._arena.lend() as loan:
+            await self._send(RequestType.ADD, request, loan)
 
     async def abort_requests(self, request_ids: Sequence[str]) -> None:
         await self._send(RequestType.ABORT, list(request_ids))
@@ -146,11 +183,10 @@ class AsyncMPClient:
         self._context.destroy(linger=0)
         self._arena.close()
 
-    async def _send(self, kind: RequestType, message: object) -> None:
-        with self._arena.lend() as loan:
-            frames = [kind.value, *encode(message, loan)]
-            is_small = len(frames) == 2  # no arrays: copying is cheaper
-            await self._input.send(frames, copy=is_small)
+    async def _send(self, kind: RequestType, message: object, loan: Loan | None = None) -> None:
+        frames = [kind.value, *encode(message, loan)]
+        is_small = len(frames) == 2  # no arrays: copying is cheaper
+        await self._input.send(frames, copy=is_small)
 
     def _bind(self, kind: int, address: str) -> AsyncSocket:
         context: Any = self._context  # pyzmq's types know no plain socket of such a context
@@ -193,174 +229,3 @@ class AsyncMPClient:
         self._output.fail(self._dead)
         for future in self._waits:
             future.cancel()
-
-
-class AsyncInprocClient:
-    """The core on a thread of this process: for tests and for engines too small to deserve a process."""
-
-    def __init__(self, config: EngineConfig, executor: Executor, transports: Sequence[KVTransport] = ()) -> None:
-        """``transports``: ways for its KV to move, where ``config.kv`` names any."""
-        self._config = config
-        self._executor = executor
-        self._kv = make_core_kv(config, transports)
-        self._kv_link: _InprocKVLink | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="core")
-        # As many as a core's process takes in during one step.
-        self._inputs: asyncio.Queue[InputMessage] = asyncio.Queue(INPUT_QUEUE_SIZE)
-        self._answers: deque[EngineCoreOutputs] = deque()  # at most one for each input taken in since the last step
-        self._pending = PendingCalls()
-        self._core: EngineCore | None = None
-        self._calls: CoreCalls | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._dead: EngineDeadError | None = None
-
-    async def start(self) -> CoreReady:
-        loop = self._loop = asyncio.get_running_loop()
-        try:
-            self._core = await loop.run_in_executor(self._thread, EngineCore, self._config, self._executor, self._kv)
-        except ValueError as error:
-            raise EngineConfigError(str(error)) from error
-        except Exception as error:
-            raise EngineStartError(f"the engine core did not start: {error}") from error
-        self._calls = CoreCalls(self._core)
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(self._wake)
-
-        self._core.on_news(wake)
-        if self._kv is not None and self._kv.service is not None:
-            self._kv_link = _InprocKVLink(self._kv.service)
-        return self._core.ready
-
-    async def add_request(self, request: EngineCoreRequest) -> None:
-        await self._put(request)
-
-    async def abort_requests(self, request_ids: Sequence[str]) -> None:
-        await self._put(list(request_ids))
-
-    async def accept_tokens(self, message: AcceptTokens) -> None:
-        await self._put(message)
-
-    async def get_output(self) -> EngineCoreOutputs:
-        assert self._core is not None
-        assert self._calls is not None
-        while True:
-            if self._dead is not None:
-                raise self._dead
-            if self._answers:
-                return self._answers.popleft()
-            if not self._core.has_work():
-                self._process(await self._inputs.get())
-            while not self._inputs.empty():
-                self._process(self._inputs.get_nowait())
-            if self._core.has_work() and not self._answers:
-                return await self._step(self._calls)
-
-    async def call_utility(self, method: str, *args: object) -> object:
-        return await self._pending.make(method, args, self._put)
-
-    async def kv_send(self, call: KVCall) -> None:
-        if self._dead is not None:
-            raise self._dead
-        assert self._kv_link is not None, "this core moves no KV"
-        await self._kv_link.send(call)
-
-    async def kv_receive(self) -> KVEvent:
-        if self._dead is not None:
-            raise self._dead
-        assert self._kv_link is not None, "this core moves no KV"
-        if (event := await self._kv_link.receive()) is None:
-            raise self._dead or EngineDeadError("the client was closed")
-        return event
-
-    async def close(self) -> None:
-        self._fail(EngineDeadError("the client was closed"))
-        await asyncio.to_thread(self._thread.shutdown)
-        if self._core is not None:
-            await asyncio.to_thread(self._core.shutdown)
-        elif self._kv is not None:
-            await asyncio.to_thread(self._kv.connector.shutdown)
-        if self._kv_link is not None:
-            await self._kv_link.close()
-            self._kv_link = None
-
-    async def _put(self, message: InputMessage) -> None:
-        if self._dead is not None:
-            raise self._dead
-        await self._inputs.put(message)
-
-    async def _step(self, calls: CoreCalls) -> EngineCoreOutputs:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, calls.step)
-        except Exception as error:
-            self._fail(EngineDeadError("the engine core failed; its log says why"))
-            assert self._dead is not None
-            raise self._dead from error
-
-    def _process(self, message: InputMessage) -> None:
-        assert self._core is not None
-        assert self._calls is not None
-        match message:
-            case None:
-                return  # woken to see that the client is dead
-            case EngineCoreRequest():
-                answer = self._calls.add(message)
-            case AcceptTokens():
-                self._core.accept_tokens(message)
-                return
-            case UtilityCall():
-                self._calls.call(message, self._answer)
-                return
-            case _:
-                answer = self._calls.abort(message)
-        if answer is not None:
-            self._answers.append(answer)
-
-    def _answer(self, outputs: EngineCoreOutputs) -> None:
-        """Of a utility call; from the thread that steps when it took steps."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._pending.take, outputs)
-
-    def _fail(self, error: EngineDeadError) -> None:
-        self._dead = self._dead or error
-        self._pending.fail(self._dead)
-        self._wake()
-
-    def _wake(self) -> None:
-        if not self._inputs.full():  # else nobody waits for it
-            self._inputs.put_nowait(None)
-
-
-class _InprocKVLink:
-    """The KV thread in this process."""
-
-    def __init__(self, service: KVService) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.bind("inproc://kv")
-        self._events: Decoder[KVEvent] = Decoder(KVEvent)
-        self._receiving: asyncio.Future[list[bytes]] | None = None
-        self._thread = KVThread(zmq.Context.shadow(self._context.underlying), "inproc://kv", service)
-        self._thread.start()
-
-    async def send(self, call: KVCall) -> None:
-        await self._socket.send_multipart(encode(call))
-
-    async def receive(self) -> KVEvent | None:
-        """None: closed."""
-        self._receiving = asyncio.ensure_future(self._socket.recv_multipart())
-        try:
-            return self._events.decode(await self._receiving)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():  # then it was :meth:`close`
-                return None
-            raise
-        finally:
-            self._receiving = None
-
-    async def close(self) -> None:
-        if self._receiving is not None:
-            self._receiving.cancel()
-        await asyncio.to_thread(self._thread.stop)
-        self._context.destroy(linger=0)

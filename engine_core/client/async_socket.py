@@ -30,7 +30,8 @@ class AsyncSocket:
         """The next message's frames; waits for it. Cancelled, it has taken none. Raises what :meth:`fail` was given."""
         async with self._turn:
             while True:
-                self._check()
+                if self._error is not None:
+                    raise self._error
                 # Asked first: a refusal is an exception, and after each step's outputs there mostly is nothing more.
                 if cast(int, self._socket.get(zmq.EVENTS)) & _READABLE:
                     return self._socket.recv_multipart(zmq.NOBLOCK)
@@ -40,7 +41,8 @@ class AsyncSocket:
         """Sends a message; waits while the socket's queue is full. Raises what :meth:`fail` was given."""
         async with self._turn:
             while True:
-                self._check()
+                if self._error is not None:
+                    raise self._error
                 try:
                     self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
                     return
@@ -52,10 +54,6 @@ class AsyncSocket:
         self._error = self._error or error
         self._stop_watching()
         self._wake()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     async def _signalled(self) -> None:
         if self._loop is None:

@@ -2,20 +2,9 @@
 
 import enum
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..scheduling.scheduler import Scheduler
-
-
-class PauseState(enum.IntEnum):
-    """What the scheduler still plans (names and values as in vLLM V1)."""
-
-    UNPAUSED = 0
-    PAUSED_NEW = 1
-    """Who has begun goes on, preempted requests too; nobody else begins."""
-    PAUSED_ALL = 2
-    """Nothing."""
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.step_planner import PauseState
 
 
 class PauseMode(enum.StrEnum):
@@ -32,20 +21,16 @@ class PauseMode(enum.StrEnum):
 class Pausing:
     """Pauses one scheduler. Belongs to the thread that steps."""
 
-    def __init__(self, scheduler: "Scheduler") -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._mode: PauseMode | None = None
         self._clear_cache = False
-        self._quiet: Future[None] | None = None
+        self.quiet: Future[None] | None = None
+        """Done once no request runs. While it is set, :meth:`settle` must be called after each step."""
 
     @property
     def is_paused(self) -> bool:
         return self._mode is not None
-
-    @property
-    def is_settling(self) -> bool:
-        """Whether somebody waits for the last who run: then :meth:`settle` is to be called after each step."""
-        return self._quiet is not None
 
     def pause(self, mode: str, *, clear_cache: bool = False) -> "Future[None]":
         """The future is done once nobody runs: at once, but for ``wait``; it fails when the pause ends before.
@@ -60,18 +45,18 @@ class Pausing:
         if self._mode is None:
             self._begin(PauseMode(mode))
         self._clear_cache |= clear_cache
-        quiet = self._quiet = self._quiet or Future()
+        quiet = self.quiet = self.quiet or Future()
         self.settle()
         return quiet
 
     def settle(self) -> None:
         """Somebody may have ended: perhaps nobody runs any more."""
-        if self._quiet is None or self._scheduler.is_advancing:
+        if self.quiet is None or self._scheduler.is_advancing:
             return
         if self._clear_cache:
             self._clear_cache = False
             self._scheduler.reset_prefix_cache(preempt_running=True)
-        quiet, self._quiet = self._quiet, None
+        quiet, self.quiet = self.quiet, None
         quiet.set_result(None)
 
     def resume(self) -> None:
@@ -79,8 +64,8 @@ class Pausing:
         self._mode = None
         self._clear_cache = False
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
-        if self._quiet is not None:
-            quiet, self._quiet = self._quiet, None
+        if self.quiet is not None:
+            quiet, self.quiet = self.quiet, None
             quiet.set_exception(ValueError("the engine was resumed before everybody had finished"))
 
     def end_frozen(self) -> None:

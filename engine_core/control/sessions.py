@@ -40,14 +40,8 @@ class Sessions:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._sessions: dict[str, _Session] = {}  # as many as clients keep open
+        self.live: dict[str, _Session] = {}  # as many as clients keep open
         self._by_turn: dict[str, _Session] = {}
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._sessions
 
     def add(self, message: EngineCoreRequest) -> None:
         """The first input of a session, or a further one, which waits for the end of the turns before.
@@ -56,12 +50,12 @@ class Sessions:
         present turn, or at once and without an output. Raises ``ValueError``, and ends the session, for an input that
         cannot be.
         """
-        session = self._sessions.get(message.request_id)
+        session = self.live.get(message.request_id)
         if error := _refusal(message, session):
             self._scheduler.abort_requests(self.abort([message.request_id]))
             raise ValueError(error)
         if session is None:
-            session = self._sessions[message.request_id] = _Session(message.request_id)
+            session = self.live[message.request_id] = _Session(message.request_id)
         session.inputs.append(message)
         if session.turn_id is None:
             self._begin_turn(session)
@@ -70,7 +64,7 @@ class Sessions:
         """Ends sessions among these requests. Returns the requests, the sessions by their present turns."""
         names: list[str] = []
         for request_id in request_ids:
-            session = self._sessions.pop(request_id, None)
+            session = self.live.pop(request_id, None)
             if session is None:
                 names.append(request_id)
             elif session.turn_id is not None:
@@ -95,7 +89,7 @@ class Sessions:
         message = session.inputs.popleft()
         session.is_closing = not message.resumable
         if session.is_closing and not message.prompt_token_ids:
-            del self._sessions[session.request_id]
+            del self.live[session.request_id]
             return
         session.num_turns += 1
         session.turn_id = f"{session.request_id}\0{session.num_turns}"
@@ -114,7 +108,7 @@ class Sessions:
     def _end_turn(self, session: _Session, reason: FinishReason) -> None:
         session.turn_id = None
         if session.is_closing or reason not in _ENDS_A_TURN:
-            del self._sessions[session.request_id]
+            del self.live[session.request_id]
             return
         if session.has_output:
             del session.tokens[-1]

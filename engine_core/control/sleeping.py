@@ -4,7 +4,8 @@ from concurrent.futures import Future
 
 from ..executor.executor import Executor
 from ..scheduling.scheduler import Scheduler
-from .pausing import PauseState, Pausing
+from ..scheduling.step_planner import PauseState
+from .pausing import Pausing
 
 LEVELS = (0, 1, 2)
 TAGS = ("weights", "kv_cache")
@@ -21,16 +22,12 @@ class Sleeping:
         self._level: int | None = None
         self._asleep: set[str] = set()
         self._falling: Future[None] | None = None
-        self._is_quiet = False
+        self.is_settling = False
+        """Whether memory is about to be given back: then :meth:`settle` must be called after each step."""
 
     def is_sleeping(self) -> bool:
         """From the call of :meth:`sleep` on, until everything is awake again."""
         return self._level is not None
-
-    @property
-    def is_settling(self) -> bool:
-        """Whether memory is about to be given back: then :meth:`settle` is to be called after each step."""
-        return self._is_quiet
 
     def sleep(self, level: int = 1, mode: str = "abort") -> "Future[None]":
         """Pauses in ``mode`` and, once nobody runs, gives memory back; done when that is done.
@@ -56,12 +53,12 @@ class Sleeping:
 
     def settle(self) -> None:
         """Gives memory back as soon as no block is held: leases end now, loads in flight by themselves."""
-        if not self._is_quiet or not self._release_blocks():
+        if not self.is_settling or not self._release_blocks():
             return
         assert self._level is not None
         assert self._falling is not None
         falling, self._falling = self._falling, None
-        self._is_quiet = False
+        self.is_settling = False
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)  # nobody may touch what is not there
         self._executor.collective_rpc("sleep", self._level)
         self._asleep = set(TAGS)
@@ -83,7 +80,7 @@ class Sleeping:
             self._asleep.difference_update(waking)
         if not self._asleep:
             self._level = None
-            self._is_quiet = False
+            self.is_settling = False
             falling, self._falling = self._falling, None
             self._pausing.resume()
             if falling is not None and not falling.done():
@@ -114,7 +111,7 @@ class Sleeping:
             falling, self._falling = self._falling, None
             falling.set_result(None)
         else:
-            self._is_quiet = True
+            self.is_settling = True
             self.settle()
 
     def _release_blocks(self) -> bool:

@@ -1,12 +1,23 @@
 """The protocol that the core knows its workers by."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import msgspec
 
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..worker import ModelInfo
+from ..wire.serialization import call_with_raw, to_raw
+from ..worker import ModelInfo, Worker
+
+CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})
+"""What a core's clients may call too: nothing that the core must know of."""
+WORKER_METHODS: Final = CLIENT_METHODS | {
+    *("load_model", "determine_available_memory", "initialize_kv_cache"),
+    *("sleep", "wake_up", "reload_weights"),
+}
+"""What may be called by name; arguments and results are msgspec types."""
 
 
 class PendingOutput(Protocol):
@@ -55,3 +66,14 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Ends the workers. Idempotent."""
+
+
+def call_worker(worker: Worker, method: str, args: Sequence[msgspec.Raw]) -> msgspec.Raw:
+    """Calls ``method`` with arguments decoded to the types it annotates. Raises ``ValueError`` for a name that is not
+    declared, or that this kind of worker has not."""
+    function: Callable[..., object] | None = getattr(worker, method, None) if method in WORKER_METHODS else None
+    if function is None:
+        raise ValueError(
+            f"{type(worker).__name__} has no method {method!r} to call; declared: {sorted(WORKER_METHODS)}"
+        )
+    return to_raw(call_with_raw(function, args))

@@ -17,7 +17,7 @@ from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerO
 from ..wire.serialization import Decoder, encode, from_raw, to_raw
 from ..worker import ModelInfo
 from .executor import PendingOutput
-from .worker_launch import WORKER_COMMAND, WorkerProcess
+from .worker_launch import WorkerProcess
 from .worker_messages import OUTPUT_RANK, SampleCall, WorkerCall, WorkerErrorKind, WorkerReply, WorkerRequestType
 
 
@@ -36,9 +36,12 @@ class RemoteOutput:
 class MultiprocExecutor:
     """Fulfils :class:`.interface.Executor`. Every rank gets every message, in the same order."""
 
-    def __init__(self, config: EngineConfig, command: Sequence[str] = WORKER_COMMAND, *, world_size: int = 1) -> None:
-        """Starts the workers. Raises ``ValueError`` for a configuration that does not work, ``ExecutorFailedError``
-        when one does not come up."""
+    def __init__(self, config: EngineConfig, command: Sequence[str], *, world_size: int = 1) -> None:
+        """Start the workers with ``command``, to which ``--address ADDRESS`` is appended.
+
+        Raises ``ValueError`` for a configuration that does not work, ``ExecutorFailedError`` when a worker does not
+        start.
+        """
         if config.kv.transports or config.kv.offload_path:
             raise ValueError(
                 "distributed_executor_backend mp does not work where KV moves (kv_transports, kv_offload_path): "

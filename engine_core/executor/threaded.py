@@ -8,8 +8,7 @@ from ..kv_transfer.kv_transport import KVPool
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .executor import PendingOutput
-from .worker_calls import call_worker
+from .executor import PendingOutput, call_worker
 
 
 class ThreadedExecutor:

@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,6 @@ from ..errors import ExecutorFailedError
 from ..wire.array_arena import ArenaAddress
 from ..wire.serialization import Decoder, encode
 from .worker_messages import WorkerFailed, WorkerHello, WorkerInit, WorkerReady
-
-WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
-"""Starts a worker; ``--address ADDRESS`` is appended."""
 
 _POLL_MS = 100
 """How often a wait for a starting worker looks whether its process still lives."""

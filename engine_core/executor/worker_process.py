@@ -13,7 +13,7 @@ from ..wire.array_arena import ArenaReader
 from ..wire.scheduler_output import SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode
 from ..worker import Worker
-from .worker_calls import call_worker
+from .executor import call_worker
 from .worker_launch import remove_socket
 from .worker_messages import (
     OUTPUT_RANK,

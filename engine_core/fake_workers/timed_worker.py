@@ -1,7 +1,5 @@
 """A worker that only waits, for benchmarks: whatever a token costs beside the wait is the mesh's own."""
 
-from collections.abc import Iterator
-
 from ..config import EngineConfig
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .hash_worker import HashWorker, allowed_tokens
@@ -34,7 +32,8 @@ class TimedWorker(HashWorker):
         assert self._step is not None, "execute_model comes first"
         known, allowed = self._known(self._step), allowed_tokens(grammar, self._vocab_size)
         sampled: dict[str, list[int]] = {}
-        for req_id, num_computed in _computed(self._step):
+        for req_id, num_before in self._step.num_computed_tokens().items():
+            num_computed = num_before + self._step.num_scheduled_tokens[req_id]
             sampled[req_id] = []
             if num_computed == known[req_id]:
                 among = allowed.get(req_id)
@@ -56,12 +55,3 @@ class TimedWorker(HashWorker):
         for req_id, token_ids in step.scheduled_cached_reqs.resumed_token_ids.items():
             known[req_id] = len(token_ids)
         return known
-
-
-def _computed(step: SchedulerOutput) -> Iterator[tuple[str, int]]:
-    """Each request of the step, and how many of its tokens are computed after it."""
-    scheduled, cached = step.num_scheduled_tokens, step.scheduled_cached_reqs
-    for new in step.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens + scheduled[new.req_id]
-    for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield req_id, num_computed + scheduled[req_id]

@@ -44,33 +44,31 @@ class KVEventLog:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._events: list[KVCacheEvent] = []
-
-    def __len__(self) -> int:
-        return len(self._events)
+        self.events: list[KVCacheEvent] = []
+        """In the order in which they happened."""
 
     def stored(self, block_hash: bytes, parent: bytes | None, token_ids: list[int]) -> None:
         """A block; one that follows the last joins its event."""
-        last = self._events[-1] if self._events else None
+        last = self.events[-1] if self.events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(block_hash)
             last.token_ids += token_ids
         else:
-            self._events.append(BlockStored([block_hash], parent, token_ids, self._block_size, MEDIUM_POOL))
+            self.events.append(BlockStored([block_hash], parent, token_ids, self._block_size, MEDIUM_POOL))
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """See ``EvictionListener``."""
-        last = self._events[-1] if self._events else None
+        last = self.events[-1] if self.events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(block_hash)
         else:
-            self._events.append(BlockRemoved([block_hash], MEDIUM_POOL))
+            self.events.append(BlockRemoved([block_hash], MEDIUM_POOL))
 
     def forgot_all(self) -> None:
         """See ``EvictionListener``. What changed before is of no interest any more."""
-        self._events = [AllBlocksCleared()]
+        self.events = [AllBlocksCleared()]
 
     def take(self) -> list[KVCacheEvent]:
-        """In the order in which they happened."""
-        events, self._events = self._events, []
+        """Return the events since the last call."""
+        events, self.events = self.events, []
         return events

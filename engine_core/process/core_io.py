@@ -8,10 +8,9 @@ from typing import Final
 
 import zmq
 
-from ..control.utilities import UtilityCall
 from ..wire.array_arena import ArenaReader
 from ..wire.frames import FrameSender, receive_frames
-from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType
+from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, Frame
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"

@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,6 @@ from ..errors import EngineConfigError, EngineStartError
 from ..wire.array_arena import ArenaAddress
 from ..wire.messages import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.serialization import Decoder, encode
-
-CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.core_main")
-"""Starts a core; ``--handshake ADDRESS`` is appended. A command, not a fork: a fork with a live gRPC runtime hangs."""
 
 _POLL_MS = 100
 """How often a wait for the core looks whether its process still lives."""
@@ -33,7 +29,9 @@ class CoreProcess:
     The process reads its standard input only to learn that its parent is gone, so it never outlives this one.
     """
 
-    def __init__(self, command: Sequence[str] = CORE_COMMAND) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
+        """``command`` starts a core; ``--handshake ADDRESS`` is appended to it. It is a command and not a fork: a fork
+        of a process with a live gRPC runtime hangs."""
         self._command = list(command)
         # mkdtemp makes it 0700: nobody else can connect. A short path: a unix socket's may have 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="tl-core-"))

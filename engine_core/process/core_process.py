@@ -16,7 +16,6 @@ import zmq
 
 from ..config import EngineConfig
 from ..control.core_calls import CoreCalls
-from ..control.utilities import UtilityCall
 from ..core import EngineCore
 from ..errors import ExecutorFailedError
 from ..executor.executor import Executor
@@ -32,6 +31,7 @@ from ..wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     RequestType,
+    UtilityCall,
 )
 from ..wire.serialization import Decoder, encode
 from .core_io import InputItem, InputThread, OutputSocket
@@ -65,6 +65,8 @@ class EngineCoreProc:
 
     def start(self) -> None:
         """From here on the client is heard."""
+        self._core.on_news(self.wake)
+        self._core.executor.on_failure(self.executor_failed)
         self._input.start()
 
     def request_shutdown(self) -> None:
@@ -111,7 +113,8 @@ class EngineCoreProc:
         kind, message = item
         if kind is RequestType.ADD:
             assert isinstance(message, EngineCoreRequest)
-            self._send(self._calls.add(message))
+            if (refusal := self._calls.add(message)) is not None:
+                self._output.send(refusal)
         elif kind is RequestType.ABORT:
             assert isinstance(message, list)
             self._send(self._calls.abort(message))
@@ -149,28 +152,16 @@ def run_engine_core(
             try:
                 kv = make_core_kv(init.config, make_transports(init.config))
                 core = EngineCore(init.config, make_executor(init.config), kv)
-            except ValueError as error:  # of the configuration or the checkpoint: the client's log has the words
-                log.debug("the engine core cannot start", exc_info=True)
-                socket.send_multipart(encode(CoreFailed(str(error), permanent=True)))
-                return 1
             except Exception as error:
-                log.exception("the engine core cannot start")
-                socket.send_multipart(encode(CoreFailed(f"{type(error).__name__}: {error}")))
+                socket.send_multipart(encode(_failed(error)))
                 return 1
-            # What start-up made stays for good: no later collection need look at it.
-            gc.collect()
-            gc.freeze()
+            _freeze_heap()
             proc = EngineCoreProc(core, context, init)
             proc.start()
             kv_thread = _start_kv_thread(context, init, kv)
-            core.on_news(proc.wake)
-            core.executor.on_failure(proc.executor_failed)
             guard.on_terminate = proc.request_shutdown
             socket.send_multipart(encode(core.ready))
-        status = _run(proc, core)
-        if kv_thread is not None:
-            kv_thread.stop()
-        return status
+        return _run(proc, core, kv_thread)
     finally:
         context.term()  # wakes the input thread, which closes its socket; waits until the last messages are out
 
@@ -178,6 +169,13 @@ def run_engine_core(
 def _shake_hands(socket: zmq.Socket[bytes]) -> CoreInit:
     socket.send_multipart(encode(CoreHello(os.getpid())))
     return Decoder[CoreInit](CoreInit).decode(socket.recv_multipart())
+
+
+def _failed(error: Exception) -> CoreFailed:
+    """A ``ValueError`` is one of the configuration or the checkpoint: the client's log has the words."""
+    is_permanent = isinstance(error, ValueError)
+    log.log(logging.DEBUG if is_permanent else logging.ERROR, "the engine core cannot start", exc_info=error)
+    return CoreFailed(str(error) if is_permanent else f"{type(error).__name__}: {error}", permanent=is_permanent)
 
 
 def _start_kv_thread(context: zmq.Context[zmq.Socket[bytes]], init: CoreInit, kv: CoreKV | None) -> KVThread | None:
@@ -188,7 +186,13 @@ def _start_kv_thread(context: zmq.Context[zmq.Socket[bytes]], init: CoreInit, kv
     return thread
 
 
-def _run(proc: EngineCoreProc, core: EngineCore) -> int:
+def _freeze_heap() -> None:
+    """What start-up made stays for good: no later collection need look at it."""
+    gc.collect()
+    gc.freeze()
+
+
+def _run(proc: EngineCoreProc, core: EngineCore, kv_thread: KVThread | None) -> int:
     try:
         proc.run()
     except Exception:
@@ -196,4 +200,6 @@ def _run(proc: EngineCoreProc, core: EngineCore) -> int:
         return 1
     finally:
         core.shutdown()
+        if kv_thread is not None:
+            kv_thread.stop()
     return 0

@@ -7,9 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..config import StructuredOutputConfig
 from ..wire.core_sampling_params import StructuredOutput
-from .compiler_process import CompilerProcess, CompilerUnavailable, Setup
+from .compiler_process import CompilerProcess, CompilerUnavailable, Setup, make_backend
 from .grammar_backend import CompiledGrammar, StructuredOutputBackend
-from .grammar_backends import make_backend
 
 NUM_COMPILERS = 2
 """So that one constraint that takes its full time does not hold up all others."""

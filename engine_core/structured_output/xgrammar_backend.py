@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xgrammar
+import xgrammar  # pyright: ignore[reportMissingImports]  # comes with the extra of that name
 
 from ..wire.core_sampling_params import GrammarKind
 from .grammar_backend import Bitmask, GrammarError, bitmask_of

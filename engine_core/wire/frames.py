@@ -5,7 +5,7 @@ from collections import deque
 import zmq
 
 from .array_arena import Loan
-from .serialization import Frame, encode_into
+from .serialization import Frame, encode
 
 _COPY_BYTES = 64 << 10
 """Below it a copy into ZMQ's own memory is cheaper than the bookkeeping of sending without one (as pyzmq has it)."""
@@ -30,7 +30,7 @@ class FrameSender:
         """Sends ``head``, a frame each, and ``message``, whose arrays nobody may write to any more, those aside that
         ``loan`` took."""
         body = self._take_buffer()
-        frames = [*head, *encode_into(message, body, loan)]
+        frames = [*head, *encode(message, loan, body)]
         if len(frames) == len(head) + 1 and len(body) < _COPY_BYTES:
             self._socket.send_multipart(frames)
             self._give_back(body)

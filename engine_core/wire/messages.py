@@ -5,11 +5,13 @@ import enum
 import msgspec
 
 from ..config import EngineConfig
+from ..errors import UtilityError
 from ..kv_cache.kv_events import KVCacheEvent
 from ..kv_transfer.kv_messages import KVTarget
 from .array_arena import ArenaAddress
 from .core_sampling_params import SamplingParams
 from .embedding_rows import EmbedsSpan
+from .serialization import from_raw
 
 
 class FinishReason(enum.IntEnum):
@@ -54,7 +56,6 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Lower runs first; other than 0 only with the scheduling policy ``priority``."""
     cache_salt: bytes = b""
     """Part of every block hash of this request; requests of different salts never share blocks."""
-    client_index: int = 0
     lease_id: bytes = b""
     """Prefill leg: offer the KV under this lease when first scheduled, end as PREFILLED after the first token."""
     remote_kv: KVTarget | None = None
@@ -194,12 +195,26 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Of those, tokens loaded (counter)."""
 
 
+class UtilityCall(msgspec.Struct, array_like=True, gc=False):
+    """A call of one of the core's utilities, by name."""
+
+    call_id: int
+    method: str
+    args: list[msgspec.Raw]
+
+
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     """Answer to a UTILITY call."""
 
     call_id: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
+
+    def value(self) -> object:
+        """Return what the utility returned. Raises ``UtilityError`` when it failed."""
+        if self.error:
+            raise UtilityError(self.error)
+        return from_raw(self.result)
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

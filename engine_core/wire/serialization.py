@@ -55,30 +55,19 @@ def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes | int | Re
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
-def encode(message: object, loan: Loan | None = None) -> list[Frame]:
+def encode(message: object, loan: Loan | None = None, into: bytearray | None = None) -> list[Frame]:
     """The frames of ``message``; those after the first are the memory of its arrays, of those that ``loan`` did not
-    take."""
+    take. ``into``, whose content is replaced, becomes the first frame."""
     _arrays.loan = loan
     try:
-        return [_encoder.encode(message), *_arrays.frames]
+        if into is None:
+            return [_encoder.encode(message), *_arrays.frames]
+        _encoder.encode_into(message, into)
+        return [into, *_arrays.frames]
     finally:
-        _forget_arrays()
-
-
-def encode_into(message: object, body: bytearray, loan: Loan | None = None) -> list[Frame]:
-    """The same, with ``body``, whose content is replaced, as the first frame."""
-    _arrays.loan = loan
-    try:
-        _encoder.encode_into(message, body)
-        return [body, *_arrays.frames]
-    finally:
-        _forget_arrays()
-
-
-def _forget_arrays() -> None:
-    _arrays.loan = None
-    if _arrays.frames:
-        _arrays.frames = []
+        _arrays.loan = None
+        if _arrays.frames:
+            _arrays.frames = []
 
 
 class Decoder(Generic[T]):

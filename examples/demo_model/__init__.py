@@ -1,1 +1,1 @@
-"""How the demo model is made: text from a script, a tokenizer, a short training run, an evaluation. See README.md."""
+"""Make the demo model: generate text, train a tokenizer and the model, evaluate. See README.md."""

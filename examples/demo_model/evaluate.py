@@ -1,4 +1,4 @@
-"""Prints the demo model's greedy exact match on held-out questions by kind, and samples, as Markdown."""
+"""Print the demo model's exact match on held-out questions by kind (greedy decoding), and samples, as Markdown."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What the demo model is taught: the tables behind its questions and answers."""
+"""Hold the tables behind the demo model's questions and answers."""
 
 SHE = """Ann Cara Ella Grace Iris Kate Mia Olga Rosa Tara Uma Wendy Yara Zoe Alice Clara Emma Hannah Julia Lena Maria
 Nina Priya Sofia Vera Bella Eva Fatima Helen Ines Lucy Nora""".split()

@@ -1,7 +1,7 @@
-"""Writes the training and the held-out text of the demo model, all of it made up by this script.
+"""Write the training text and the held-out text of the demo model. This script makes up all of it.
 
-One JSON object a line (see `tools.Document`). A chat question whose wording hashes into the held-out bucket never
-reaches the training file.
+Each line is one JSON object (see `tools.Document`). A chat question with a wording that hashes into the held-out bucket
+never reaches the training file.
 """
 
 import argparse

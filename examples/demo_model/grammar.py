@@ -1,4 +1,4 @@
-"""A tiny grammar: ``[a|b|c]`` picks one alternative (they nest), ``{slot}`` takes a value."""
+"""Expand a tiny grammar: ``[a|b|c]`` picks one alternative (they nest), ``{slot}`` is replaced by a value."""
 
 import random
 import re

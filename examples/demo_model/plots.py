@@ -1,4 +1,4 @@
-"""The plots of the stories: what happens, in order, and what it teaches, in the grammar of `grammar.expand`."""
+"""Hold the plots of the stories: the events in order and the lesson, in the grammar of `grammar.expand`."""
 
 from dataclasses import dataclass
 

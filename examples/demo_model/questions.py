@@ -1,4 +1,4 @@
-"""Questions with one right answer each: a maker draws the values and the wording and returns (question, answer)."""
+"""Make questions with one right answer: each maker draws values and wording and returns (question, answer)."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Short stories: a plot is a chain of causes, and the words around it vary."""
+"""Make short stories: a plot is a chain of causes, and the words around it vary."""
 
 import random
 import zlib

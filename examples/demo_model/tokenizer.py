@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE trained on the generated text, with a chat template that takes tools."""
+"""Train the demo model's tokenizer: byte-level BPE on the generated text, with a chat template for tools."""
 
 import json
 from collections.abc import Iterable, Iterator

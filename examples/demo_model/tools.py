@@ -1,4 +1,4 @@
-"""Conversations with tools: a schema in the system turn, a call from the model, a result, and an answer in words."""
+"""Make conversations with tools: a schema in the system turn, a call, a result, and an answer in words."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Trains the demo model on a CPU: its tokenizer and its weights, from the text that `generate` wrote."""
+"""Train the demo model's tokenizer and weights on a CPU, from the text that `generate` wrote."""
 
 import argparse
 import json

@@ -1,8 +1,8 @@
-"""What a model asks of attention over a paged KV cache.
+"""Defines what a model asks of attention over a paged KV cache.
 
 A backend owns the cache's layout. Once per step it turns the batch into a plan, which all layers then share: each
-writes its new keys and values through the plan, of all rows before any row attends, so that a request may read blocks
-that another one fills in the same step.
+writes the new keys and values of all rows through the plan before any row attends, so that a request may read blocks
+that another request fills in the same step.
 """
 
 from typing import Any, Protocol
@@ -16,21 +16,21 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
 KVCache = Tensor
-"""One layer's keys and values, [2, num_blocks, num_kv_heads, block_size, head_size] ("HND")."""
+"""Holds one layer's keys and values, [2, num_blocks, num_kv_heads, block_size, head_size] ("HND")."""
 
 
 class AttentionPlan(Protocol):
-    """One step's batch, prepared. T tokens of n requests, those of one request side by side."""
+    """Holds one step's batch, prepared: T tokens of n requests, with the tokens of one request next to each other."""
 
     @property
     def slots(self) -> Tensor:
-        """[T] int64, where each token's keys and values go: block id * block_size + offset."""
+        """[T] int64: the slot of each token's keys and values, block id * block_size + offset."""
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        """Stores [T, num_kv_heads, head_size] keys and values in the slots of their tokens."""
+        """Store [T, num_kv_heads, head_size] keys and values in the slots of their tokens."""
 
     def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
-        """Causal attention of [T, num_heads, head_size] queries over what the cache holds of their requests.
+        """Compute causal attention of [T, num_heads, head_size] queries over the cached tokens of their requests.
 
         ``scale`` multiplies query times key. With ``sliding_window`` w a token at position p sees (p - w, p].
         Returns [T, num_heads, head_size].
@@ -38,19 +38,19 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes caches and plans for one model."""
+    """Makes the caches and the plans of one model."""
 
     @property
     def name(self) -> str:
-        """As in the registry."""
+        """The name under which ``attention_backends`` knows it."""
 
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
-        """One zeroed cache per layer, in fresh ``memory`` of the host where it is given."""
+        """Allocate one zeroed cache per layer, in fresh ``memory`` of the host if it is given."""
 
     def plan(
         self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
     ) -> AttentionPlan:
-        """Prepares a step.
+        """Prepare a step.
 
         ``cu_query_lens`` [n + 1]: where each request's tokens begin, from 0 to T. ``seq_lens`` [n]: tokens of each
         request in the cache once this step's are written. ``block_tables`` [n, ≥ blocks of the longest]: block ids in

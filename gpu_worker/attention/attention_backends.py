@@ -1,4 +1,4 @@
-"""Attention backends by name."""
+"""Chooses the attention backend by name."""
 
 import torch
 
@@ -14,10 +14,10 @@ NAMES = ("auto", "cpu", "torch", "reference")
 
 
 def make_attention_backend(name: str, config: ModelConfig, block_size: int, device: torch.device) -> AttentionBackend:
-    """The backend ``name`` for a model.
+    """Return the backend ``name`` for a model.
 
-    ``auto`` is ``cpu`` on a CPU and ``torch`` elsewhere. Where the kernels of ``cpu`` cannot be had, ``torch`` takes
-    its place. Raises ``ValueError`` for an unknown name.
+    ``auto`` means ``cpu`` on a CPU and ``torch`` on other devices. If the kernels of ``cpu`` cannot be built,
+    ``torch`` replaces it. Raises ``ValueError`` for an unknown name.
     """
     match name:
         case "cpu" | "auto" if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Allocation of the paged KV cache and writing to it: the layout that every backend here shares."""
+"""Allocates the paged KV cache and writes to it; every backend here shares this layout."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from .attention_backend import KVCache
 def allocate_kv_caches(
     config: ModelConfig, num_blocks: int, block_size: int, device: torch.device, memory: PoolMemory | None = None
 ) -> list[KVCache]:
-    """One allocation for all layers. Zeroed, which costs nothing (fresh pages are zero) and keeps padding finite.
+    """Allocate the caches of all layers at once. They are zeroed, which costs nothing (fresh pages are zero) and keeps
+    padding finite.
 
     Args:
         memory: Fresh memory of the host to lay them in; None: torch's own.
@@ -26,26 +27,27 @@ def allocate_kv_caches(
 
 
 def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: PoolMemory) -> KVPool:
-    """Caches that were allocated in ``memory``, as transports see them: of each layer the keys, then the values."""
+    """Describe caches in ``memory`` to transports: for each layer the region of its keys, then of its values."""
     block_bytes = config.kv_bytes_per_token * block_size // (2 * config.num_layers)
     regions = tuple(KVRegion(i * num_blocks * block_bytes, block_bytes) for i in range(2 * config.num_layers))
     return KVPool(memory, regions, num_blocks, kv_layout(config, block_size))
 
 
 def kv_layout(config: ModelConfig, block_size: int) -> str:
-    """Order, dtype, layers x heads x head size, and block size: caches of equal strings can exchange blocks."""
+    """Name order, dtype, layers x heads x head size and block size. Caches with equal names can exchange blocks."""
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.dtype_name]
     return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.head_size}/{block_size}"
 
 
 def pointers(kv_cache: KVCache) -> tuple[int, int]:
-    """Addresses of its keys and of its values; a view of each would cost a step of a small model dearly."""
+    """Return the addresses of its keys and of its values. Making a tensor view of each would slow down a small
+    model."""
     keys = kv_cache.data_ptr()
     return keys, keys + kv_cache.stride(0) * kv_cache.itemsize
 
 
 def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, offsets: Tensor) -> None:
-    """Stores [T, num_kv_heads, head_size] keys and values at block ``blocks`` [T], position ``offsets`` [T] in it."""
+    """Store [T, num_kv_heads, head_size] keys and values at block ``blocks`` [T], position ``offsets`` [T] in it."""
     by_token = kv_cache.transpose(2, 3)
     by_token[0][blocks, offsets] = key
     by_token[1][blocks, offsets] = value

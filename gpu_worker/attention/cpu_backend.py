@@ -1,4 +1,4 @@
-"""Attention from the C++ kernels: no gather, no padding, one call per layer."""
+"""Computes attention with the C++ kernels: without a gather, without padding, in one call per layer."""
 
 from ctypes import byref
 
@@ -17,18 +17,18 @@ from .cache import allocate_kv_caches, pointers
 from .shared_prefix import SharedPrefixFinder
 
 _LANES = 16
-"""Positions that the kernel takes at a time: they lie in one block, and heads are whole vectors."""
+"""The kernel processes this many positions at a time. Block size and head size must be multiples of it."""
 _MOST_GROUPED_HEADS = 32
-"""Query heads of a KV head."""
+"""Most query heads that may share a KV head."""
 _FEWEST_ROWS = 24
-"""Query heads of a KV head, over all members, from which reading a shared prefix apart from the rest pays."""
+"""Reading a shared prefix once pays from this many query heads of a KV head on, counted over all members."""
 _WIDEST_WINDOW = 1 << 30
 
 
 class CPUBackend:
-    """Plans that are the step's arrays, as the kernel reads them.
+    """Makes plans that hold the step's arrays as the kernel reads them.
 
-    Raises :class:`KernelsUnavailable` where there is no compiler, or for shapes that the kernel does not know.
+    Raises :class:`KernelsUnavailable` without a compiler, and for shapes that the kernel does not support.
     """
 
     name = "cpu"
@@ -36,7 +36,7 @@ class CPUBackend:
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
         if config.head_size % _LANES or block_size % _LANES:
             raise KernelsUnavailable(
-                f"head size {config.head_size} or block size {block_size}: no multiple of {_LANES}"
+                f"head size {config.head_size} or block size {block_size} is not a multiple of {_LANES}"
             )
         if config.num_heads > config.num_kv_heads * _MOST_GROUPED_HEADS:
             raise KernelsUnavailable(f"more than {_MOST_GROUPED_HEADS} query heads share a KV head")
@@ -56,7 +56,7 @@ class CPUBackend:
 
 
 class CPUPlan:
-    """Copies of the step's arrays and the kernel's arguments, of which each layer changes a few."""
+    """Holds copies of the step's arrays, and the kernel's arguments, a few of which each layer changes."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class CPUPlan:
 
 
 def _int32(values: IntArray) -> npt.NDArray[np.int32]:
-    """A copy: the caller may reuse its arrays."""
+    """Copy an array, because the caller may reuse it."""
     return np.array(values, dtype=np.int32, order="C")
 
 
 def _rows(heads: Tensor) -> Tensor:
-    """[T, heads, size] such that the heads of a token lie side by side; tokens may lie apart."""
+    """Return [T, heads, size] in which the heads of a token are contiguous; tokens may be strided."""
     size = heads.shape[2]
     return heads if heads.stride(2) == 1 and heads.stride(1) == size else heads.contiguous()

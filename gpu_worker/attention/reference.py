@@ -1,4 +1,4 @@
-"""Attention written for reading: the oracle that other backends are compared with. Slow, float32."""
+"""Computes attention in the plainest way, slowly and in float32; tests compare the other backends with it."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from .cache import allocate_kv_caches
 
 
 class ReferenceBackend:
-    """One request, one softmax at a time."""
+    """Computes one request and one softmax at a time."""
 
     name = "reference"
 
@@ -35,7 +35,7 @@ class ReferenceBackend:
 
 @dataclass(frozen=True)
 class ReferencePlan:
-    """The batch as it came, in plain lists."""
+    """Holds the batch unchanged, in plain lists."""
 
     cu_query_lens: list[int]
     seq_lens: list[int]
@@ -60,7 +60,7 @@ class ReferencePlan:
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None) -> Tensor:
-    """[q, heads, size] over [kv_heads, s, size]; the last query is the last position."""
+    """Attend with [q, heads, size] over [kv_heads, s, size]; the last query is the last position."""
     (num_queries, num_heads, _), (num_kv_heads, seq_len, _) = query.shape, key.shape
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (key, value))
     scores = torch.einsum("qhd,hsd->hqs", query, key) * scale

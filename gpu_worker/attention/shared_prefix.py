@@ -1,4 +1,4 @@
-"""Which requests of a step begin with the same blocks, so that attention may read those once for all of them."""
+"""Finds the requests of a step that begin with the same blocks, so that attention reads those blocks once for all."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ import numpy.typing as npt
 from .attention_backend import IntArray
 
 _FEWEST_TOKENS = 128
-"""Below, merging costs about what sharing saves."""
+"""Below this length merging costs about as much as sharing saves."""
 
 Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Groups of decoding requests; a request is in one at most."""
+    """Lists groups of decoding requests. A request is in at most one group."""
 
     members: Int32s
-    """Requests, group after group."""
+    """The requests, group after group."""
     starts: Int32s
-    """[groups + 1] where each group begins in ``members``."""
+    """[groups + 1]: the index in ``members`` at which each group begins."""
     lengths: Int32s
-    """[groups] tokens that its members share: whole blocks, and fewer than any member has."""
+    """[groups]: how many tokens its members share. They fill whole blocks and are fewer than any member has."""
 
     @classmethod
     def of(cls, groups: "list[_Group]") -> Self:
@@ -44,16 +44,19 @@ class _Group:
 
 
 class SharedPrefixFinder:
-    """Finds the groups of each step. While the same requests decode on, they are those of the step before."""
+    """Finds the groups of each step. While the same requests continue to decode, it reuses the groups of the last
+    step."""
 
     def __init__(self, block_size: int, fewest_members: int) -> None:
-        """``fewest_members`` of a group: two or more."""
+        """``fewest_members``: how many requests a group needs, two or more."""
         self.fewest_members = fewest_members
         self._block_size = block_size
-        self._found: tuple[IntArray, IntArray, SharedPrefixes] | None = None  # of which lengths and tables
+        # the lengths and tables that the groups were found for
+        self._found: tuple[IntArray, IntArray, SharedPrefixes] | None = None
 
     def find(self, query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes:
-        """The arguments are those of a plan, and not changed afterwards."""
+        """Return the groups of a step. The arguments are those of a plan; the caller does not change them
+        afterwards."""
         if len(seq_lens) < self.fewest_members:
             return SharedPrefixes.of([])
         if not (query_lens == 1).all():
@@ -69,7 +72,7 @@ class SharedPrefixFinder:
 
 
 def _goes_on(old_lens: IntArray, old_tables: IntArray, seq_lens: IntArray, tables: IntArray) -> bool:
-    """Whether no request became shorter or has other blocks where it had some: what was shared still is."""
+    """Return whether no request became shorter or changed earlier blocks, so that the shared prefixes still hold."""
     width = old_tables.shape[1]
     return (
         len(seq_lens) == len(old_lens)
@@ -82,7 +85,7 @@ def _goes_on(old_lens: IntArray, old_tables: IntArray, seq_lens: IntArray, table
 def find_shared_prefixes(
     query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, block_size: int, fewest_members: int
 ) -> SharedPrefixes:
-    """The groups of at least ``fewest_members``, two or more, among requests with one query each.
+    """Find the groups of at least ``fewest_members``, two or more, among requests with one query each.
 
     The other arguments are those of a plan.
     """
@@ -101,7 +104,7 @@ def find_shared_prefixes(
 
 
 def _split(requests: list[int], depth: int, full_blocks: IntArray, tables: IntArray, fewest: int) -> list[_Group]:
-    """Requests that agree before column ``depth``, in groups that agree longer; lengths in blocks."""
+    """Split requests that agree before column ``depth`` into groups that agree for longer; lengths are in blocks."""
     if len(requests) < fewest:
         return []
     by_block: dict[int, list[int]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Attention from PyTorch's own operations: gather each request's blocks, then scaled dot product attention.
+"""Computes attention with PyTorch's operations: it gathers each request's blocks, then calls SDPA.
 
-Needs no compiler. One gather per request, or per few short requests, measured best on CPUs: a gather of the whole
-batch leaves the caches, and padding it to the longest request costs more than the calls it saves.
+It needs no compiler. One gather per request, or per few short requests, was fastest on CPUs: a gather of the whole
+batch does not fit into the caches, and padding it to the longest request costs more than the calls that it saves.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,15 @@ from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, write_slots
 
 _GATHER_BYTES = 1 << 20
-"""Keys and values that one call may gather for several decodes: they should stay in a core's cache."""
+"""How many keys and values one call may gather for several decodes; they should fit into a core's cache."""
 _QUERY_ROWS = 256
-"""Queries of one call in a prefill: bounds the mask, and early rows skip the keys that they cannot see."""
+"""How many queries of a prefill one call takes. It bounds the mask, and early rows skip the keys that they cannot
+see."""
 
 
 class TorchBackend:
-    """Plans of :class:`Segment` (a piece of one prefill) and :class:`DecodeGroup` (a few requests of one token)."""
+    """Makes plans of :class:`Segment` (a piece of one prefill) and :class:`DecodeGroup` (a few requests of one
+    token)."""
 
     name = "torch"
 
@@ -45,7 +47,7 @@ class TorchBackend:
 
 @dataclass(frozen=True)
 class Batch:
-    """The step's requests, in columns."""
+    """Holds the step's requests in columns."""
 
     query_lens: IntArray
     first_rows: IntArray
@@ -55,31 +57,31 @@ class Batch:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive queries of one request and the blocks that they see."""
+    """Holds consecutive queries of one request and the blocks that they see."""
 
     rows: slice
     cache_rows: Tensor
-    """[num_kv_heads * blocks] rows of the cache seen as [2, num_blocks * num_kv_heads, block_size * head_size]."""
+    """[num_kv_heads * blocks]: rows of the cache, viewed as [2, num_blocks * num_kv_heads, block_size * head_size]."""
     num_keys: int
-    """Of the gathered ones, without the rest of the last block."""
+    """How many of the gathered keys count, without the unused rest of the last block."""
     mask: Tensor | None
-    """[queries, num_keys], True where a query sees a key; None: plainly causal."""
+    """[queries, num_keys], True where a query sees a key; None: the mask is plainly causal."""
 
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Requests with one query each, padded to the blocks of the longest."""
+    """Holds requests with one query each, padded to the number of blocks of the longest."""
 
     rows: Tensor
-    """[n] of the queries."""
+    """[n]: rows of the queries."""
     cache_rows: Tensor
-    """[n * num_kv_heads * blocks], as in :class:`Segment`."""
+    """[n * num_kv_heads * blocks]: rows of the cache, as in :class:`Segment`."""
     mask: Tensor | None
-    """[n, 1, 1, keys], True where the query sees a key; None: all."""
+    """[n, 1, 1, keys], True where the query sees a key; None: it sees all."""
 
 
 class TorchPlan:
-    """Segments and groups of a step, made when a layer first asks for their sliding window."""
+    """Holds the segments and groups of a step; they are made when a layer first asks for their sliding window."""
 
     def __init__(
         self, batch: Batch, slot_mapping: IntArray, config: ModelConfig, block_size: int, device: torch.device
@@ -121,7 +123,7 @@ class TorchPlan:
         return segments
 
     def _segment(self, request: int, context: int, begin: int, end: int, window: int | None) -> Segment:
-        """Queries [begin, end) of a request with ``context`` tokens before this step."""
+        """Make the segment of queries [begin, end) of a request with ``context`` tokens before this step."""
         last = context + end
         first_block = 0 if window is None else max(context + begin - window + 1, 0) // self._block_size
         first = first_block * self._block_size
@@ -137,7 +139,7 @@ class TorchPlan:
         return Segment(slice(row + begin, row + end), self._cache_rows(table[None]), last - first, mask)
 
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
-        """Requests of similar length share a group as long as what it gathers stays small."""
+        """Group requests of similar length as long as what a group gathers stays small."""
         batch = self._batch
         requests = np.flatnonzero(batch.query_lens == 1)
         unseen = np.zeros_like(batch.seq_lens) if window is None else np.maximum(batch.seq_lens - window, 0)
@@ -158,7 +160,8 @@ class TorchPlan:
         seq_lens, first = batch.seq_lens[members, None], first_blocks[members, None]
         ends = -(-seq_lens // size)
         columns = first + np.arange(int((ends - first).max()))
-        # Padding repeats the request's own last block: masked, and finite unless the request itself is not.
+        # Padding repeats the request's own last block. It is masked, and finite unless the request's own values are
+        # not.
         tables = batch.block_tables[members[:, None], np.minimum(columns, ends - 1)]
         positions = (columns[:, :, None] * size + np.arange(size)).reshape(len(members), -1)
         seen = positions < seq_lens
@@ -168,7 +171,7 @@ class TorchPlan:
         return DecodeGroup(self._index(batch.first_rows[members]), self._cache_rows(tables), mask)
 
     def _cache_rows(self, tables: IntArray) -> Tensor:
-        """[n, blocks] tables to [n * num_kv_heads * blocks] cache rows."""
+        """Turn [n, blocks] tables into [n * num_kv_heads * blocks] rows of the cache."""
         heads = np.arange(self._num_kv_heads)[:, None]
         return self._index((tables[:, None, :] * self._num_kv_heads + heads).reshape(-1))
 
@@ -177,7 +180,7 @@ class TorchPlan:
 
 
 def _gather(kv_cache: KVCache, flat_cache: Tensor, cache_rows: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, each [n, num_kv_heads, keys, head_size], in one copy of whole blocks."""
+    """Gather keys and values, each [n, num_kv_heads, keys, head_size], in one copy of whole blocks."""
     _, _, num_kv_heads, _, head_size = kv_cache.shape
     gathered = flat_cache.index_select(1, cache_rows).view(2, num_requests, num_kv_heads, -1, head_size)
     return gathered[0], gathered[1]
@@ -198,7 +201,7 @@ def _attend_segment(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, segmen
 
 
 def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
-    """The query heads of one KV head stand where a prefill has its queries, so that no key is repeated for them."""
+    """Place the query heads of one KV head where a prefill has its queries, so that no key is repeated for them."""
     num_requests, num_heads, head_size = query.shape
     key, value = _gather(kv_cache, flat_cache, group.cache_rows, num_requests)
     grouped = query.view(num_requests, key.shape[1], -1, head_size)

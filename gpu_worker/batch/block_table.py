@@ -1,4 +1,4 @@
-"""Where each row's KV lives: its blocks in order, and the slot of each position."""
+"""Records where each row's KV is: its blocks in order, and the slot of each position."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ Ints = npt.NDArray[np.int64]
 
 
 class BlockTable:
-    """Block ids of every row of the input batch, [max_num_seqs, blocks of the longest request] int32.
+    """Holds the block ids of every row of the input batch, [max_num_seqs, blocks of the longest request] int32.
 
-    A slot is ``block id * block_size + position in the block``: the index of a token's place in the KV pool.
+    A slot is ``block id * block_size + position in the block``, the index of a token in the KV pool.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -20,7 +20,7 @@ class BlockTable:
         self._counts = np.zeros(max_num_seqs, dtype=np.int64)
 
     def replace(self, row: int, block_ids: Sequence[int]) -> None:
-        """Gives a row a whole new table."""
+        """Replace the whole table of a row."""
         self._counts[row] = 0
         self.append(row, block_ids)
 
@@ -31,10 +31,11 @@ class BlockTable:
             self._block_ids[row, start : self._counts[row]] = block_ids
 
     def gather(self, rows: Ints) -> npt.NDArray[np.int32]:
-        """The tables of these rows, [n, blocks of the longest of them]; what is beyond a row's count means nothing."""
+        """Return the tables of these rows, [n, blocks of the longest of them]. Entries beyond a row's count are
+        undefined."""
         return self._block_ids[rows, : self._counts[rows].max(initial=0)]
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:
-        """Slots of n (row, position) pairs, [n]."""
+        """Return the slots of n (row, position) pairs, [n]."""
         block_ids = self._block_ids[rows, positions // self.block_size].astype(np.int64)
         return block_ids * self.block_size + positions % self.block_size

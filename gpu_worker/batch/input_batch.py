@@ -1,4 +1,4 @@
-"""The persistent batch: what the worker remembers of the requests between steps, and what one step takes from it."""
+"""The persistent batch: the worker's state of every request between steps, from which each step gathers its arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,32 +20,33 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What the model computes in one step: R requests with T tokens in all, in the order of the schedule."""
+    """Holds what the model computes in one step: R requests with T tokens in all, in the order of the schedule."""
 
     req_ids: list[str]
     rows: Ints
-    """[R] of the input batch."""
+    """[R]: rows of the input batch."""
     token_ids: Ints
     """[T]"""
     positions: Ints
     """[T]"""
     cu_query_lens: npt.NDArray[np.int32]
-    """[R + 1] where each request's tokens begin."""
+    """[R + 1]: the index at which each request's tokens begin."""
     seq_lens: npt.NDArray[np.int32]
-    """[R] tokens whose KV exists after the step."""
+    """[R]: how many tokens have their KV after the step."""
     block_tables: npt.NDArray[np.int32]
     """[R, blocks of the longest]"""
     slot_mapping: Ints
-    """[T] where each token's KV is written."""
+    """[T]: the slot to which each token's KV is written."""
     sampled: Ints
-    """Requests, as indices in [0, R), whose known tokens all are computed after the step: only these draw a token."""
+    """The requests, as indices in [0, R), whose known tokens are all computed after the step. Only these draw a
+    token."""
     embeds: Sequence[TokenRows] = ()
-    """Rows that take the place of those of ``token_ids``."""
+    """Embeddings that replace those of ``token_ids``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What outlives the row: a preempted request comes back with its tokens and new blocks only."""
+    """Holds what outlives the row, because a preempted request comes back with its tokens and new blocks only."""
 
     params: SamplingParams
     num_prompt_tokens: int
@@ -53,12 +54,12 @@ class _Request:
 
 
 class InputBatch:
-    """Rows of token ids and block tables. A request keeps its row from its first step until it ends or is preempted,
-    so a step changes only what is new: nothing is moved, and a step gathers the rows it computes."""
+    """Holds rows of token ids and block tables. A request keeps its row from its first step until it ends or is
+    preempted, so a step changes only what is new. No row moves; a step gathers the rows that it computes."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
         self.block_table = BlockTable(max_num_seqs, max_model_len, block_size)
-        # Zeroed memory is mapped when it is touched: room for the longest request costs nothing until it comes.
+        # Zeroed memory is mapped when it is touched, so room for the longest request costs nothing until it is used.
         self._token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
@@ -67,7 +68,7 @@ class InputBatch:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets every request."""
+        """Forget every request."""
         self.logits_processors = make_logits_processors()
         self.logprobs = LogprobRows()
         self.prompt_logprobs = PromptLogprobs()
@@ -78,11 +79,11 @@ class InputBatch:
         self._free_rows = list(range(self._max_num_seqs - 1, -1, -1))
 
     def __len__(self) -> int:
-        """Rows in use."""
+        """Return how many rows are in use."""
         return len(self._row_of)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Takes in what changed since the last step."""
+        """Apply what changed since the last step."""
         for req_id in step.finished_req_ids:
             self._requests.pop(req_id, None)
             self._remove_row(req_id)
@@ -135,7 +136,7 @@ class InputBatch:
             self._free_rows.append(row)
 
     def prepare(self, num_scheduled_tokens: Mapping[str, int]) -> StepInputs:
-        """Arrays of the step that computes so many tokens of each of these requests."""
+        """Gather the arrays of a step that computes so many tokens of each of these requests."""
         rows = np.array([self._row_of[req_id] for req_id in num_scheduled_tokens], dtype=np.int64)
         lengths = np.fromiter(num_scheduled_tokens.values(), dtype=np.int64, count=len(rows))
         starts = self._num_computed[rows]
@@ -163,19 +164,20 @@ class InputBatch:
 
     @property
     def only_draws(self) -> bool:
-        """Whether no request wants its logits changed or told of."""
+        """Return whether no request asks for changed logits or for log probabilities."""
         return not (self.logits_processors or self.logprobs)
 
     def sampling(self, step: StepInputs) -> tuple[list[SamplingParams], Ints]:
-        """How the rows of ``step.sampled`` draw, in their order: parameters, and the tokens' output indices, [S]."""
+        """Return how the rows of ``step.sampled`` draw, in their order: parameters, and the output indices of the
+        tokens, [S]."""
         rows = step.rows[step.sampled]
         params = self._params
         return [params[row] for row in rows.tolist()], self._num_tokens[rows] - self._num_prompt_tokens[rows]
 
     def append(self, rows: Ints, token_ids: Ints) -> None:
-        """Adds a drawn token to each of these rows: the next step computes it.
+        """Append a drawn token to each of these rows, for the next step to compute.
 
-        The last token that a context holds is not kept: none follows it.
+        The token at the last position of the context is not kept, because no token follows it.
         """
         ends = self._num_tokens[rows]
         has_room = ends < self._token_ids.shape[1]

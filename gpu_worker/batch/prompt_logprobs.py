@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: computed chunk by chunk, as the prompt is."""
+"""Computes the log probabilities of prompts, chunk by chunk like the prompts themselves."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,13 +10,14 @@ from tokenloom.engine_core.wire.messages import Logprobs
 from ..sampler.logprobs import logprobs_of
 
 _SLICE = 64
-"""Rows of logits at once: those of a whole chunk may be larger than the model."""
+"""How many rows of logits are computed at once; those of a whole chunk may be larger than the model."""
 
 
 class PromptLogprobs:
-    """The batch rows whose prompts are still to be told of; a step without any costs one look at a dict.
+    """Holds the batch rows whose prompt log probabilities are not complete. A step without such rows costs one dict
+    lookup.
 
-    Only requests without output: the first token and the prompt's log probabilities leave together, once.
+    Only requests without output are among them: the first token and the prompt's log probabilities leave together.
     """
 
     def __init__(self) -> None:
@@ -26,20 +27,21 @@ class PromptLogprobs:
         return bool(self._rows)
 
     def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """A request joins with these tokens, or comes back with them from a preemption."""
+        """Add a request with these tokens, also when it comes back from a preemption."""
         if params.prompt_logprobs is not None and len(token_ids) == num_prompt_tokens:
             self._rows[row] = params.prompt_logprobs, token_ids
 
     def remove(self, row: int) -> None:
-        """It leaves."""
+        """Remove a request."""
         self._rows.pop(row, None)
 
     def compute(
         self, row: int, start: int, hidden: Tensor, compute_logits: Callable[[Tensor], Tensor]
     ) -> Logprobs | None:
-        """Of the prompt tokens that follow those whose hidden states, [n, hidden_size], stand at ``start`` and after.
+        """Return the log probabilities of the prompt tokens that follow positions ``start`` and after.
 
-        None if the row does not ask. After the last token of the prompt it does not ask any more.
+        ``hidden_states`` are those positions', [n, hidden_size]. Returns None if the row asks for none, or for none any
+        more.
         """
         if row not in self._rows:
             return None

@@ -1,4 +1,4 @@
-"""Prompt embeddings of the rows in the batch, and what of them one step computes."""
+"""Holds the prompt embeddings of the batch's rows, and selects those that one step computes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,16 +12,16 @@ Ints = npt.NDArray[np.int64]
 
 
 class TokenRows(NamedTuple):
-    """Embeddings of consecutive tokens of a step."""
+    """Holds the embeddings of consecutive tokens of a step."""
 
     start: int
-    """In [0, T)."""
+    """The first token, in [0, T)."""
     rows: npt.NDArray[np.float32]
     """[n, hidden_size]"""
 
 
 class PromptEmbeds:
-    """By row of the input batch; false while no row has any."""
+    """Maps rows of the input batch to their embeddings. It is false while no row has any."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[EmbedsSpan]] = {}
@@ -33,14 +33,14 @@ class PromptEmbeds:
         self._spans[row] = spans
 
     def remove(self, row: int) -> None:
-        """Also of a row that has none."""
+        """Drop the embeddings of a row, if it has any."""
         self._spans.pop(row, None)
 
     def gather(
         self, rows: Ints, starts: Ints, lengths: Ints, cu_query_lens: npt.NDArray[np.int32]
     ) -> Sequence[TokenRows]:
-        """What falls into a step that computes ``lengths`` tokens from ``starts`` on of each of these rows; there
-        they begin at ``cu_query_lens``."""
+        """Select the embeddings that fall into a step. The step computes ``lengths`` tokens from position ``starts`` on
+        of each of these rows, which begin at ``cu_query_lens`` in the step."""
         found = []
         columns = zip(rows.tolist(), starts.tolist(), lengths.tolist(), cu_query_lens.tolist(), strict=False)
         for row, start, length, offset in columns:

@@ -1,4 +1,4 @@
-"""Arrays of the host to the device that computes."""
+"""Moves arrays from the host to the device that computes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """On the CPU the array's own memory; for a GPU a copy on its way, which the host need not wait for."""
+    """Return a tensor on the device: the array's own memory on the CPU, and on a GPU an asynchronous copy."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

@@ -1,11 +1,12 @@
-"""Reading a checkpoint's ``config.json`` so that nothing in it goes unnoticed."""
+"""Reads a checkpoint's ``config.json`` and refuses entries that were not read."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Training, generation defaults (generation_config.json is read elsewhere), bookkeeping: none changes a forward pass.
+# Entries for training, generation defaults (generation_config.json is read separately) and bookkeeping: none of them
+# changes a forward pass.
 _HARMLESS_NAMES = """
     architectures model_type auto_map dtype torch_dtype transformers_version name_or_path use_cache return_dict
     output_attentions output_hidden_states output_scores torchscript use_bfloat16 gradient_checkpointing
@@ -23,10 +24,10 @@ _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 
 
 class ConfigReader:
-    """A JSON object whose every entry must be either taken, known to be harmless, or off.
+    """Holds a JSON object whose every entry must be read, known to be harmless, or off.
 
-    A model that is loaded with a feature left out answers nonsense without an error, so what no one has asked for by
-    :meth:`refuse_rest` is refused by name.
+    A model that is loaded without one of its features answers nonsense and raises no error. So :meth:`refuse_rest`
+    refuses every entry by name that was not read before.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str, harmless: frozenset[str] = frozenset()) -> None:
@@ -37,7 +38,8 @@ class ConfigReader:
 
     @classmethod
     def open(cls, directory: Path) -> "ConfigReader":
-        """Reads a checkpoint directory's ``config.json``. Raises ``ValueError`` if there is none or it is no object."""
+        """Read a checkpoint directory's ``config.json``. Raises ``ValueError`` if it is missing or is not a JSON
+        object."""
         path = directory / "config.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -50,12 +52,12 @@ class ConfigReader:
         return cls(values, "config.json", _HARMLESS)
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The raw value, or ``default`` where the entry is absent (a null stays None)."""
+        """Return the raw value, or ``default`` if the entry is absent (a null stays None)."""
         self._taken.add(name)
         return self._values.get(name, default)
 
     def take_int(self, name: str, default: int | None = None) -> int:
-        """A positive integer; absent or null: ``default``, and an error if that is None too."""
+        """Return a positive integer. An absent or null entry gives ``default``, and an error if that is None too."""
         value = self.take(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -63,7 +65,7 @@ class ConfigReader:
         return value
 
     def take_float(self, name: str, default: float | None = None) -> float:
-        """A positive number; absent or null: ``default``, and an error if that is None too."""
+        """Return a positive number. An absent or null entry gives ``default``, and an error if that is None too."""
         value = self.take(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
@@ -71,7 +73,7 @@ class ConfigReader:
         return float(value)
 
     def take_bool(self, name: str, default: bool) -> bool:
-        """A boolean; absent or null: ``default``."""
+        """Return a boolean. An absent or null entry gives ``default``."""
         value = self.take(name)
         value = default if value is None else value
         if type(value) is not bool:
@@ -79,7 +81,7 @@ class ConfigReader:
         return value
 
     def take_object(self, name: str) -> "ConfigReader | None":
-        """A nested object with its own accounting, or None where it is absent, null or empty."""
+        """Return a nested object with its own accounting, or None if it is absent, null or empty."""
         value = self.take(name)
         if not value:
             return None
@@ -88,7 +90,7 @@ class ConfigReader:
         return ConfigReader(value, f"{self._where}: {name}")
 
     def refuse_rest(self) -> None:
-        """Raises ``ValueError`` naming the entries that nobody took, unless they are harmless, private or off."""
+        """Raise ``ValueError`` naming the entries that were not read, unless they are harmless, private or off."""
         rest = self._values.keys() - self._taken - self._harmless
         unknown = sorted(name for name in rest if not name.startswith("_") and not _is_off(self._values[name]))
         if unknown:
@@ -96,7 +98,7 @@ class ConfigReader:
             raise ValueError(f"{self._where}: not supported: {features}")
 
     def error(self, name: str, wanted: str) -> ValueError:
-        """The error for an entry with a wrong value."""
+        """Return the error for an entry with a wrong value."""
         found = _brief(self._values[name]) if name in self._values else "nothing"
         return ValueError(f"{self._where}: {name} {wanted}, found {found}")
 

@@ -1,4 +1,4 @@
-"""What a model is, read from a checkpoint's ``config.json``."""
+"""Describes a model, as read from a checkpoint's ``config.json``."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,22 +20,22 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "GPT2LMHeadModel": "gpt2",
 }
-"""Every architecture that can be loaded."""
+"""Names every architecture that can be loaded."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 INT8_DYNAMIC = "int8-dynamic"
-"""Weights rounded to int8 by output as they are loaded, inputs by row as they come; embeddings and the output layer are
-left as they are."""
+"""Weights are rounded to int8 per output at load, inputs per row at each product. Embeddings and the output layer keep
+their dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and switches of one decoder-only model."""
+    """Holds the shapes and switches of one decoder-only model."""
 
     family: Family
     dtype: torch.dtype
-    """Of weights, activations and the KV cache."""
+    """The dtype of weights, activations and the KV cache."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -44,28 +44,28 @@ class ModelConfig:
     num_kv_heads: int
     head_size: int
     max_model_len: int
-    """Tokens that prompt and output may have together."""
+    """How many tokens prompt and output may have together."""
     norm_eps: float
     hidden_act: str
     """A key of ``activation.ACTIVATIONS``."""
     tie_word_embeddings: bool
     rope: RopeConfig | None = None
-    """None: learned absolute positions."""
+    """None: the model has learned absolute positions."""
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each query and key head before rotation."""
+    """Whether RMSNorm is applied to each query and key head before rotation."""
     attention_scales: tuple[float, ...]
-    """[num_layers] factor on query times key."""
+    """[num_layers]: the factor on query times key."""
     sliding_windows: tuple[int | None, ...]
-    """[num_layers] how many positions a token sees, itself included; None: all."""
+    """[num_layers]: how many positions a token sees, itself included; None: all."""
     quantization: str | None = None
-    """Of the layers' matrices as they are loaded: ``INT8_DYNAMIC`` or none."""
+    """How the layers' matrices are quantized at load: ``INT8_DYNAMIC`` or None."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers, in bytes."""
+        """Return the size of one token's keys and values in all layers, in bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
     @property
@@ -74,11 +74,10 @@ class ModelConfig:
 
 
 def load_model_config(path: Path, dtype: str = "auto", quantization: str | None = None) -> ModelConfig:
-    """Reads the configuration of the checkpoint directory ``path``.
+    """Read the configuration of the checkpoint directory ``path``.
 
-    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``quantization`` None or
-    ``int8-dynamic``. Raises ``ValueError`` naming whatever in
-    the configuration is wrong or not supported.
+    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``quantization`` is None or
+    ``int8-dynamic``. Raises ``ValueError`` naming what is wrong or not supported in the configuration.
     """
     reader = ConfigReader.open(path)
     family = _family(reader)
@@ -114,7 +113,8 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
 
 
 def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
-    """Llama and its relatives. Absent entries take the defaults of the family's transformers configuration class."""
+    """Read Llama and its relatives. Absent entries take the defaults of the family's transformers configuration
+    class."""
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
     num_layers = reader.take_int("num_hidden_layers")
     head_size = reader.take_int("head_dim", 128 if family == "qwen3" else hidden_size // num_heads)
@@ -189,7 +189,7 @@ def _activation(reader: ConfigReader, name: str, default: str) -> str:
 
 
 def _max_model_len(max_position: int, rope: RopeConfig | None) -> int:
-    """YaRN states the original context and a factor; their product is the context that it was made for."""
+    """Return the context length. YaRN states the original context and a factor; their product is the context length."""
     if rope is not None and isinstance(rope.scaling, YarnScaling):
         return max(max_position, int(rope.scaling.original_max_position * rope.scaling.factor))
     return max_position
@@ -211,7 +211,7 @@ def _sliding_windows(
 
 
 def _qwen_windows(reader: ConfigReader, window: int | None, num_layers: int) -> list[int | None]:
-    """Qwen2 and Qwen3 name each layer's kind, or (older) the first layer that has a window."""
+    """Return each layer's window. Qwen2 and Qwen3 name each layer's kind, or (older) the first layer with a window."""
     use_window, first = reader.take_bool("use_sliding_window", False), reader.take("max_window_layers", 28)
     if type(first) is not int:
         raise reader.error("max_window_layers", "must be an integer")

@@ -1,4 +1,4 @@
-"""Tensors of a safetensors checkpoint, in one file or several."""
+"""Reads the tensors of a safetensors checkpoint from one file or several."""
 
 import json
 from collections.abc import Iterable
@@ -19,10 +19,11 @@ _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64":
 
 
 class Checkpoint:
-    """An open checkpoint, a context manager.
+    """Holds an open checkpoint; a context manager.
 
     Tensors on the CPU that need no cast stay views of the mapped file, so that only pages in use take memory, and
-    engines of one model share them. A tensor that nobody takes is a feature left out: :meth:`refuse_rest` names it.
+    engines of one model share them. A tensor that is never read belongs to an unsupported feature: :meth:`refuse_rest`
+    names it.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,13 +42,14 @@ class Checkpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
-        forget_mapped(self._paths)  # loading read all of it; what stays in use is a few embedding rows
+        forget_mapped(self._paths)  # loading has read the whole file, but only a few embedding rows stay in use
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor ``name``, in the model's dtype and device. Raises ``ValueError`` if absent or of another shape."""
+        """Return the tensor ``name``, in the model's dtype and on its device. Raises ``ValueError`` if absent or of
+        another shape."""
         if name not in self._files:
             raise ValueError(f"the checkpoint has no tensor {name}, which its config.json asks for")
         tensor: Tensor = self._files[name].get_tensor(name)
@@ -57,11 +59,11 @@ class Checkpoint:
         return tensor.to(self._device, self._dtype)
 
     def skip(self, names: Iterable[str]) -> None:
-        """Declares tensors that may be there and are not needed."""
+        """Accept tensors that may be present and are not needed."""
         self._taken.update(names)
 
     def refuse_rest(self) -> None:
-        """Raises ``ValueError`` naming tensors that the model has no use for."""
+        """Raise ``ValueError`` naming tensors that the model did not read."""
         rest = sorted(self._files.keys() - self._taken)
         if rest:
             more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
@@ -69,7 +71,7 @@ class Checkpoint:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint. Raises ``ValueError`` if there are none or one is missing."""
+    """Return the safetensors files of a checkpoint. Raises ``ValueError`` if there are none or one is missing."""
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
     index = directory / _INDEX
@@ -89,14 +91,14 @@ FileStamps = tuple[tuple[str, int, int, int], ...]
 
 
 def file_stamps(directory: Path) -> FileStamps:
-    """(name, size, time of change, inode) of a checkpoint's configuration and weight files: equal ones mean equal
-    weights, as the cache of fingerprints has it. Raises ``ValueError`` if a file is missing."""
+    """Return (name, size, time of change, inode) of a checkpoint's configuration and weight files. Equal results mean
+    equal weights; the cache of fingerprints relies on it. Raises ``ValueError`` if a file is missing."""
     stats = [(path.name, path.stat()) for path in (directory / "config.json", *weight_files(directory))]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 def stored_dtype(directory: Path) -> str:
-    """Name of the dtype of the first tensor, for a configuration that declares none."""
+    """Return the name of the first tensor's dtype, for a configuration that declares none."""
     with _open(weight_files(directory)[0]) as file:
         stored = str(file.get_slice(min(file.keys())).get_dtype())
     return _STORED_DTYPES.get(stored, stored)

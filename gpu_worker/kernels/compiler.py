@@ -1,4 +1,4 @@
-"""Compiles kernels for the CPU at hand and keeps what it compiled."""
+"""Compiles kernels for this machine's CPU and caches the libraries."""
 
 import functools
 import hashlib
@@ -14,18 +14,18 @@ log = logging.getLogger(__name__)
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 _TIMEOUT = 180.0
-"""Seconds. A build takes 1 to 25."""
+"""In seconds. A build takes 1 to 25 s."""
 
 
 class KernelsUnavailable(Exception):
-    """No kernels here: says why."""
+    """Raised when kernels cannot be used on this machine; the message says why."""
 
 
 def build(source: str, march: str = "native", cache_dir: Path | None = None, **macros: int) -> Path:
-    """The shared library made of ``csrc/<source>.cpp`` with these macros, compiled unless an equal one is there.
+    """Return the shared library of ``csrc/<source>.cpp`` with these macros; compile it unless it is in the cache.
 
-    ``cache_dir`` is by default ``~/.cache/tokenloom/kernels``. A library is known by the sources, the compiler, the
-    command and the CPU. Raises :class:`KernelsUnavailable` without a compiler or if it fails.
+    ``cache_dir`` is ``~/.cache/tokenloom/kernels`` by default. Sources, compiler, command and CPU identify a library.
+    Raises :class:`KernelsUnavailable` without a compiler or if it fails.
     """
     compiler = _compiler_version()
     flags = [*_FLAGS, f"-march={march}", *(f"-D{name}={value}" for name, value in sorted(macros.items()))]
@@ -45,7 +45,7 @@ def _compile(source: Path, flags: list[str], runtime: Path | None, library: Path
         object_file, result = Path(directory, "kernels.o"), Path(directory, "kernels.so")
         _run("g++", "-fopenmp", *flags, "-c", str(source), "-o", str(object_file))
         _run("g++", "-shared", str(object_file), "-o", str(result), str(runtime or "-lgomp"))
-        result.replace(library)  # at once: another process may be about to load it
+        result.replace(library)  # in one step: another process may be about to load it
 
 
 def _run(*command: str) -> str:
@@ -66,7 +66,7 @@ def _compiler_version() -> str:
 
 
 def _cpu() -> str:
-    """What ``-march=native`` depends on."""
+    """Return what ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -76,14 +76,14 @@ def _cpu() -> str:
 
 
 def _openmp_runtime() -> Path | None:
-    """The OpenMP library that torch has loaded: a second one would have threads of its own."""
+    """Return the OpenMP library that torch has loaded; a second one would start threads of its own."""
     maps = Path("/proc/self/maps")
     paths = {line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line} if maps.exists() else ()
     return next((Path(path) for path in sorted(paths)), None)
 
 
 def _writable(cache_dir: Path | None) -> Path:
-    """The cache, or where there can be none a private directory that lasts as long as the process."""
+    """Return the cache directory, or a private one that lives as long as the process if there can be no cache."""
     try:
         directory = cache_dir or Path.home() / ".cache" / "tokenloom" / "kernels"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The kernels as Python calls them: argument structs as in ``csrc``, and libraries with declared signatures."""
+"""Declares the kernels for Python: argument structs as in ``csrc``, and libraries with typed signatures."""
 
 import functools
 import logging
@@ -18,7 +18,7 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
 
 
 class AttentionArgs(Structure):
-    """As in ``attention.cpp``."""
+    """Mirrors the struct in ``attention.cpp``."""
 
     _fields_ = [
         *_fields(_P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens"),
@@ -29,7 +29,7 @@ class AttentionArgs(Structure):
 
 
 class HeadsArgs(Structure):
-    """As in ``fused.cpp``."""
+    """Mirrors the struct in ``fused.cpp``."""
 
     _fields_ = [
         *_fields(_P, "heads weights cos sin slots keys values"),
@@ -41,7 +41,7 @@ class HeadsArgs(Structure):
 
 @functools.cache
 def load_attention(head_size: int, march: str = "native") -> CDLL:
-    """Attention for one head size, a multiple of 16. Raises :class:`KernelsUnavailable`."""
+    """Load attention for one head size, a multiple of 16. Raises :class:`KernelsUnavailable`."""
     library = _load(build("attention", march, HEAD_SIZE=head_size))
     library.attend.argtypes = [_P]
     library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
@@ -51,7 +51,7 @@ def load_attention(head_size: int, march: str = "native") -> CDLL:
 
 @functools.cache
 def load_fused(march: str = "native") -> CDLL:
-    """What a layer computes between its matrices. Raises :class:`KernelsUnavailable`."""
+    """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
     library = _load(build("fused", march))
     library.add_norm.argtypes = [_I32, _P, _P, _P, _P, _I64, _I64, _F, _I32]
     library.rotate_and_write.argtypes = [_P]
@@ -62,19 +62,20 @@ def load_fused(march: str = "native") -> CDLL:
 
 @functools.cache
 def load_few_rows(march: str = "native") -> CDLL:
-    """Products of few bfloat16 rows. Raises :class:`KernelsUnavailable`, also where the CPU has no matrix unit."""
+    """Load products of few bfloat16 rows. Raises :class:`KernelsUnavailable`, also if the CPU has no matrix unit."""
     return _load_products("few_rows", march, _MATRIX_UNIT)
 
 
 @functools.cache
 def load_few_float_rows(march: str = "native") -> CDLL:
-    """Products of few float32 rows, called alike. Raises :class:`KernelsUnavailable`, also without AVX-512."""
+    """Load products of few float32 rows, with the same signature. Raises :class:`KernelsUnavailable`, also without
+    AVX-512."""
     return _load_products("few_float_rows", march, "AVX-512")
 
 
 @functools.cache
 def load_int8(march: str = "native") -> CDLL:
-    """Products with int8 matrices. Raises as :func:`load_few_rows`."""
+    """Load products with int8 matrices. Raises what :func:`load_few_rows` raises."""
     library = _load(build("int8", march))
     _check_can_multiply(library, _MATRIX_UNIT)
     library.multiply_int8.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I32]
@@ -84,8 +85,8 @@ def load_int8(march: str = "native") -> CDLL:
 
 @functools.cache
 def warn_unavailable(reason: str) -> None:
-    """Once for each reason."""
-    log.warning("CPU kernels are not available, PyTorch's operations take their place (slower): %s", reason)
+    """Log a warning, once for each reason."""
+    log.warning("CPU kernels are not available; PyTorch's slower operations replace them: %s", reason)
 
 
 def _load_products(source: str, march: str, needed: str) -> CDLL:
@@ -104,6 +105,6 @@ def _check_can_multiply(library: CDLL, needed: str) -> None:
 
 def _load(path: Path) -> CDLL:
     try:
-        return CDLL(str(path))  # ctypes gives up the interpreter lock in its calls
+        return CDLL(str(path))  # ctypes releases the interpreter lock during its calls
     except OSError as error:
         raise KernelsUnavailable(f"{path.name} cannot be loaded: {error}") from None

@@ -1,4 +1,4 @@
-"""Transports by name."""
+"""Makes transports by name."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from .shared_memory import SharedMemoryTransport
 from .tcp_socket import TLS, SocketTransport
 
 NAMES = ("shm", "nixl", "socket")
-"""Best first: the order in which a reader asks."""
+"""Best first; a reader tries them in this order."""
 
 
 def make_transports(
@@ -19,10 +19,10 @@ def make_transports(
     socket_advertise: str = "",
     tls: TLS | None = None,
 ) -> list[KVTransport]:
-    """Those named, in that order.
+    """Make the named transports, in that order.
 
     Args:
-        names: Of :data:`NAMES`; ``auto`` stands for all that work here, best first.
+        names: Names out of :data:`NAMES`; ``auto`` stands for all that work on this machine, best first.
         socket_listen: As for :class:`SocketTransport`, with ``socket_advertise`` and ``tls``.
 
     Raises ``ValueError`` for an unknown name, or one whose library is not installed.
@@ -35,7 +35,7 @@ def make_transports(
 
 
 def expanded(names: Sequence[str]) -> list[str]:
-    """The names, each of what ``auto`` stands for here in its place."""
+    """Return the names with ``auto`` replaced by what it stands for on this machine."""
     working = [name for name in NAMES if name != "nixl" or nixl.is_available()]
     return [found for name in names for found in (working if name == "auto" else [name])]
 

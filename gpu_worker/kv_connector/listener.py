@@ -1,4 +1,4 @@
-"""Accepts connections on one thread and serves each on another: what transports over sockets have in common."""
+"""Accepts connections on one thread and serves each on another, for all transports over sockets."""
 
 import contextlib
 import logging
@@ -27,11 +27,11 @@ class Listener:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Args:
-        server: Bound; closed by :meth:`close`.
-        serve: Called with each connection on its thread, timeout set for a handshake; the connection is closed when
-            it returns. ``OSError`` ends it like a peer that hangs up.
-        max_connections: More are closed at once: each costs a thread.
-        tls: Of the server's side; None: plain.
+        server: A bound socket; :meth:`close` closes it.
+        serve: Called with each connection on its own thread, with a timeout set for a handshake. The connection is
+            closed when it returns. ``OSError`` ends it like a peer that hangs up.
+        max_connections: Further connections are closed at once, because each costs a thread.
+        tls: The server's TLS context; None: no TLS.
         """
         self._server = server
         self._serve = serve
@@ -46,7 +46,7 @@ class Listener:
         self._acceptor.start()
 
     def close(self) -> None:
-        """Hangs up on everybody and waits for the threads. Idempotent."""
+        """Close every connection and wait for the threads. Idempotent."""
         with self._lock:
             self._closed = True
             connections = dict(self._connections)
@@ -96,7 +96,7 @@ class Listener:
         if self._tls is None:
             return connection
         secured = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        with self._lock:  # wrapping moved the descriptor: this is the one to hang up on
+        with self._lock:  # wrapping moved the descriptor to this socket
             self._connections[threading.current_thread()] = secured
             if self._closed:
                 hang_up(secured)
@@ -105,7 +105,7 @@ class Listener:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Finds within a minute that a peer's host is gone, where nobody sends."""
+    """Detect within a minute that the peer's host is gone while neither side sends."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
@@ -113,6 +113,6 @@ def keep_alive(sock: socket.socket) -> None:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Wakes every thread that waits on the socket; whoever owns it closes it."""
+    """Wake every thread that waits on the socket; its owner closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

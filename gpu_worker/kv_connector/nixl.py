@@ -1,6 +1,6 @@
-"""Blocks by nixl: RDMA and other fabrics where there are any, host memory over UCX where there are none.
+"""Moves blocks with nixl: over RDMA and other fabrics if present, otherwise host memory over UCX.
 
-An optional extra. The agents' own metadata says how to reach the owner's memory; which of it is read, the reader says.
+nixl is an optional extra. The agents' metadata says how to reach the owner's memory; the reader chooses what to read.
 """
 
 import importlib.util
@@ -27,38 +27,38 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
 
 _READ_SECONDS = 30.0
 _POLL_SECONDS = 100e-6
-"""Between looks at a transfer: nixl offers no waiting. A block of 64 KiB takes 20 us."""
+"""The time between polls of a transfer, because nixl cannot wait. A block of 64 KiB takes 20 us."""
 _BACKENDS = ["UCX"]
 
 
 class _Endpoint(msgspec.Struct, array_like=True):
     metadata: bytes
-    """Of the owner's agent."""
+    """Metadata of the owner's agent."""
     address: int
-    """Of its pool, in its process."""
+    """Addresses of the pool's regions in the owner's process."""
     layout: str
     num_blocks: int
     regions: list[KVRegion]
 
 
 def is_available() -> bool:
-    """Whether nixl is installed."""
+    """Return whether nixl is installed."""
     return importlib.util.find_spec("nixl") is not None
 
 
 class NixlTransport:
-    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` by an agent of nixl."""
+    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` with a nixl agent."""
 
     name = "nixl"
 
     def __init__(self) -> None:
-        """Raises ``ImportError`` where nixl is not installed or cannot be loaded."""
+        """Raises ``ImportError`` if nixl is not installed or cannot be loaded."""
         from nixl._api import nixl_agent, nixl_agent_config  # an optional extra, slow to load
 
         self._agent: Any = nixl_agent(f"tokenloom-{secrets.token_hex(8)}", nixl_agent_config(backends=_BACKENDS))
         self._lock = threading.Lock()
         self._registered: dict[int, Any] = {}
-        """Address of a memory → nixl's handle."""
+        """Maps the address of a memory to nixl's handle."""
         self._readers = weakref.WeakSet[NixlReader]()
 
     def serve(self, pool: KVPool) -> bytes | None:
@@ -92,7 +92,7 @@ class NixlTransport:
             self._registered.clear()
 
     def register(self, memory: PoolMemory) -> int:
-        """Lets nixl reach a memory; returns its address in this process."""
+        """Register a memory with nixl and return its address in this process."""
         address = int(np.frombuffer(memory.buffer, dtype=np.uint8).ctypes.data)
         with self._lock:
             if address not in self._registered:
@@ -154,7 +154,7 @@ class NixlReader:
 
 
 def _descriptors(address: int, regions: tuple[KVRegion, ...] | list[KVRegion], ids: IntArray) -> npt.NDArray[np.uint64]:
-    """[regions * n, 3] address, bytes and device of every piece."""
+    """Return [regions * n, 3]: address, bytes and device of every piece."""
     offsets = np.array([region.offset for region in regions], dtype=np.uint64)[:, None]
     sizes = np.array([region.block_bytes for region in regions], dtype=np.uint64)[:, None]
     found = np.zeros((len(regions), len(ids), 3), dtype=np.uint64)

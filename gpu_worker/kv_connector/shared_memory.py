@@ -1,7 +1,7 @@
-"""Blocks between engines of one host: the reader maps the owner's pool, read-only, and copies once.
+"""Moves blocks between engines of one host: the reader maps the owner's pool, read-only, and copies once.
 
-The owner passes its sealed memfd over a unix socket. Whether two engines can share memory is decided by that passing
-and by nothing else: equal host names prove nothing in containers.
+The owner passes its sealed memfd over a unix socket. Two engines share memory exactly if that succeeds; equal host
+names prove nothing in containers.
 """
 
 import contextlib
@@ -32,17 +32,17 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
 from .listener import Listener
 
 _SECONDS = 5.0
-"""For a handshake of two messages."""
+"""The timeout for a handshake of two messages."""
 _MAX_OFFER_BYTES = 64 << 10
 _MAX_CONNECTIONS = 16
-"""Each lasts as long as its handshake."""
+"""Each connection lives only for its handshake."""
 
 
 class _Endpoint(msgspec.Struct, array_like=True):
     name: str
-    """Of an abstract unix socket: it leaves no file behind when the engine is killed."""
+    """The name of an abstract unix socket, which leaves no file behind when the engine is killed."""
     token: bytes
-    """Shown by readers: the name can be seen by everybody on the host."""
+    """Readers show it, because every process on the host can see the socket's name."""
 
 
 class _Offer(msgspec.Struct, array_like=True):
@@ -62,7 +62,7 @@ class SharedMemoryTransport:
         self._lock = threading.Lock()
 
     def serve(self, pool: KVPool) -> bytes | None:
-        """None for a pool whose memory is not shared."""
+        """Return the offer, or None for a pool whose memory is not shared."""
         assert self._listener is None, "a transport serves one pool"
         if pool.memory.fd is None:
             return None
@@ -103,10 +103,10 @@ class SharedMemoryTransport:
 
 
 class SharedMemoryReader:
-    """A mapping of an owner's pool. The memory outlives its owner; leases tell whether it is still worth reading."""
+    """Maps an owner's pool. The memory outlives its owner; leases say whether its content is still valid."""
 
     def __init__(self, fd: int, offer: _Offer, layout: str) -> None:
-        """Maps ``fd``, which stays the caller's. Raises :class:`KVTransferError`."""
+        """Map ``fd``, which the caller keeps. Raises :class:`KVTransferError`."""
         if offer.layout != layout:
             raise KVTransferError("layout", f"the owner's blocks are {offer.layout}, this engine's {layout}")
         self._num_blocks = offer.num_blocks
@@ -134,7 +134,7 @@ class SharedMemoryReader:
 
 
 def _ask(endpoint: _Endpoint) -> tuple[_Offer, int]:
-    """The offer and the file descriptor, which is the caller's to close."""
+    """Return the offer and the file descriptor, which the caller closes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(_SECONDS)
         connection.connect(f"\0{endpoint.name}")

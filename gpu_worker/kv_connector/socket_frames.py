@@ -1,6 +1,6 @@
-"""Small messages and large scattered bytes on a blocking stream socket, plain or TLS.
+"""Sends small messages and large scattered bytes on a blocking stream socket, plain or TLS.
 
-Every function raises ``OSError``, ``TimeoutError`` among them, when the peer is gone, stuck or talks nonsense.
+Every function raises ``OSError``, including ``TimeoutError``, if the peer is gone, stuck or sends invalid data.
 """
 
 import socket
@@ -16,9 +16,9 @@ from tokenloom.engine_core.kv_transfer.kv_transport import IntArray, KVPool
 
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 4 << 20
-"""A list of a million blocks; a length beyond it is no message of ours."""
+"""Room for a list of a million blocks; a longer message is invalid."""
 _IOV_MAX = 1024
-"""Linux's limit of pieces in one call."""
+"""Linux's limit on the pieces of one call."""
 
 Message = TypeVar("Message", bound=msgspec.Struct)
 
@@ -29,7 +29,7 @@ def send_frame(sock: socket.socket, message: msgspec.Struct) -> None:
 
 
 def receive_frame(sock: socket.socket, kind: type[Message]) -> Message:
-    """Raises ``msgspec.DecodeError`` too, when it is another message."""
+    """Receive one message. Raises ``msgspec.DecodeError`` too, if it is of another type."""
     (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
     if length > _MAX_FRAME_BYTES:
         raise ConnectionError(f"a message of {length} bytes")
@@ -37,7 +37,7 @@ def receive_frame(sock: socket.socket, kind: type[Message]) -> Message:
 
 
 def pieces(pool: KVPool, block_ids: IntArray) -> list[memoryview]:
-    """A pool's memory under these blocks, region by region; blocks that follow each other are one piece."""
+    """Return a pool's memory under these blocks, region by region; adjacent blocks form one piece."""
     if not len(block_ids):
         return []
     begins = np.concatenate(([0], np.flatnonzero(np.diff(block_ids) != 1) + 1))
@@ -53,7 +53,7 @@ def pieces(pool: KVPool, block_ids: IntArray) -> list[memoryview]:
 
 
 def send(sock: socket.socket, data: Sequence[memoryview]) -> None:
-    """Sends all pieces; the kernel gathers them, but for TLS."""
+    """Send all pieces; the kernel gathers them, except under TLS."""
     if isinstance(sock, ssl.SSLSocket):
         for piece in data:
             sock.sendall(piece)
@@ -64,7 +64,7 @@ def send(sock: socket.socket, data: Sequence[memoryview]) -> None:
 
 
 def receive_into(sock: socket.socket, data: Sequence[memoryview]) -> None:
-    """Fills all pieces; the kernel scatters them, but for TLS."""
+    """Fill all pieces; the kernel scatters them, except under TLS."""
     rest = _Rest(data)
     tls = isinstance(sock, ssl.SSLSocket)
     while head := rest.head():
@@ -75,7 +75,7 @@ def receive_into(sock: socket.socket, data: Sequence[memoryview]) -> None:
 
 
 class _Rest:
-    """The pieces that are not moved yet, handed out in as many as one call takes."""
+    """Holds the pieces that are not moved yet, and yields as many as one call takes."""
 
     def __init__(self, data: Sequence[memoryview]) -> None:
         self._data = data

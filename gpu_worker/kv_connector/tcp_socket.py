@@ -1,4 +1,4 @@
-"""Blocks over stream sockets, across hosts: TCP, with TLS if it leaves this host, or a unix socket.
+"""Moves blocks over stream sockets: TCP across hosts, with TLS if it leaves this host, or a unix socket.
 
 A reader opens a connection, shows the endpoint's token, and asks for batches of blocks; the owner's kernel gathers the
 pieces out of its pool and the reader's scatters them into its own. A batch travels region by region, so that blocks
@@ -24,29 +24,29 @@ from .socket_frames import pieces, receive_frame, receive_into, send, send_frame
 
 _CONNECT_SECONDS = 5.0
 _READ_SECONDS = 30.0
-"""Without a byte: the peer is stuck, or the network is."""
+"""After this long without a byte the peer or the network counts as stuck."""
 _BUFFER_BYTES = 4 << 20
 _BATCH_BYTES = 64 << 20
-"""Asked for at once: bounds how long a connection of others waits for this one's threads."""
+"""How many blocks are requested at once. It bounds how long other connections wait for this one's threads."""
 _MAX_CONNECTIONS = 64
-"""Readers times the loads that each has at once; each costs a thread, which sleeps in the kernel."""
+"""Readers times the concurrent loads of each. Each costs a thread, which sleeps in the kernel."""
 
 
 @dataclass(frozen=True)
 class TLS:
-    """Contexts of both directions, made from the mesh's certificates: each side proves who it is."""
+    """Holds the TLS contexts of both directions, made from the mesh's certificates; each side proves its identity."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
     peer_name: str = ""
-    """That certificates of the other side must name; empty: the host that is connected to, and anybody's."""
+    """The name that the other side's certificate must bear; empty: the host connected to, and any client."""
 
 
 class _Endpoint(msgspec.Struct, array_like=True):
     address: str
     """``host:port``, or ``unix:@name`` of an abstract unix socket, which leaves no file behind."""
     token: bytes
-    """Shown by readers: others may find the address."""
+    """Readers show it, because other processes may find the address."""
 
 
 class _Hello(msgspec.Struct, array_like=True):
@@ -58,12 +58,12 @@ class _Welcome(msgspec.Struct, array_like=True):
     layout: str
     num_blocks: int
     block_bytes: list[int]
-    """Of each region."""
+    """The size of each region."""
 
 
 class _Batch(msgspec.Struct, array_like=True):
     block_ids: bytes
-    """Little-endian uint32. Answered by their bytes; a batch that asks for what is not there ends the connection."""
+    """Little-endian uint32. The answer is their bytes; a batch with an invalid block ends the connection."""
 
 
 class SocketTransport:
@@ -74,13 +74,13 @@ class SocketTransport:
     def __init__(self, listen: str = "", advertise: str = "", tls: TLS | None = None) -> None:
         """Args:
             listen: ``host:port`` (port 0: any); empty: a unix socket, for readers on this host.
-            advertise: The host that readers connect to, where it is not the one that is listened on.
-            tls: Required beyond this host.
+            advertise: The host that readers connect to, if it differs from the one listened on.
+            tls: Required if readers are on other hosts.
 
-        Raises ``ValueError`` where ``listen`` would show the pool to the network without TLS.
+        Raises ``ValueError`` if ``listen`` would expose the pool to the network without TLS.
         """
         if listen and tls is None and not _is_loopback(listen.rpartition(":")[0]):
-            raise ValueError(f"KV blocks leave this host only under TLS: listen on loopback, not on {listen}")
+            raise ValueError(f"KV blocks leave this host only under TLS; listen on loopback, not on {listen}")
         self._listen = listen
         self._advertise = advertise
         self._tls = tls
@@ -136,7 +136,7 @@ class SocketTransport:
 
 
 class _Owner:
-    """Serves one pool: the other end of :class:`SocketReader`."""
+    """Serves one pool to :class:`SocketReader`."""
 
     def __init__(self, pool: KVPool, token: bytes, peer_name: str) -> None:
         self.token = token
@@ -144,7 +144,7 @@ class _Owner:
         self._pool = pool
 
     def serve(self, connection: socket.socket) -> None:
-        """Answers one reader until it hangs up or asks for something wrong."""
+        """Answer one reader until it hangs up or sends an invalid request."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         with contextlib.suppress(msgspec.DecodeError, KVTransferError):
             hello = receive_frame(connection, _Hello)
@@ -167,12 +167,12 @@ class _Owner:
 
 
 class SocketReader:
-    """Connections to one owner: as many as there are reads at once, kept for the next."""
+    """Holds connections to one owner, as many as there are concurrent reads, and reuses them."""
 
     def __init__(
         self, endpoint: _Endpoint, layout: str, tls: TLS | None, on_close: Callable[["SocketReader"], None]
     ) -> None:
-        """Connects. Raises :class:`KVTransferError`."""
+        """Connect. Raises :class:`KVTransferError`."""
         self._endpoint = endpoint
         self._layout = layout
         self._tls = tls
@@ -199,7 +199,7 @@ class SocketReader:
             self._drop(connection)
             raise KVTransferError("transport", f"reading blocks from {self._endpoint.address}: {error}") from error
         except BaseException:
-            self._drop(connection)  # in the middle of an answer
+            self._drop(connection)  # an answer may be half read
             raise
         self._give_back(connection)
 
@@ -274,7 +274,7 @@ def _dial(address: str, tls: TLS | None) -> socket.socket:
 
 
 def _is_named(connection: socket.socket, name: str) -> bool:
-    """Whether the peer's certificate names ``name``; of a connection without TLS there is none to ask for."""
+    """Return whether the peer's certificate names ``name``; true without TLS."""
     if not name or not isinstance(connection, ssl.SSLSocket):
         return True
     names = (connection.getpeercert() or {}).get("subjectAltName", ())

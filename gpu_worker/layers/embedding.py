@@ -1,4 +1,4 @@
-"""Token embeddings and the output matrix, which may be one."""
+"""Loads token embeddings and the output matrix, which may be one tensor."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from ..checkpoint.weights import Checkpoint
 _OUTPUT = "lm_head.weight"
 
 InputEmbeds = Sequence[tuple[int, Tensor]]
-"""(index of the first token, [n, hidden_size] float32) of tokens that have rows instead of ids."""
+"""(index of the first token, [n, hidden_size] float32): embeddings that replace token ids."""
 
 
 def embed(table: Tensor, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
-    """[T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], but for those that ``embeds`` gives."""
+    """Return [T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], except where ``embeds`` gives others."""
     hidden = F.embedding(input_ids, table)
     for start, rows in embeds:
         hidden[start : start + len(rows)] = rows
@@ -23,7 +23,7 @@ def embed(table: Tensor, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
 
 
 def load_embeddings(checkpoint: Checkpoint, name: str, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """(token embeddings, output matrix), each [vocab_size, hidden_size].
+    """Return (token embeddings, output matrix), each [vocab_size, hidden_size].
 
     Tied matrices are stored under either name. If a checkpoint that says they are tied holds both, they may differ,
     and both are used, as transformers does.

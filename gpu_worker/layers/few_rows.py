@@ -1,4 +1,4 @@
-"""Products of few rows with a packed matrix: where memory's speed decides, oneDNN leaves a quarter of it or more."""
+"""Multiplies few rows with a packed matrix. Memory bandwidth is the limit there, and oneDNN misses it by a quarter."""
 
 from collections.abc import Callable
 from ctypes import CDLL
@@ -13,14 +13,14 @@ from ..kernels.library import load_few_float_rows, load_few_rows
 
 @dataclass(frozen=True)
 class _Kind:
-    """What there is for one dtype."""
+    """Describes the kernel of one dtype."""
 
     load: Callable[[], CDLL]
     most_rows: int
-    """Beyond, arithmetic decides, and oneDNN is as good or better at that."""
+    """With more rows arithmetic is the limit, and oneDNN is as fast or faster."""
     outputs: int
     inputs: int
-    """The matrix has whole multiples of these."""
+    """The matrix's outputs and inputs must be multiples of these."""
     tolerance: float
 
 
@@ -31,10 +31,10 @@ _KINDS = {
 
 
 class FewRows:
-    """A view of a matrix [out, in] that oneDNN packed; ``packed`` must outlive it.
+    """Views a matrix [out, in] that oneDNN packed; ``packed`` must outlive it.
 
-    Raises :class:`KernelsUnavailable` where there is no compiler, the CPU lacks what the kernel needs (bfloat16: the
-    matrix unit; float32: AVX-512), or for shapes it does not know.
+    Raises :class:`KernelsUnavailable` without a compiler, if the CPU lacks what the kernel needs (bfloat16: the matrix
+    unit; float32: AVX-512), and for shapes that it does not support.
     """
 
     def __init__(self, packed: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
@@ -43,7 +43,7 @@ class FewRows:
         if kind is None or self._outputs % kind.outputs or self._inputs % kind.inputs:
             raise KernelsUnavailable(f"a matrix of {self._outputs} by {self._inputs} {packed.dtype}")
         if torch.ops.mkldnn._nbytes(packed) != self._outputs * self._inputs * packed.itemsize:
-            raise KernelsUnavailable("oneDNN packed the matrix in some other way")
+            raise KernelsUnavailable("oneDNN packed the matrix in an unknown layout")
         self.most_rows = kind.most_rows
         self._tolerance = kind.tolerance
         self._multiply = kind.load().multiply
@@ -51,9 +51,9 @@ class FewRows:
         self._bias = bias
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x [1 to most_rows, in] of the matrix's dtype to ``dtype``, that one or float32.
+        """Multiply x [1 to most_rows, in] of the matrix's dtype; the result has ``dtype``, the same or float32.
 
-        float32 results of bfloat16 are rounded to bfloat16 first, as many rows' are.
+        float32 results of bfloat16 are rounded to bfloat16 first, as oneDNN does for many rows.
         """
         x = x.contiguous()
         out = torch.empty(len(x), self._outputs, dtype=dtype)
@@ -71,7 +71,7 @@ class FewRows:
         return out
 
     def agrees(self, linear: "torch._ops.OpOverload", packed: Tensor) -> bool:
-        """Whether the matrix lies as expected: the layout is oneDNN's own affair, so one product of it is compared."""
+        """Return whether the layout is as expected. oneDNN does not document it, so one product is compared."""
         x = torch.randn(1, self._inputs, generator=torch.Generator().manual_seed(0)).to(packed.dtype)
         expected = linear(x, packed, self._bias, "none", [], "").float()
         scale = float(expected.abs().max())

@@ -1,4 +1,4 @@
-"""Linear layers in int8: weights rounded once, by output; inputs at every product, by row.
+"""Computes linear layers in int8: weights are rounded once, per output, and inputs at every product, per row.
 
 A row's result depends on no other row, so that a token does not depend on the batch it is computed in.
 """
@@ -13,7 +13,7 @@ from ..kernels.library import load_int8, warn_unavailable
 
 _LARGEST = 127
 _BLOCK_OUTPUTS, _BLOCK_INPUTS, _FOUR = 32, 64, 4
-"""As in ``int8.cpp``."""
+"""Mirrors the constant in ``int8.cpp``."""
 
 
 class Int8Linear:
@@ -57,16 +57,17 @@ class Int8Linear:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [n, m] as int8 of the same shape, and what a unit of each row is worth: [n] float32."""
+    """Return x [n, m] as int8 of the same shape, and the scale of each row, [n] float32."""
     x = x.float()
     largest = x.abs().amax(dim=1)
-    # A number by a tensor would be the number times the reciprocal, which rounds differently than the kernel.
+    # Dividing a number by a tensor multiplies by the reciprocal, which rounds differently from the kernel.
     scales = torch.where(largest > 0, torch.full_like(largest, _LARGEST) / largest, 0.0)
     return (x * scales[:, None]).round().to(torch.int8), largest / _LARGEST
 
 
 def _in_blocks(weight: Tensor) -> Tensor:
-    """[out, in] as the kernel reads it: blocks of outputs, blocks of inputs, fours, outputs, inputs of a four."""
+    """Arrange [out, in] as the kernel reads it: blocks of outputs, blocks of inputs, fours, outputs, inputs of a
+    four."""
     outputs, inputs = weight.shape
     sizes = (outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // _BLOCK_INPUTS, _BLOCK_INPUTS // _FOUR, _FOUR)
     return weight.view(sizes).permute(0, 2, 3, 1, 4).contiguous()

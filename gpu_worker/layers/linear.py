@@ -1,4 +1,4 @@
-"""Linear layers."""
+"""Loads linear layers, packed for the CPU if that is possible."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,14 +14,14 @@ from .packed_linear import PackedLinear, can_pack
 
 
 class Linear(Protocol):
-    """x · weightᵀ + bias."""
+    """Computes x · weightᵀ + bias."""
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """[n, in] to [n, out] of ``dtype``, by default that of x."""
+        """Map [n, in] to [n, out] of ``dtype``, by default the dtype of x."""
 
 
 class PlainLinear:
-    """PyTorch's own."""
+    """Computes the product with PyTorch."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
@@ -33,7 +33,8 @@ class PlainLinear:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
-    """``weight`` [out, in], ``bias`` [out] or None: packed where that can be done, which copies the weight."""
+    """Make a layer of ``weight`` [out, in] and ``bias`` [out] or None. It is packed if possible, which copies the
+    weight."""
     if quantization == INT8_DYNAMIC:
         return Int8Linear(weight, bias)
     if can_pack(weight.device, weight.dtype):
@@ -49,7 +50,7 @@ def load_linear(
     bias: bool,
     quantization: str | None = None,
 ) -> Linear:
-    """The layers ``names``, of ``outputs`` rows each, as one: a single multiplication reads the input once."""
+    """Load the layers ``names``, of ``outputs`` rows each, as one layer, so that one product reads the input once."""
     pairs = list(zip(names, outputs, strict=True))
     weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
     biases = [checkpoint.take(f"{name}.bias", rows) for name, rows in pairs] if bias else []
@@ -59,7 +60,7 @@ def load_linear(
 def load_conv1d(
     checkpoint: Checkpoint, name: str, inputs: int, outputs: int, quantization: str | None = None
 ) -> Linear:
-    """GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
+    """Load GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
     weight = checkpoint.take(f"{name}.weight", inputs, outputs)
     return make_linear(weight.t().contiguous(), checkpoint.take(f"{name}.bias", outputs), quantization)
 

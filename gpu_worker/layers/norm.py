@@ -8,14 +8,14 @@ from ..checkpoint.weights import Checkpoint
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension; the statistics are float32 whatever the dtype."""
+    """Compute x / rms(x) · weight over the last dimension; the statistics are float32 whatever the dtype."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
 
 
 class LayerNorm:
-    """(x - mean) / deviation · weight + bias over the last dimension."""
+    """Compute (x - mean) / deviation · weight + bias over the last dimension."""
 
     def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
         self.weight = weight

@@ -1,7 +1,7 @@
-"""Linear layers whose weights lie as oneDNN's kernels read them.
+"""Computes linear layers with weights in the layout that oneDNN's kernels read.
 
 Packing once at load saves a reordering, or a slower kernel, at every multiplication: a step of one token reads its
-weights at the memory's speed. The operations are private to PyTorch, so they are tried before they are relied upon.
+weights at the memory's speed. The operations are private to PyTorch, so :func:`can_pack` tries them first.
 """
 
 import functools
@@ -14,7 +14,7 @@ from ..kernels.compiler import KernelsUnavailable
 from .few_rows import FewRows
 
 _ROWS = 32
-"""Inputs that the layout is chosen for. It is the same, and as good, from one to hundreds."""
+"""oneDNN chooses the layout for this number of rows. It chooses the same one from one to hundreds of rows."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
@@ -44,7 +44,7 @@ class PackedLinear:
 
 @functools.cache
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether packing works here and multiplies right."""
+    """Return whether packing works on this machine and multiplies correctly."""
     if device.type != "cpu" or dtype not in _TOLERANCE:
         return False
     generator = torch.Generator().manual_seed(0)

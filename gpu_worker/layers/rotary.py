@@ -1,4 +1,4 @@
-"""Rotary position embeddings: the frequencies of each rope type, and their application to query and key heads."""
+"""Computes rotary position embeddings: the frequencies of each rope type, and the rotation of query and key heads."""
 
 import math
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Low frequencies are divided by ``factor``, high ones stay, those between are blended (Llama 3.1)."""
+    """Divides low frequencies by ``factor``, keeps high ones and blends those between (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
@@ -24,21 +24,21 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Interpolation by ``factor`` for slow dimensions, none for fast ones, a linear ramp between (YaRN)."""
+    """Interpolates slow dimensions by ``factor``, fast ones not at all, and those between on a linear ramp (YaRN)."""
 
     factor: float
     original_max_position: int
     beta_fast: float
     beta_slow: float
     attention_factor: float
-    """Multiplies cosine and sine."""
+    """The factor on cosine and sine."""
     truncate: bool
-    """Round the ends of the ramp to whole dimensions."""
+    """Whether the ends of the ramp are rounded to whole dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How a model rotates its heads."""
+    """Describes how a model rotates its heads."""
 
     head_size: int
     theta: float = 10_000.0
@@ -51,7 +51,7 @@ class RopeConfig:
 
 
 def read_rope(config: ConfigReader, head_size: int, max_position: int) -> RopeConfig:
-    """Takes the rope entries of a configuration, in the spelling of transformers 4 or 5.
+    """Read the rope entries of a configuration, in the spelling of transformers 4 or 5.
 
     Raises ``ValueError`` naming a rope type or parameter that is not supported.
     """
@@ -72,7 +72,7 @@ def read_rope(config: ConfigReader, head_size: int, max_position: int) -> RopeCo
         raise rope.error("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
     theta = rope.take_float("rope_theta", outer_theta)
     original = rope.take_int("original_max_position_embeddings", max_position)
-    if outer_original is not None:  # the entry outside the rope object outranks the one inside
+    if outer_original is not None:  # the entry outside the rope object overrides the one inside
         original = config.take_int("original_max_position_embeddings")
     result = RopeConfig(head_size, theta, _read_scaling(rope, rope_type, original))
     rope.refuse_rest()
@@ -116,7 +116,7 @@ def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
 
 
 def inverse_frequencies(config: RopeConfig) -> Tensor:
-    """Angle per position of each pair of dimensions: [head_size / 2], float32, on the CPU."""
+    """Return the angle per position of each pair of dimensions: [head_size / 2], float32, on the CPU."""
     exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
     frequencies = 1.0 / config.theta**exponents
     match config.scaling:
@@ -144,7 +144,7 @@ def _yarn(config: RopeConfig, scaling: YarnScaling) -> Tensor:
     powers = config.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
 
     def dimension_of(rotations: float) -> float:
-        """The dimension that turns this often within the original context."""
+        """Return the dimension that rotates this many times within the original context."""
         turns = scaling.original_max_position / (rotations * 2 * math.pi)
         return dims * math.log(turns) / (2 * math.log(config.theta))
 
@@ -159,14 +159,14 @@ def _yarn(config: RopeConfig, scaling: YarnScaling) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Cosines and sines of a step, computed once and shared by its layers."""
+    """Computes the cosines and sines of a step once, for all its layers."""
 
     def __init__(self, config: RopeConfig, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(config).to(device)
         self._attention_factor = config.attention_factor
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] positions to (cos, sin), each [T, 1, head_size / 2] float32."""
+        """Turn [T] positions into (cos, sin), each [T, 1, head_size / 2] float32."""
         angles = (positions[:, None].float() * self._frequencies)[:, None]
         factor = self._attention_factor
         if factor == 1.0:
@@ -175,7 +175,7 @@ class RotaryEmbedding:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [T, heads, head_size], in its dtype.
+    """Rotate [T, heads, head_size], in its dtype.
 
     Dimension i pairs with i + head_size / 2 (the Hugging Face convention).
     """

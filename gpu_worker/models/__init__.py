@@ -1,1 +1,1 @@
-"""Model architectures: what a checkpoint computes, without knowing how attention is done."""
+"""Model architectures: what a checkpoint computes. They do not know how attention is computed."""

@@ -1,4 +1,4 @@
-"""Models by architecture."""
+"""Loads a checkpoint with the model class of its architecture."""
 
 from pathlib import Path
 
@@ -20,11 +20,11 @@ def load_model(
     ops: Ops | None = None,
     quantization: str | None = None,
 ) -> Model:
-    """Loads the checkpoint directory ``path``.
+    """Load the checkpoint directory ``path``.
 
-    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default,
-    ``ops`` PyTorch's, ``quantization`` None or ``int8-dynamic``. Raises
-    ``ValueError`` naming what the checkpoint lacks, or a feature of it that is not supported.
+    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
+    are PyTorch's, ``quantization`` is None or ``int8-dynamic``. Raises ``ValueError`` naming what the checkpoint lacks,
+    or a feature that is not supported.
     """
     device = device or torch.device("cpu")
     config = load_model_config(path, dtype, quantization)

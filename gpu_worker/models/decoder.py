@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3: one decoder whose differences are switches of :class:`ModelConfig`."""
+"""Computes Llama, Mistral, Qwen2 and Qwen3 with one decoder; switches of :class:`ModelConfig` hold the differences."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..ops.ops import Ops, Rotation
 
 
 class AddNorm:
-    """RMSNorm of a residual stream to which it first adds what the last part computed."""
+    """Adds the last part's result to the residual stream, then applies RMSNorm."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, config: ModelConfig, ops: Ops) -> None:
         self._weight = checkpoint.take(f"{name}.weight", config.hidden_size)
@@ -25,7 +25,7 @@ class AddNorm:
 
 
 class Attention:
-    """Self-attention with rotary positions and grouped queries."""
+    """Computes self-attention with rotary positions and grouped queries."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
         self._ops = ops
@@ -49,14 +49,14 @@ class Attention:
 
 
 def _load_qk_norm(checkpoint: Checkpoint, prefix: str, config: ModelConfig) -> tuple[Tensor, float]:
-    """Query and key norms as one over their heads side by side: a weight row per head; and epsilon."""
+    """Return the query and key norms as one, with a row of weights per head, and epsilon."""
     query = checkpoint.take(f"{prefix}.q_norm.weight", config.head_size).expand(config.num_heads, -1)
     key = checkpoint.take(f"{prefix}.k_norm.weight", config.head_size).expand(config.num_kv_heads, -1)
     return torch.cat((query, key)), config.norm_eps
 
 
 class MLP:
-    """down(act(gate(x)) · up(x)), gate and up as one multiplication."""
+    """Computes down(act(gate(x)) · up(x)), with gate and up as one product."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -72,7 +72,7 @@ class MLP:
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and added to its input."""
+    """Computes attention and MLP, each after a norm and added to its input."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
         self._input_norm = AddNorm(checkpoint, f"{prefix}.input_layernorm", config, ops)
@@ -83,13 +83,13 @@ class DecoderLayer:
     def __call__(
         self, residual: Tensor, delta: Tensor | None, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan
     ) -> Tensor:
-        """Takes and returns what is yet to be added to ``residual``, so that the next norm adds it in its pass."""
+        """Take and return the part that is not yet added to ``residual``; the next norm adds it in the same pass."""
         delta = self._attention(self._input_norm(residual, delta), rotation, kv_cache, plan)
         return self._mlp(self._post_norm(residual, delta))
 
 
 class DecoderModel:
-    """The whole model (see :class:`~.interface.Model`)."""
+    """Computes the whole model (see :class:`~.model.Model`)."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, device: torch.device) -> None:
         assert config.rope is not None

@@ -1,4 +1,4 @@
-"""GPT-2: learned absolute positions, LayerNorm, a plain MLP."""
+"""Computes GPT-2: learned absolute positions, LayerNorm, a plain MLP."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from ..layers.norm import load_layer_norm
 
 
 class Attention:
-    """Multi-head self-attention."""
+    """Computes multi-head self-attention."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
         self._head_size = config.head_size
@@ -30,7 +30,7 @@ class Attention:
 
 
 class Block:
-    """Attention and MLP, each behind a norm and added to its input."""
+    """Computes attention and MLP, each after a norm and added to its input."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
@@ -49,7 +49,7 @@ class Block:
 
 
 class GPT2Model:
-    """The whole model (see :class:`~.interface.Model`)."""
+    """Computes the whole model (see :class:`~.model.Model`)."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self.config = config

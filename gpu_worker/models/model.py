@@ -1,4 +1,4 @@
-"""What the model runner needs of a model."""
+"""Defines what the model runner needs of a model."""
 
 from typing import Protocol
 
@@ -10,7 +10,7 @@ from ..layers.embedding import InputEmbeds
 
 
 class Model(Protocol):
-    """A decoder-only language model with its weights."""
+    """Holds a decoder-only language model with its weights."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -23,11 +23,11 @@ class Model(Protocol):
         plan: AttentionPlan,
         embeds: InputEmbeds = (),
     ) -> Tensor:
-        """Last hidden states [T, hidden_size] of T tokens; ``input_ids`` and ``positions`` are int64 [T].
+        """Compute the last hidden states [T, hidden_size] of T tokens; ``input_ids`` and ``positions`` are int64 [T].
 
-        Writes the tokens' keys and values to ``kv_caches`` (one per layer) where ``plan`` says. ``embeds`` take the
-        place of the embeddings of ``input_ids``.
+        Writes the tokens' keys and values to ``kv_caches`` (one per layer) where ``plan`` says. ``embeds``
+        replace the embeddings of ``input_ids``.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [R, hidden_size] to float32 logits [R, vocab_size]."""
+        """Turn hidden states [R, hidden_size] into float32 logits [R, vocab_size]."""

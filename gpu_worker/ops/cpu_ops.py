@@ -1,4 +1,4 @@
-"""The operations as C++ kernels: each passes over its data once, in float32 between loading and storing."""
+"""Runs the operations as C++ kernels: each reads its data once and computes in float32 between load and store."""
 
 from ctypes import byref
 
@@ -15,7 +15,7 @@ _SILU = ("silu", "swish")
 
 
 class CPUOps:
-    """Fulfils :class:`~.interface.Ops` for float32 and bfloat16. Raises ``KernelsUnavailable`` without a compiler."""
+    """Fulfils :class:`~.ops.Ops` for float32 and bfloat16. Raises ``KernelsUnavailable`` without a compiler."""
 
     def __init__(self, march: str = "native") -> None:
         self._kernels = load_fused(march)

@@ -1,4 +1,4 @@
-"""The operations as PyTorch has them, with the roundings of transformers."""
+"""Runs the operations with PyTorch, rounding as transformers does."""
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from .ops import Rotation
 
 
 class TorchOps:
-    """Fulfils :class:`~.interface.Ops` anywhere."""
+    """Fulfils :class:`~.ops.Ops` on every device."""
 
     def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if delta is not None:

@@ -1,4 +1,4 @@
-"""A CUDA device, and what of its memory the KV pool may have."""
+"""Describes a CUDA device, and how much of its memory the KV pool may use."""
 
 import gc
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 _SHARE = 0.9
-"""Of the whole device, for weights, activations and KV together, as in vLLM: other processes have a little too."""
+"""The share of the device for weights, activations and KV together, as in vLLM; other processes use a little too."""
 
 
 class CUDAPlatform:
@@ -16,7 +16,7 @@ class CUDAPlatform:
     draws_on_device = True
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """Raises ``ValueError`` where this PyTorch has no GPU to offer."""
+        """Raises ``ValueError`` if this PyTorch finds no GPU."""
         if not torch.cuda.is_available():
             raise ValueError(f"device cuda: this PyTorch ({torch.__version__}) finds no GPU")
         self.device = device or torch.device("cuda", 0)
@@ -46,5 +46,5 @@ class CUDAPlatform:
 
 
 def kv_share(free: int, total: int, activations: int) -> int:
-    """Of a device with so many bytes in all and so many left, beside a step's activations."""
+    """Return the KV memory of a device with so many bytes in all and so many free, next to a step's activations."""
     return max(0, int(_SHARE * total) - (total - free) - activations)

@@ -1,20 +1,34 @@
-"""Which worker computes, by the name of a device."""
+"""Makes the worker of a device."""
 
 import torch
 
 from tokenloom.engine_core.config import EngineConfig
 
 from ..model_worker import ModelWorker
-from .cpu_worker import CPUWorker
-from .cuda_worker import CUDAWorker
+from .cuda_platform import CUDAPlatform
+from .platform import CPUPlatform
 
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def make_worker(config: EngineConfig) -> ModelWorker:
-    """The worker for ``config.worker.device``; ``auto`` is a GPU where this PyTorch finds one.
+class CPUWorker(ModelWorker):
+    """Computes on the CPU of this process."""
 
-    Raises ``ValueError`` for an unknown device, or one that is not there.
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, CPUPlatform())
+
+
+class CUDAWorker(ModelWorker):
+    """Computes on the first GPU of this process. Raises ``ValueError`` if there is none."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config, CUDAPlatform())
+
+
+def make_worker(config: EngineConfig) -> ModelWorker:
+    """Return the worker for ``config.worker.device``; ``auto`` is a GPU if this PyTorch finds one.
+
+    Raises ``ValueError`` for an unknown device, or one that this machine does not have.
     """
     name = config.worker.device
     if name not in DEVICES:

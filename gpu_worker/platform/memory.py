@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and how much a call takes at its peak. Linux; bytes."""
+"""Measures how much memory this process may still take, and a call's peak. Linux only; in bytes."""
 
 import contextlib
 import ctypes
@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 _KIB = 1024
-_MADV_PAGEOUT = 21  # Linux 5.4; an older kernel refuses it, and the pages stay
+_MADV_PAGEOUT = 21  # needs Linux 5.4; an older kernel refuses it, and the pages stay
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """What the host has to give, or what the control group still allows if that is less."""
+    """Return the host's available memory, or what the control group still allows if that is less."""
     return min([_meminfo(root)["MemAvailable"], *_cgroup_room(root)])
 
 
 def peak_of(call: Callable[[], None]) -> int:
-    """Runs the call; returns by how much its peak exceeded the resident memory before it.
+    """Run the call and return by how much its peak exceeded the resident memory before it.
 
-    Where the kernel does not let a process reset its peak, that of the whole life so far counts: never too little.
+    If the kernel does not let a process reset its peak, the peak since the process began counts, which is never too
+    low.
     """
     before = _status("VmRSS")
     with contextlib.suppress(OSError):
@@ -27,16 +28,16 @@ def peak_of(call: Callable[[], None]) -> int:
 
 
 def return_freed() -> None:
-    """Has the allocator give what is free, in whole pages, back to the system."""
-    with contextlib.suppress(AttributeError):  # of glibc only
+    """Make the allocator return free whole pages to the system."""
+    with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def forget_mapped(paths: Iterable[Path]) -> None:
-    """Drops this process's resident pages of its mappings of these files: touched again, they are read again.
+    """Drop the resident pages of this process's mappings of these files; they are read again when they are touched.
 
-    Asks for a page-out, which never loses content: another thread may unmap one of the ranges meanwhile and have
-    anonymous memory there, which ``MADV_DONTNEED`` would empty.
+    It asks for a page-out, which never loses content. ``MADV_DONTNEED`` would empty anonymous memory that another
+    thread may have mapped in one of the ranges in the meantime.
     """
     wanted = {str(path.resolve()) for path in paths}
     libc = ctypes.CDLL(None, use_errno=True)
@@ -60,7 +61,8 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _cgroup_room(root: Path) -> Iterator[int]:
-    """Of every group above this process: its limit, less what it uses and could not drop (page cache it could)."""
+    """Yield for every group above this process its limit, less what it uses and could not drop (it can drop page
+    cache)."""
     for limit, group in _cgroup_limits(root):
         version = "memory.current" if (group / "memory.current").exists() else "memory.usage_in_bytes"
         used = _number(group / version) or 0
@@ -68,7 +70,7 @@ def _cgroup_room(root: Path) -> Iterator[int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, Path]]:
-    """(limit, directory) of every control group of this process that has one, version 2 or 1."""
+    """Yield (limit, directory) of every control group of this process that has a limit, version 2 or 1."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -95,7 +97,7 @@ def _inactive_file(group: Path) -> int:
 
 
 def _number(file: Path) -> int | None:
-    """A number in a file; None where there is no file, or where it says ``max``."""
+    """Return the number in a file, or None if there is no file or it says ``max``."""
     try:
         text = file.read_text().strip()
     except OSError:

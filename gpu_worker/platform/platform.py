@@ -1,4 +1,4 @@
-"""What differs between the devices that a model may run on, beside the operations themselves."""
+"""Describes how the devices differ that a model may run on, apart from the operations."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -8,34 +8,35 @@ import torch
 from . import memory
 
 _SHARE = 0.5
-"""Of the memory that is left: the operating system's page cache and the other services need the rest."""
+"""The share of the free memory for KV; the operating system's page cache and the other services need the rest."""
 
 
 class Platform(Protocol):
-    """One device, and its memory in bytes."""
+    """Describes one device and its memory, in bytes."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def pool_is_on_host(self) -> bool:
-        """Whether the KV pool is memory of the host, which transports can read; else it is the device's."""
+        """Whether the KV pool is memory of the host, which transports can read, or of the device."""
 
     @property
     def draws_on_device(self) -> bool:
-        """Whether tokens are drawn where the logits are, so that only ids come to the host."""
+        """Whether tokens are drawn on the device, so that only their ids come to the host."""
 
     def start(self, num_threads: int) -> None:
-        """Takes the device, before anything is loaded. ``num_threads`` of the host compute; 0: as many as it likes."""
+        """Prepare the device, before anything is loaded. ``num_threads`` of the host compute; 0: the library
+        decides."""
 
     def peak_of(self, call: Callable[[], None]) -> int:
-        """Runs the call; returns how much memory it needs at its peak beyond what was in use."""
+        """Run the call and return how much memory it needs at its peak beyond what was in use."""
 
     def kv_memory(self, activations: int) -> int:
-        """How much a KV pool may take, when a step needs ``activations`` beside it."""
+        """Return how much a KV pool may take if a step needs ``activations`` next to it."""
 
     def return_freed(self) -> None:
-        """Gives what is free back to the system."""
+        """Return free memory to the system."""
 
 
 class CPUPlatform:
@@ -53,7 +54,8 @@ class CPUPlatform:
         return memory.peak_of(call)
 
     def kv_memory(self, activations: int) -> int:
-        """Half of what this host (or control group) has left beside the weights and a step's largest activations."""
+        """Return half of what the host (or control group) has free next to the weights and a step's largest
+        activations."""
         return int(_SHARE * max(0, memory.available_memory() - activations))
 
     def return_freed(self) -> None:

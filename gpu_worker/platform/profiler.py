@@ -1,4 +1,4 @@
-"""Recording what a worker computes, for TensorBoard, Perfetto or chrome://tracing."""
+"""Records what a worker computes, for TensorBoard, Perfetto or chrome://tracing."""
 
 from pathlib import Path
 
@@ -6,15 +6,15 @@ import torch
 
 
 class Profiler:
-    """torch's profiler, writing a compressed trace to a directory that the operator chose."""
+    """Runs torch's profiler and writes a compressed trace to a directory that the operator chose."""
 
     def __init__(self, directory: str) -> None:
-        """``directory``: made when it is needed; empty: profiling is refused."""
+        """``directory`` is made when it is needed; empty: profiling is refused."""
         self._directory = directory
         self._profile: torch.profiler.profile | None = None
 
     def start(self) -> None:
-        """Records from here on, which makes steps slower. Raises ``ValueError`` when off, or recording already."""
+        """Start to record, which makes steps slower. Raises ``ValueError`` if profiling is off or already recording."""
         if not self._directory:
             raise ValueError("profiling is off: the engine was started without profiler_dir")
         if self._profile is not None:
@@ -25,13 +25,13 @@ class Profiler:
         self._profile.start()
 
     def stop(self) -> None:
-        """Writes what was recorded. Raises ``ValueError`` when nothing is."""
+        """Stop and write the trace. Raises ``ValueError`` if nothing is being recorded."""
         if self._profile is None:
             raise ValueError("no profile is being recorded")
         profile, self._profile = self._profile, None
         profile.stop()
 
     def close(self) -> None:
-        """Ends a recording, if there is one. Idempotent."""
+        """End a recording, if there is one. Idempotent."""
         if self._profile is not None:
             self.stop()

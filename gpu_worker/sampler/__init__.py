@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: processors change them, then one rule draws, whatever finds its set."""
+"""Chooses the next token from logits: processors change the logits, then one rule draws."""
 
 from .allowed_tokens import AllowedTokens
 from .bad_words import BadWords
@@ -23,5 +23,5 @@ __all__ = [
 
 
 def make_logits_processors() -> LogitsProcessors:
-    """Every kind there is, in vLLM V1's order."""
+    """All kinds of processors, in vLLM V1's order."""
     return LogitsProcessors([AllowedTokens(), BadWords(), MinTokens(), LogitBias(), Penalties()])

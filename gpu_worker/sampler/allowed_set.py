@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p leave, without sorting the vocabulary.
+"""Finds the tokens that top-k, top-p and min-p leave, without sorting the vocabulary.
 
 Tokens have one total order: larger first, and among equals the lower id. Each filter keeps a prefix of that order,
 so top-k keeps exactly k tokens and top-k 1 is greedy.
@@ -16,7 +16,7 @@ _FIRST_GUESS = 256  # tokens that hold the mass of most nuclei
 
 
 def largest(values: npt.NDArray[np.floating[Any]], k: int) -> npt.NDArray[np.intp]:
-    """Indices of the k largest values [n], ascending; equals go to the lower index. [min(k, n)]."""
+    """Return the indices [min(k, n)] of the k largest values [n], ascending; equal values go to the lower index."""
     if k >= len(values):
         return np.arange(len(values))
     indices = np.flatnonzero(values >= _lower_bound(values, k))
@@ -30,7 +30,7 @@ def largest(values: npt.NDArray[np.floating[Any]], k: int) -> npt.NDArray[np.int
 
 
 def _lower_bound(values: npt.NDArray[np.floating[Any]], k: int) -> Any:
-    """A number that at least k values reach: the k-th largest of the maxima of disjoint groups."""
+    """Return a number that at least k values reach: the k-th largest of the maxima of disjoint groups."""
     groups = len(values) // _COLUMNS
     if groups <= k:
         return -np.inf
@@ -39,7 +39,7 @@ def _lower_bound(values: npt.NDArray[np.floating[Any]], k: int) -> Any:
 
 
 def nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.intp]:
-    """Indices, ascending, of the shortest prefix of the order whose mass reaches ``top_p`` of the whole mass."""
+    """Return the ascending indices of the shortest prefix of the order whose mass reaches ``top_p`` of the whole."""
     target = top_p * weights.sum()
     size = _FIRST_GUESS
     while True:
@@ -54,10 +54,10 @@ def nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.in
 def allowed_set(
     logits: npt.NDArray[np.float32], params: SamplingParams
 ) -> tuple[npt.NDArray[np.intp] | None, npt.NDArray[np.float64]]:
-    """Token ids, ascending, that one row [vocab] may draw (None: all), and their unnormalised probabilities.
+    """Return the ascending token ids that one row [vocab] may draw (None: all), and their unnormalised probabilities.
 
     The row's largest logit is finite. Temperature, then min-p, top-k and top-p, as vLLM V1 orders them: top-p is a
-    share of what the others left.
+    share of what the other filters left.
     """
     token_ids: npt.NDArray[np.intp] | None = None
     if 0 < params.top_k < len(logits):

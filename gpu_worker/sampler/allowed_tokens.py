@@ -1,4 +1,4 @@
-"""``allowed_token_ids``: nothing else may be drawn."""
+"""Applies ``allowed_token_ids``: no other token may be drawn."""
 
 from collections.abc import Mapping, Sequence
 

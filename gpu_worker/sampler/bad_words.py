@@ -1,4 +1,4 @@
-"""``bad_words``: token sequences that must not appear in the output: the last is masked once all before it stand."""
+"""Applies ``bad_words``: the last token of a word is masked once all tokens before it are in the output."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class BadWords:
 
 
 class _Request:
-    """One request's words, found by the token before the last: a step looks only at those that its tail may begin."""
+    """Indexes one request's words by the token before the last, so that a step looks only at words that may end now."""
 
     def __init__(self, words: Sequence[Sequence[int]], output_token_ids: Sequence[int]) -> None:
         self._always = sorted({word[0] for word in words if len(word) == 1})
@@ -53,7 +53,7 @@ class _Request:
             del self._tail[: -self._longest]
 
     def masked(self) -> list[int]:
-        """The tokens that would complete a word."""
+        """Return the tokens that would complete a word."""
         if not self._tail:
             return self._always
         begun = self._after.get(self._tail[-1], ())

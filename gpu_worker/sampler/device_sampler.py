@@ -1,6 +1,6 @@
-"""The one sampling rule as tensor operations, for logits that lie on a GPU: only the tokens come to the host.
+"""Runs the sampling rule as tensor operations on a GPU, so that only the tokens come to the host.
 
-The same tokens as :class:`~.sampler.Sampler` draws, but where a uniform number falls within rounding of a boundary.
+It draws the same tokens as :class:`~.sampler.Sampler`, unless a uniform number falls within rounding of a boundary.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,16 @@ from .philox import Purpose, uniform
 
 
 class DeviceSampler:
-    """Draws one token for each row, on whatever device the logits are."""
+    """Draws one token for each row, on the device of the logits."""
 
     @torch.inference_mode()
     def sample(
         self, logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]
     ) -> list[int]:
-        """Token ids for float32 logits [rows, vocab]. A greedy row takes the largest, among equals the lowest id.
+        """Return token ids for float32 logits [rows, vocab]. A greedy row takes the largest, among equals the lowest
+        id.
 
-        ``output_indices``, [rows]: of the tokens to draw.
+        ``output_indices`` [rows] are the output indices of the tokens to draw.
         """
         token_ids = logits.argmax(dim=1)
         drawn = [row for row, wanted in enumerate(params) if wanted.temperature != 0.0]
@@ -41,7 +42,8 @@ class DeviceSampler:
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]) -> Tensor:
-    """[n] token ids: where the mass of the allowed set, summed by ascending id, first passes the row's number."""
+    """Return [n] token ids: the first at which the running mass of the allowed set, by ascending id, passes the
+    number."""
     device = logits.device
     seeds = np.array([each.seed for each in params], dtype=np.uint64)
     u = to_device(uniform(seeds, output_indices.astype(np.uint64), Purpose.SAMPLE), device)[:, None]
@@ -54,14 +56,14 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.
         weights = _keep_best(logits, weights, params)
     running = weights.cumsum(dim=1)
     found = torch.searchsorted(running, u * running[:, -1:], right=True)
-    # The number may be a rounding error above the sum: then it is the last token that has any mass.
+    # The number may be a rounding error above the sum; then the last token with any mass is drawn.
     places = torch.arange(logits.shape[1], device=device)
     last = places.where(weights > 0.0, -1).amax(dim=1)
     return torch.minimum(found[:, 0], last)
 
 
 def _keep_best(logits: Tensor, weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Weights [n, vocab] without those beyond top-k and, of what is left then, top-p."""
+    """Return weights [n, vocab] without those beyond top-k and then top-p."""
     vocab = logits.shape[1]
     # One total order: larger first, and among equals the lower id.
     order = logits.argsort(dim=1, descending=True, stable=True)

@@ -1,4 +1,4 @@
-"""``logit_bias``: what is added to single tokens' logits."""
+"""Applies ``logit_bias``, which is added to the logits of single tokens."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,5 @@
-"""Log probabilities, from the model's own logits: before masks, bias, penalties and temperature, as in vLLM V1."""
+"""Computes log probabilities from the model's own logits, before masks, bias, penalties and temperature (as vLLM
+V1)."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,9 +17,10 @@ Logits = npt.NDArray[np.float32]
 
 
 def logprobs_of(logits: Logits, token_ids: Iterable[int], num_top: int, also: Sequence[int] = ()) -> Logprobs:
-    """Of ``token_ids`` [n], of the ``num_top`` best and of the tokens in ``also``, for each row of logits [n, vocab].
+    """Return log probabilities for each row of logits [n, vocab]: of ``token_ids`` [n], the ``num_top`` best and
+    ``also``.
 
-    A row is normalized alone, in float32. Of one that is not finite they are NaN.
+    Each row is normalized alone, in float32. A row that is not finite gives NaN.
     """
     num_top = min(num_top, logits.shape[1])
     result = Logprobs([], [], num_top + len(also))
@@ -41,7 +43,7 @@ def _log_sum_exp(row: Logits) -> float:
 
 
 def _best(row: Logits, count: int) -> npt.NDArray[np.intp]:
-    """The best first, and among equals the lower id."""
+    """Order the best first, and the lower id among equals."""
     if not count or not np.isfinite(row.max()):
         return np.arange(count)
     best = largest(row, count)
@@ -50,24 +52,24 @@ def _best(row: Logits, count: int) -> npt.NDArray[np.intp]:
 
 
 def _rank(row: Logits, token_id: int) -> int:
-    """Place in that order; 1 is the best."""
+    """Return the rank in that order; 1 is the best."""
     value = row[token_id]
     return 1 + int(np.count_nonzero(row > value)) + int(np.count_nonzero(row[:token_id] == value))
 
 
 @dataclass(frozen=True, slots=True)
 class KeptLogits:
-    """Logits of the rows that ask, as the model gave them."""
+    """Holds the unchanged logits of the rows that ask."""
 
     indices: list[int]
-    """[m] among the rows of the step."""
+    """[m]: indices among the rows of the step."""
     params: list[SamplingParams]
     """[m]"""
     logits: Logits
     """[m, vocab]"""
 
     def logprobs_of(self, token_ids: Sequence[int]) -> dict[int, Logprobs]:
-        """By index, when these tokens, one for each row of the step, were drawn."""
+        """Return log probabilities by index, once these tokens, one for each row of the step, were drawn."""
         return {
             index: logprobs_of(row[None], [token_ids[index]], params.logprobs or 0, params.logprob_token_ids)
             for index, params, row in zip(self.indices, self.params, self.logits, strict=True)
@@ -75,26 +77,26 @@ class KeptLogits:
 
 
 class LogprobRows:
-    """The batch rows whose requests ask what they draw to be weighed. A step without any costs one look at a dict."""
+    """Holds the batch rows whose requests ask for log probabilities. A step without such rows costs one dict lookup."""
 
     def __init__(self) -> None:
         self._params: dict[int, SamplingParams] = {}
 
     def __bool__(self) -> bool:
-        """Whether any row asks."""
+        """Return whether any row asks."""
         return bool(self._params)
 
     def add(self, row: int, params: SamplingParams) -> None:
-        """A request joins."""
+        """Add a request."""
         if params.logprobs is not None:
             self._params[row] = params
 
     def remove(self, row: int) -> None:
-        """It leaves."""
+        """Remove a request."""
         self._params.pop(row, None)
 
     def keep(self, logits: Logits, rows: npt.NDArray[np.int64]) -> KeptLogits | None:
-        """Copies of logits [n, vocab] of these batch rows, [n], before anything changes them; None if nobody asks."""
+        """Copy the logits [n, vocab] of these batch rows, [n], before they are changed; None if no row asks."""
         if not self._params:
             return None
         asking = [(index, self._params[row]) for index, row in enumerate(rows.tolist()) if row in self._params]

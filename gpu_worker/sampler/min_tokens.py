@@ -1,4 +1,4 @@
-"""``min_tokens``: no stop token before the output has so many."""
+"""Applies ``min_tokens``: no stop token is drawn before the output has that many tokens."""
 
 from collections.abc import Mapping, Sequence
 

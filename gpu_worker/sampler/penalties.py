@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties, applied only to the tokens that a request has seen."""
+"""Applies repetition, presence and frequency penalties to the tokens that a request has seen."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -35,9 +35,9 @@ class Penalties:
 
 
 class SeenTokens:
-    """The distinct tokens of one request with their counts in the output, in growing columns.
+    """Holds the distinct tokens of one request with their counts in the output, in growing columns.
 
-    Sparse, because a request sees hundreds of tokens of a vocabulary of a hundred thousand.
+    It is sparse, because a request sees hundreds of tokens of a vocabulary of a hundred thousand.
     """
 
     def __init__(self, prompt_token_ids: Iterable[int], output_token_ids: Iterable[int] = ()) -> None:
@@ -48,7 +48,7 @@ class SeenTokens:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Counts one output token."""
+        """Count one output token."""
         slot = self._slot_of.setdefault(token_id, len(self._slot_of))
         if slot == len(self._token_ids):
             room = max(64, slot)
@@ -58,7 +58,7 @@ class SeenTokens:
         self._counts[slot] += 1
 
     def penalize(self, logits: npt.NDArray[np.float32], params: SamplingParams) -> None:
-        """Changes one row of logits, [vocab], in place.
+        """Change one row of logits, [vocab], in place.
 
         Repetition looks at prompt and output, presence and frequency at the output, in this order (as in vLLM).
         """

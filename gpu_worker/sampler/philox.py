@@ -1,4 +1,5 @@
-"""Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+"""Draws counter-based random numbers by Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
+2011).
 
 A number depends on its key and counter alone, so a request that was preempted, resumed or moved to another engine
 draws the numbers it would have drawn, and requests of one batch never influence each other.
@@ -17,13 +18,13 @@ _WORD = np.uint64(32)
 
 
 class Purpose(enum.IntEnum):
-    """What a number is drawn for: numbers of one request and index must not be correlated between purposes."""
+    """Says what a number is drawn for, so that numbers of one request and index are not correlated between purposes."""
 
     SAMPLE = 0
 
 
 def philox(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Ten rounds over 32-bit words held in uint64: counter [4, n], key [2, n] → [4, n]."""
+    """Run ten rounds over 32-bit words held in uint64: counter [4, n], key [2, n] → [4, n]."""
     x0, x1, x2, x3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -37,7 +38,8 @@ def philox(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.
 def uniform(
     seeds: npt.NDArray[np.uint64], output_indices: npt.NDArray[np.uint64], purpose: Purpose
 ) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, for n pairs of (seed, output index): [n], [n] → [n] float64."""
+    """Return uniform numbers in [0, 1) with 53 random bits, for n pairs of (seed, output index): [n], [n] → [n]
+    float64."""
     counter = np.zeros((4, len(seeds)), dtype=np.uint64)
     counter[0], counter[1] = output_indices & _LOW, output_indices >> _WORD
     counter[2] = purpose

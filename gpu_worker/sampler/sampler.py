@@ -1,4 +1,4 @@
-"""The one sampling rule: a token is a function of (logits, parameters, seed, output index) and of nothing else."""
+"""Draws tokens by one rule: a token is a function of (logits, parameters, seed, output index) and of nothing else."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from .allowed_set import allowed_set
 from .philox import Purpose, uniform
 
-_GROUP = 64  # a running sum over the vocabulary is one long chain of additions; sums of groups are not
+_GROUP = 64  # a running sum over the vocabulary is one long chain of additions; sums of groups run in parallel
 _LONG = 4096
 
 
@@ -23,16 +23,16 @@ class Sampler:
         params: Sequence[SamplingParams],
         output_indices: npt.NDArray[np.int64],
     ) -> list[int]:
-        """Token ids for logits [rows, vocab], which are what the processors left of the model's.
+        """Return token ids for logits [rows, vocab], after the processors changed them.
 
-        A greedy row takes the largest logit, and among equals the lowest id. ``output_indices``, [rows]: of the tokens
-        to draw; 0 is the first of an output.
+        A greedy row takes the largest logit, and among equals the lowest id. ``output_indices`` [rows]
+        are those of the tokens to draw; 0 is the first of an output.
         """
         best = logits.argmax(axis=1)
         token_ids: list[int] = best.tolist()
         random = [row for row, wanted in enumerate(params) if wanted.temperature != 0.0]
         if random:
-            # A row that is not finite has no distribution; it must not take the batch down with it.
+            # A row that is not finite has no distribution; it must not fail the whole batch.
             rows = np.array(random)[np.isfinite(logits[random, best[random]])]
             seeds = np.array([params[row].seed for row in rows.tolist()], dtype=np.uint64)
             numbers = uniform(seeds, output_indices[rows].astype(np.uint64), Purpose.SAMPLE)
@@ -48,7 +48,7 @@ def _draw(logits: npt.NDArray[np.float32], params: SamplingParams, u: float) -> 
 
 
 def first_past(weights: npt.NDArray[np.float64], u: float) -> int:
-    """Index of the first weight, [n], at which the running sum passes ``u`` of the whole; u in [0, 1)."""
+    """Return the index of the first weight, [n], at which the running sum passes ``u`` of the whole; u in [0, 1)."""
     if len(weights) < _LONG:
         running = np.cumsum(weights)
         return _search(weights, running, u * float(running[-1]))

@@ -21,7 +21,6 @@ from tokenloom.v1.coordinator_pb2 import (
     PickBatch,
     PickRequest,
     PickResponse,
-    PickResult,
     PickResults,
     Snapshot,
     WatchRequest,
@@ -37,25 +36,11 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Reports: TypeAlias = AsyncIterator[EngineReport]
 
 WATCH_SECONDS = 0.1
-"""Snapshots to one watcher are at least so far apart; what changes in between goes as one."""
+"""Snapshots are published this often, if anything changed."""
 _HELLO_SECONDS = 5.0
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 _MAX_COMMANDS = 4  # on their way to one engine; it is never asked for more than to drain
-
-
-class Changes:
-    """Wakes everyone who waits for the registry's next revision."""
-
-    def __init__(self) -> None:
-        self._next = asyncio.Event()
-
-    def notify(self) -> None:
-        self._next.set()
-        self._next = asyncio.Event()
-
-    async def wait(self) -> None:
-        await self._next.wait()
 
 
 class EngineStream:
@@ -91,15 +76,26 @@ class EngineStream:
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     """Join, Pick, PickStream and Watch. Errors are raised; the edge makes statuses of them."""
 
-    def __init__(self, registry: Registry, changes: Changes, name: str, epoch: int, picks: Counter) -> None:
+    def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
         self._registry = registry
-        self._changes = changes
+        self._changed = asyncio.Event()  # a new one for each change
         self._name = name
         self._epoch = epoch
         self._picks = picks
         self._picked = {name: picks.labels(name) for name in ("WHOLE", *_LEGS.values())}
         self._streams: dict[str, EngineStream] = {}  # one for each joined engine
         self._closing = False
+
+    async def publish(self) -> None:
+        """Wake the watchers when the registry has changed, at most every ``WATCH_SECONDS``; runs until cancelled."""
+        published = 0
+        while True:
+            self._registry.refresh()
+            if self._registry.revision != published:
+                published = self._registry.revision
+                changed, self._changed = self._changed, asyncio.Event()
+                changed.set()
+            await asyncio.sleep(WATCH_SECONDS)
 
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
         return self._pick(request)
@@ -109,15 +105,22 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     ) -> None:
         await context.write(PickResults())
         async for batch in requests:
-            await context.write(PickResults(result=[self._pick_result(request) for request in batch.pick]))
+            results = PickResults()
+            for request in batch.pick:
+                try:
+                    results.result.add(response=self._pick(request))
+                except TokenloomError as error:  # of one request, not of the stream
+                    results.result.add(error=to_proto(error))
+            await context.write(results)
 
     async def Watch(self, request: WatchRequest, context: _Context) -> AsyncIterator[Snapshot]:
+        sent: Snapshot | None = None
         while True:
-            snapshot = self._registry.snapshot()
-            yield snapshot
-            await asyncio.sleep(WATCH_SECONDS)
-            while self._registry.revision == snapshot.revision:
-                await self._changes.wait()
+            changed = self._changed
+            if (snapshot := self._registry.snapshot()) is not sent:
+                sent = snapshot
+                yield snapshot
+            await changed.wait()
 
     async def Join(  # type: ignore[override]  # it writes to the context: both directions go on at once
         self, requests: _Reports, context: _Context
@@ -145,12 +148,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         """To be called before the streams are cut. Then it is the coordinator that leaves, not the engines: watchers,
         who place by the last snapshot from now on, must not be told of an empty one."""
         self._closing = True
-
-    def _pick_result(self, request: PickRequest) -> PickResult:
-        try:
-            return PickResult(response=self._pick(request))
-        except TokenloomError as error:  # one request's, not the stream's
-            return PickResult(error=to_proto(error))
 
     def _pick(self, request: PickRequest) -> PickResponse:
         try:

@@ -1,6 +1,5 @@
-"""The coordinator as a service: registry, servicer and the tick that notices what time changes."""
+"""The coordinator as a service: registry and servicer."""
 
-import asyncio
 import time
 
 from prometheus_client import Counter, Gauge
@@ -8,12 +7,10 @@ from prometheus_client import Counter, Gauge
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2_grpc
 
-from .coordinator_servicer import Changes, CoordinatorServicer
+from .coordinator_servicer import CoordinatorServicer
 from .coordinator_settings import CoordinatorSettings
 from .engine_placement import Policy
 from .engine_registry import Registry
-
-_REFRESH_SECONDS = 0.5
 
 
 class CoordinatorService:
@@ -24,11 +21,9 @@ class CoordinatorService:
         self.servicer: CoordinatorServicer | None = None
 
     async def start(self, host: Host) -> None:
-        changes = Changes()
         registry = Registry(
             host.epoch,
             time.monotonic,
-            changes.notify,
             policy=Policy(max_waiting=self._settings.max_waiting_per_engine, pd_threshold=self._settings.pd_threshold),
             settle_seconds=self._settings.settle_seconds,
         )
@@ -37,9 +32,9 @@ class CoordinatorService:
         picks = Counter(
             "tokenloom_picks", "Legs to place: WHOLE, PREFILL, DECODE or why not.", ("outcome",), registry=host.metrics
         )
-        self.servicer = CoordinatorServicer(registry, changes, self._settings.instance_id, host.epoch, picks)
+        self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)
-        host.spawn(_refresh(registry), name="refresh")
+        host.spawn(self.servicer.publish(), name="publish")
 
     async def drain(self) -> None:
         pass
@@ -47,9 +42,3 @@ class CoordinatorService:
     async def stop(self) -> None:
         if self.servicer is not None:
             self.servicer.close()
-
-
-async def _refresh(registry: Registry) -> None:
-    while True:
-        registry.refresh()
-        await asyncio.sleep(_REFRESH_SECONDS)

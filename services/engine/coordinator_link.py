@@ -1,126 +1,108 @@
-"""The engine's ``Join`` stream: reports when a count changes, re-joins whenever the coordinator comes back."""
+"""Keeps the engine's ``Join`` stream: reports changed counts, and joins again when the coordinator comes back."""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 import grpc.aio
 
 from tokenloom.request.errors import Aborted, TokenloomError, Unavailable, of_exception
-from tokenloom.services.runtime.host.task_group import task_group
+from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.hello import check_hello
-from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2, types_pb2
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
+from .identity import Identity
 from .load import LoadTracker
 
 log = logging.getLogger(__name__)
 
 MIN_REPORT_SECONDS = 0.03
-"""Between two reports. The coordinator counts its picks itself, at once: what it hears late is that requests ended."""
+"""Minimum time between two reports. The coordinator counts its own picks at once; only ends are reported later."""
 MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
 HELLO_SECONDS = 5.0
-MAX_PICKS = 4096
-"""Picks to acknowledge: those of a time without a coordinator mean nothing to the next one, the newest are kept."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coordinator_pb2.EngineCommand]"
 
 
 class CoordinatorLink:
-    """Keeps the engine in the coordinator's registry for as long as :meth:`run` runs."""
+    """Keeps the engine in the coordinator's registry while :meth:`run` runs."""
 
     def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        hello: types_pb2.Hello,
-        identity: coordinator_pb2.EngineIdentity,
-        load: LoadTracker,
-        on_drain: Callable[[float], None],
-        role: types_pb2.EngineRole = types_pb2.ENGINE_ROLE_BOTH,
+        self, channel: grpc.aio.Channel, identity: Identity, load: LoadTracker, role: types_pb2.EngineRole
     ) -> None:
-        """
-        Args:
-            channel: To the coordinator; closed with :meth:`run`.
-            on_drain: Gets the seconds of grace when the coordinator asks the engine to leave.
-        """
+        """``channel``: the channel to the coordinator; :meth:`run` closes it."""
         self._channel = channel
-        self._hello = hello
         self._identity = identity
         self._load = load
-        self._on_drain = on_drain
         self._role = role
         self._is_outdated = False
         self._joined = asyncio.Event()
         self._state = coordinator_pb2.ENGINE_STATE_SERVING
-        self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
-
-    def pick_arrived(self, pick: engine_pb2.PickId) -> None:
-        """The next report acknowledges it, together with the request that it placed."""
-        self._picks.append(pick)
-        self._load.changed.set()
 
     def set_role(self, role: types_pb2.EngineRole) -> None:
-        """Tells the coordinator which legs the engine takes."""
+        """Report to the coordinator which legs the engine takes."""
         self._role = role
         self._load.changed.set()
 
     def set_state(self, state: coordinator_pb2.EngineState) -> None:
-        """Tells the coordinator where the engine is in its life."""
+        """Report to the coordinator whether the engine serves, drains or is dead."""
         self._state = state
         self._load.changed.set()
 
     def rejoin(self) -> None:
-        """The identity changed: joins anew with it."""
+        """Join again, because the identity has changed."""
         self._is_outdated = True
         self._load.changed.set()
 
     async def wait_joined(self) -> None:
-        """Returns once the coordinator knows the engine, and from then on at once: one that it has lost comes back."""
+        """Wait until the engine has joined for the first time."""
         await self._joined.wait()
 
-    async def run(self) -> None:
-        """Joins, and joins again; returns only when a newer engine of this name has joined."""
+    async def run(self, on_drain: Callable[[float], None]) -> None:
+        """Join, and join again after failures. Returns only if a newer engine of this name has joined.
+
+        ``on_drain`` is called with the seconds of grace when the coordinator asks the engine to drain.
+        """
         backoff = MIN_BACKOFF_SECONDS
         async with self._channel as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
                 joined_at = time.monotonic()
                 try:
-                    await self._join(stub.Join())
+                    await self._join(stub.Join(), on_drain)
                 except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
-                    error = of_exception(cause) if not isinstance(cause, TimeoutError) else Unavailable("no answer")
+                    is_silent = isinstance(cause, TimeoutError)
+                    error = Unavailable("the coordinator did not answer") if is_silent else of_exception(cause)
                 if isinstance(error, Aborted):
-                    log.error("left the coordinator's registry: %s", error.message)
+                    log.error("removed from the coordinator's registry: %s", error.message)
                     return
                 if time.monotonic() - joined_at > MAX_BACKOFF_SECONDS:
                     backoff = MIN_BACKOFF_SECONDS
-                log.info("not in the coordinator's registry (%s), joining again", error.message)
+                log.info("not in the coordinator's registry (%s); joining again", error.message)
                 await asyncio.sleep(backoff)
                 backoff = min(backoff * 2, MAX_BACKOFF_SECONDS)
 
-    async def _join(self, call: _Call) -> NoReturn:
-        """One stream, until it fails."""
+    async def _join(self, call: _Call, on_drain: Callable[[float], None]) -> NoReturn:
+        """Keep one stream until it fails."""
         self._is_outdated = False
         try:
             first = self._report()
-            first.hello.CopyFrom(self._hello)
-            first.identity.CopyFrom(self._identity)
+            first.hello.CopyFrom(self._identity.hello())
+            first.identity.CopyFrom(self._identity.registration())
             await _write(call, first)
             async with asyncio.timeout(HELLO_SECONDS):
                 answer = await _read(call)
             check_hello(answer.hello)
             log.info("joined coordinator %s", answer.hello.peer_id)
             self._joined.set()
-            async with task_group() as group:
-                group.create_task(self._write_reports(call), name="coordinator-reports")
-                group.create_task(self._read_commands(call), name="coordinator-commands")
+            await first_of(self._write_reports(call), _read_commands(call, on_drain))
         finally:
-            call.cancel()  # leaving a stream does not end it
+            call.cancel()  # gRPC does not end a stream that is merely dropped
         raise AssertionError("neither task returns")
 
     async def _write_reports(self, call: _Call) -> NoReturn:
@@ -131,41 +113,37 @@ class CoordinatorLink:
             except TimeoutError:
                 pass
             if self._is_outdated:
-                raise Unavailable("the engine serves something else now")
+                raise Unavailable("the engine's identity changed")
             await _write(call, self._report())
-            await asyncio.sleep(MIN_REPORT_SECONDS)  # what changes meanwhile goes as one
-
-    async def _read_commands(self, call: _Call) -> NoReturn:
-        while True:
-            command = await _read(call)
-            if command.HasField("drain"):
-                self._on_drain(command.drain.grace.ToNanoseconds() / 1e9)
+            await asyncio.sleep(MIN_REPORT_SECONDS)  # changes within this time make one report
 
     def _report(self) -> coordinator_pb2.EngineReport:
-        """One consistent view: a pick and the request that it placed are in the same report."""
+        """Return a consistent report: a pick and the request that it placed are in the same one."""
         self._load.changed.clear()
         load = self._load.snapshot()
-        picks, self._picks = self._picks, deque(maxlen=MAX_PICKS)
+        is_paused = self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING
         return coordinator_pb2.EngineReport(
             role=self._role,
-            state=self._present_state(),
+            state=coordinator_pb2.ENGINE_STATE_PAUSED if is_paused else self._state,
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
             kv_usage=load.kv_usage,
             free_kv_blocks=load.free_kv_blocks,
-            picks_arrived=picks,
+            picks_arrived=self._load.take_picks(),
             step=load.step,
         )
 
-    def _present_state(self) -> coordinator_pb2.EngineState:
-        if self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING:
-            return coordinator_pb2.ENGINE_STATE_PAUSED
-        return self._state
+
+async def _read_commands(call: _Call, on_drain: Callable[[float], None]) -> NoReturn:
+    while True:
+        command = await _read(call)
+        if command.HasField("drain"):
+            on_drain(command.drain.grace.ToNanoseconds() / 1e9)
 
 
 async def _write(call: _Call, report: coordinator_pb2.EngineReport) -> None:
-    """To a call that is over nothing is written; reading from it says why."""
+    """Write a report, unless the call has ended; reading from the call then raises the reason."""
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.write(report)
 

@@ -1,5 +1,6 @@
-"""The engine's metrics, under vLLM's names, labelled ``model_name`` and ``engine``."""
+"""Defines the engine's metrics, with vLLM's names and the labels ``model_name`` and ``engine``."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
@@ -16,11 +17,19 @@ from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 
 from .kv.kv_metrics import KVMetrics
-from .streams.attempts import Attempt
+from .streams.attempt import Attempt
 
 _LABELS = ("model_name", "engine")
 _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_COUNTERS_OF_CORE = {
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "external_prefix_cache_queries": "Prompt tokens looked up in other engines or in the offload tier.",
+    "external_prefix_cache_hits": "Prompt tokens whose KV was loaded from other engines or the offload tier.",
+    "num_preemptions": "Requests that lost their KV blocks to other requests and resumed later.",
+}
+"""Fields of ``SchedulerStats`` that are metrics of the same name, with their texts."""
 
 
 class EngineMetrics:
@@ -32,46 +41,41 @@ class EngineMetrics:
         self._labels = (model, engine)
         self._seen = SchedulerStats()
         self._show_stats()
-        sources = process_metrics.counter(
-            registry, "prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", (*_LABELS, "source")
-        )
-        self._computed, self._cached, self._loaded = (sources.labels(*self._labels, name) for name in _SOURCES)
-        self._corrupted = self._counter("corrupted_requests", "Requests with NaN logits, if those are counted.")
+        self._corrupted = self._counter("corrupted_requests", "Requests with NaN in their logits, if that is checked.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
+        text = "Prompt tokens, by where their KV came from."
+        sources = process_metrics.counter(registry, "prompt_tokens_by_source", text, (*_LABELS, "source"))
+        self._computed, self._cached, self._loaded = (sources.labels(*self._labels, name) for name in _SOURCES)
         labels_of = dict(zip(_LABELS, self._labels, strict=True))
         self.generation_tokens = process_metrics.fast_counter(
-            registry, "generation_tokens", "Tokens generated.", labels_of
+            registry, "generation_tokens", "Generated tokens.", labels_of
         )
-        success = process_metrics.counter(
-            registry, "request_success", "Requests that ended, by reason.", (*_LABELS, "finished_reason")
-        )
+        text = "Requests that have ended, by reason."
+        success = process_metrics.counter(registry, "request_success", text, (*_LABELS, "finished_reason"))
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
-        self._ttft = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self._itl = self._histogram("inter_token_latency_seconds", "Between two tokens of a request.")
-        self._tpot = self._histogram("request_time_per_output_token_seconds", "Mean time of tokens after the first.")
-        self._e2e = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the end.", process_metrics.REQUEST_SECONDS
+        self._make_histograms()
+
+    def _make_histograms(self) -> None:
+        self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.")
+        self._itl = self._histogram("inter_token_latency_seconds", "Seconds between two tokens of a request.")
+        self._tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds per token after the first, by request."
         )
-        self._queue = self._histogram(
-            "request_queue_time_seconds", "Waiting to be scheduled.", process_metrics.REQUEST_SECONDS
-        )
-        self._prefill = self._histogram(
-            "request_prefill_time_seconds", "From first scheduled to the first token.", process_metrics.REQUEST_SECONDS
-        )
-        self._decode = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last.", process_metrics.REQUEST_SECONDS
-        )
-        self._inference = self._histogram(
-            "request_inference_time_seconds", "From first scheduled to the last token.", process_metrics.REQUEST_SECONDS
-        )
-        self._iteration = self._histogram(
-            "iteration_tokens_total",
-            "Tokens of a step: generated, and of prompts that it completed.",
-            _ITERATION_TOKENS,
+        text = "Tokens per step: generated tokens, and tokens of the prompts that it completed."
+        self._iteration = self._histogram("iteration_tokens_total", text, _ITERATION_TOKENS)
+        self._e2e, self._queue, self._prefill, self._decode, self._inference = (
+            self._histogram(name, text, process_metrics.REQUEST_SECONDS)
+            for name, text in (
+                ("e2e_request_latency_seconds", "Seconds from arrival to the end of a request."),
+                ("request_queue_time_seconds", "Seconds from arrival until a request is first scheduled."),
+                ("request_prefill_time_seconds", "Seconds from the first scheduling to the first token."),
+                ("request_decode_time_seconds", "Seconds from the first token to the last."),
+                ("request_inference_time_seconds", "Seconds from the first scheduling to the last token."),
+            )
         )
 
     def observe_ready(self, ready: CoreReady, *, enable_prefix_caching: bool) -> None:
-        """The engine as it came up, as labels of a gauge that is 1."""
+        """Show the configuration of the engine as labels of a gauge that is 1."""
         info = {
             "block_size": str(ready.block_size),
             "num_gpu_blocks": str(ready.num_kv_blocks),
@@ -82,7 +86,7 @@ class EngineMetrics:
         gauge.labels(*self._labels, *info.values()).set(1)
 
     def observe_step(self, outputs: EngineCoreOutputs) -> None:
-        """A step as a whole."""
+        """Observe a step as a whole."""
         if (stats := outputs.scheduler_stats) is not None:
             self.kv.observe_stats(stats)
             self._seen = stats
@@ -93,15 +97,16 @@ class EngineMetrics:
             self._iteration.observe(num_generated + sum(s.num_prompt_tokens - s.num_cached_tokens for s in prefills))
 
     def observe_output(self, attempt: Attempt, output: EngineCoreOutput, now: float) -> None:
-        """What a step produced for one attempt."""
+        """Observe what a step produced for one attempt."""
         if output.new_token_ids:
-            if attempt.first_token_at:
-                self._itl.observe(now - attempt.last_token_at)
+            times = attempt.times
+            if times.first_token:
+                self._itl.observe(now - times.last_token)
             else:
-                attempt.first_token_at = now
-                if not attempt.num_accepted_tokens:  # else another attempt had it
-                    self._ttft.observe(now - attempt.arrival)
-            attempt.last_token_at = now
+                times.first_token = now
+                if not attempt.tokens.accepted:  # otherwise another attempt produced the first token
+                    self._ttft.observe(now - times.arrival)
+            times.last_token = now
         if output.num_nans_in_logits and not attempt.saw_nans:
             attempt.saw_nans = True
             self._corrupted.inc()
@@ -112,18 +117,19 @@ class EngineMetrics:
             self._prefill.observe(stats.prefill_ns / 1e9)
 
     def observe_end(self, attempt: Attempt, now: float) -> None:
-        """An attempt that ended, by the core or by the front."""
+        """Observe the end of an attempt, whether the core or the front ended it."""
         assert attempt.finish_reason is not None
         self._success[attempt.finish_reason].inc()
-        self._e2e.observe(now - attempt.arrival)
-        if not attempt.first_token_at:
+        times = attempt.times
+        self._e2e.observe(now - times.arrival)
+        if not times.first_token:
             return
-        decode = attempt.last_token_at - attempt.first_token_at
-        num_tokens = attempt.num_output_tokens - attempt.num_accepted_tokens
+        decode = times.last_token - times.first_token
+        num_tokens = attempt.tokens.output - attempt.tokens.accepted
         self._decode.observe(decode)
         if num_tokens > 1:
             self._tpot.observe(decode / (num_tokens - 1))
-        if (stats := attempt.prefill_stats) is not None:
+        if (stats := times.prefill) is not None:
             self._inference.observe(decode + stats.prefill_ns / 1e9)
 
     def _observe_sources(self, stats: PrefillStats) -> None:
@@ -132,40 +138,21 @@ class EngineMetrics:
         self._loaded.inc(stats.num_external_cached_tokens)
 
     def _show_stats(self) -> None:
-        """What the core counts: its last word when it is scraped, nothing to do in a step."""
-        self._gauge("num_requests_running", "Requests in the batch.", lambda: self._seen.num_running)
-        self._gauge("num_requests_waiting", "Requests not yet in the batch.", lambda: self._seen.num_waiting)
-        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda: self._seen.kv_usage)
-        self._reading(
-            "prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache.",
-            lambda: self._seen.prefix_cache_queries,
-        )
-        self._reading(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda: self._seen.prefix_cache_hits
-        )
-        self._reading(
-            "external_prefix_cache_queries",
-            "Prompt tokens that other engines or tiers were asked for.",
-            lambda: self._seen.external_prefix_cache_queries,
-        )
-        self._reading(
-            "external_prefix_cache_hits",
-            "Prompt tokens loaded from them.",
-            lambda: self._seen.external_prefix_cache_hits,
-        )
-        self._reading(
-            "num_preemptions",
-            "Requests that lost their blocks and were resumed.",
-            lambda: self._seen.num_preemptions,
-        )
+        """Show the core's latest statistics. They are read when metrics are scraped, so steps pay nothing for them."""
+        self._gauge("num_requests_running", "Requests that are running.", lambda: self._seen.num_running)
+        self._gauge("num_requests_waiting", "Requests that wait to run.", lambda: self._seen.num_waiting)
+        self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, from 0 to 1.", lambda: self._seen.kv_usage)
+        labels = dict(zip(_LABELS, self._labels, strict=True))
+        for name, text in _COUNTERS_OF_CORE.items():
+            read = functools.partial(self._read, name)
+            process_metrics.counter_reading(self._registry, name, text, labels, read)
+
+    def _read(self, name: str) -> int:
+        value: int = getattr(self._seen, name)
+        return value
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         process_metrics.gauge(self._registry, name, text, _LABELS).labels(*self._labels).set_function(read)
-
-    def _reading(self, name: str, text: str, read: Callable[[], float]) -> None:
-        labels = dict(zip(_LABELS, self._labels, strict=True))
-        process_metrics.counter_reading(self._registry, name, text, labels, read)
 
     def _counter(self, name: str, text: str) -> Counter:
         return process_metrics.counter(self._registry, name, text, _LABELS).labels(*self._labels)

@@ -1,4 +1,4 @@
-"""How busy the engine is: one consistent view, taken by its front."""
+"""Tracks how busy the engine is, and decides whether it accepts another request."""
 
 import asyncio
 from collections import deque
@@ -6,11 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
+from tokenloom.request.errors import ResourceExhausted, Unavailable
+from tokenloom.v1 import engine_pb2
+
+MAX_PICKS = 4096
+"""Bound of the picks to acknowledge; the newest are kept. A coordinator ignores picks made before it started."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """As in ``EngineReport``."""
+    """Holds the counts of an ``EngineReport``."""
 
     waiting: int
     running: int
@@ -21,96 +26,110 @@ class Load:
 
 
 class LoadTracker:
-    """Joins what the front accepted with what the core last said: waiting is all that was accepted and does not run."""
+    """Combines the requests that the front accepted with the core's latest statistics. A request counts as waiting from
+    its acceptance until it runs.
 
-    def __init__(self) -> None:
+    Attributes:
+        changed: Set when the counts may have changed; cleared when they are reported.
+        num_live: Requests that were accepted and have not ended.
+        is_paused: Whether an operator has paused the engine.
+        stats: The core's latest statistics.
+        step: Steps that the core has executed.
+    """
+
+    def __init__(self, max_live: int) -> None:
+        """``max_live``: limit of live requests, waiting ones included."""
         self.changed = asyncio.Event()
-        """Set when the counts may have changed; whoever reports clears it."""
-        self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role
-        self._stats = SchedulerStats()
-        self._step = 0
-        self._is_paused = False
-        self._num_live = 0
+        self.num_live = 0
+        self.is_paused = False
+        self.stats = SchedulerStats()
+        self.step = 0
+        self._max_live = max_live
+        self._refusal = ""
+        self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
+        self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role and the like
         self._num_covered = 0
-        self._uncovered: deque[int] = (
-            deque()
-        )  # prompt tokens of requests that the statistics do not cover: all are live
-
-    @property
-    def num_live(self) -> int:
-        """Accepted and not ended."""
-        return self._num_live
-
-    @property
-    def is_paused(self) -> bool:
-        """An operator holds the engine still."""
-        return self._is_paused
-
-    @property
-    def stats(self) -> SchedulerStats:
-        """The core's last word."""
-        return self._stats
-
-    @property
-    def step(self) -> int:
-        """Of the core's loop."""
-        return self._step
+        # Prompt tokens of live requests that the core's statistics do not cover yet.
+        self._uncovered: deque[int] = deque()
 
     def started(self, num_blocks: int) -> None:
-        """The core is up, with all its blocks free."""
-        self._stats = SchedulerStats(num_free_blocks=num_blocks)
+        """Note that the core is up, with all its blocks free."""
+        self.stats = SchedulerStats(num_free_blocks=num_blocks)
 
     def set_paused(self, is_paused: bool) -> None:
-        """A pause began or ended."""
-        self._is_paused = is_paused
+        """Note that a pause began or ended."""
+        self.is_paused = is_paused
         self.changed.set()
 
+    def refuse_new(self, reason: str) -> None:
+        """Refuse every new request from now on: UNAVAILABLE with ``reason``."""
+        self._refusal = reason
+
+    def admit(self, add: engine_pb2.AddRequest) -> None:
+        """Check that the engine accepts a request, and record the coordinator's pick in any case.
+
+        Raises ``Unavailable`` or ``ResourceExhausted``.
+        """
+        if add.HasField("pick"):
+            self._picks.append(add.pick)
+            self.changed.set()
+        if self._refusal:
+            raise Unavailable(self._refusal)
+        if self.num_live >= self._max_live:
+            raise ResourceExhausted(f"the engine is full: it has {self.num_live} requests (max_num_seqs + max_waiting)")
+
     def accepted(self) -> None:
-        """A request was accepted."""
-        self._num_live += 1
+        """Count a request that was accepted."""
+        self.num_live += 1
         self.changed.set()
 
     def handed_over(self, num_prompt_tokens: int) -> None:
-        """An accepted request is on its way to the core."""
+        """Count an accepted request that was sent to the core."""
         self._uncovered.append(num_prompt_tokens)
 
-    def ended(self, count: int = 1) -> None:
-        """Accepted requests were answered or dropped."""
-        self._num_live -= count
+    def ended(self) -> None:
+        """Count an accepted request that was answered or dropped."""
+        self.num_live -= 1
         self.changed.set()
         self._wake()
 
     def observe(self, outputs: EngineCoreOutputs) -> None:
-        """A step's outputs came from the core."""
-        self._step = max(self._step, outputs.step)
+        """Take the statistics of a step's outputs."""
+        self.step = max(self.step, outputs.step)
         while self._uncovered and self._num_covered < outputs.num_requests_added:
             self._uncovered.popleft()
             self._num_covered += 1
         if (stats := outputs.scheduler_stats) is not None:
-            old, self._stats = self._stats, stats
+            old, self.stats = self.stats, stats
             if (old.num_waiting, old.num_running) != (stats.num_waiting, stats.num_running):
                 self.changed.set()
             self._wake()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Returns once ``holds`` does; it is asked again whenever a request ended or the core said something new."""
+        """Wait until ``holds`` returns true. It is called whenever a request ends or the core sends statistics."""
         while not holds():
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     def snapshot(self) -> Load:
-        """As it is now."""
-        stats = self._stats
-        running = min(stats.num_running, self._num_live)
+        """Return the present counts."""
+        stats = self.stats
+        running = min(stats.num_running, self.num_live)
         return Load(
-            waiting=self._num_live - running,
+            waiting=self.num_live - running,
             running=running,
             waiting_tokens=stats.num_waiting_tokens + sum(self._uncovered),
             kv_usage=stats.kv_usage,
             free_kv_blocks=stats.num_free_blocks,
-            step=self._step,
+            step=self.step,
         )
+
+    def take_picks(self) -> list[engine_pb2.PickId]:
+        """Return the coordinator's picks that arrived since the last call."""
+        picks = list(self._picks)
+        self._picks.clear()
+        return picks
 
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []

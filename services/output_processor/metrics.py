@@ -1,5 +1,7 @@
 """What an output processor counts."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.services.runtime.host.token_cost import show_token_cost
@@ -8,19 +10,16 @@ from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 
-from .placement.engine_link import EngineLinks
-from .request_slots import Admission
-
 
 class Metrics:
     """What this process did; latencies and token rates of requests are the engines' and the gateway's."""
 
-    def __init__(self, registry: CollectorRegistry, admission: Admission, links: EngineLinks) -> None:
+    def __init__(self, registry: CollectorRegistry, num_live: Callable[[], int], num_links: Callable[[], int]) -> None:
         name = "tokenloom_output_processor_"
         live = Gauge(name + "requests_live", "Requests that have not ended.", registry=registry)
-        live.set_function(lambda: admission.num_live)
+        live.set_function(num_live)
         engines = Gauge(name + "engine_streams", "Open streams to engines.", registry=registry)
-        engines.set_function(lambda: links.num_open)
+        engines.set_function(num_links)
         ended = Counter(name + "requests", "Requests that ended.", ["finished_reason"], registry=registry)
         self._ended = {
             reason: ended.labels(name.removeprefix("FINISH_REASON_").lower()) for name, reason in FinishReason.items()

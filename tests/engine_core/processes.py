@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenloom.engine_core.client.core_client import SyncClient
+from tests.engine_core.client.blocking import SyncClient
 from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
 FAILING_CORE = """

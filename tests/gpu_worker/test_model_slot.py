@@ -41,7 +41,7 @@ def test_files_that_changed_are_not_taken_for_the_same(save_checkpoint: SaveChec
     slot.drop(restorable=True)
     weights = path / "model.safetensors"
     os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
-    with pytest.raises(ValueError, match="changed since they were loaded"):
+    with pytest.raises(ValueError, match="changed after they were loaded"):
         slot.restore()
     assert not slot.is_loaded
     slot.replace(path)
@@ -71,7 +71,10 @@ def test_other_weights_of_the_same_shapes_are_taken(save_checkpoint: SaveCheckpo
 
 @pytest.mark.parametrize(
     ("entries", "error"),
-    [({"vocab_size": 100}, "vocab_size is 100 there and 199 here"), ({"rms_norm_eps": 0.5}, "norm_eps is 0.5 there")],
+    [
+        ({"vocab_size": 100}, "vocab_size is 100 in the new checkpoint and 199 in"),
+        ({"rms_norm_eps": 0.5}, "norm_eps is 0.5 in the new"),
+    ],
 )
 def test_another_architecture_is_refused_and_changes_nothing(
     save_checkpoint: SaveCheckpoint, logits, entries: dict[str, float], error: str

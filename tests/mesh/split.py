@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
+from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.checkpoint import DEMO_MODEL
-from tokenloom.engine_core.client.async_core_client import AsyncInprocClient
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
@@ -21,6 +21,7 @@ from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
 from tokenloom.services.engine.core.grammar_config import structured_output_config
 from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
@@ -30,6 +31,16 @@ POLL_SECONDS = 0.002
 """How often a test looks for what nobody tells it."""
 
 
+class _ObservedService(EngineService):
+    """Shows the engine that it started."""
+
+    engine: RunningEngine
+
+    async def start(self, host: Host) -> RunningEngine:
+        self.engine = await super().start(host)
+        return self.engine
+
+
 class SplitEngine(Part):
     """An engine with its core on a thread of this process."""
 
@@ -37,7 +48,7 @@ class SplitEngine(Part):
         self.client = _client(settings)
         self.role = settings.engine.kv.role
         self.is_alive = True
-        super().__init__(lambda settings: EngineService(settings, self.client), settings)
+        super().__init__(lambda settings: _ObservedService(settings, self.client), settings)
 
     @property
     def core(self) -> EngineCore:
@@ -92,19 +103,15 @@ class SplitEngine(Part):
 
     async def cut_kv(self) -> None:
         """Nobody reaches its KV port any more."""
-        kv = self._engine_service._kv
+        assert isinstance(self.service, _ObservedService), "not started"
+        kv = self.service.engine.kv
         if kv is not None and kv._server is not None:
             await kv._server.close(0)
 
     @property
-    def _engine_service(self) -> EngineService:
-        assert isinstance(self.service, EngineService), "not started"
-        return self.service
-
-    @property
     def _host(self) -> Host:
-        assert self._engine_service._host is not None
-        return self._engine_service._host
+        assert self.host is not None, "not started"
+        return self.host
 
 
 def _client(settings: EngineSettings) -> AsyncInprocClient:
@@ -116,7 +123,7 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
         return AsyncInprocClient(config, UniProcExecutor(worker), transports)
-    from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker  # the other tests need no torch
+    from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
 
     return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
 

@@ -38,6 +38,6 @@ async def test_one_id_leads_from_the_clients_to_the_engine(socket_dir: Path, cap
     spans = {span.span_id.hex() for span in collector.spans}
     traced = [line for line in formatted if line.get("trace_id") == first["trace_id"]]
     assert {line["span_id"] for line in traced} <= spans
-    calls = {line["message"] for line in traced if line["logger"].endswith("runtime.edge")}
+    calls = {line["message"] for line in traced if line["logger"].endswith("servicer_edge")}
     assert calls == {"/tokenloom.v1.Tokenizer/Encode", "/tokenloom.v1.Coordinator/Pick"}
     assert "secret" not in str(formatted)

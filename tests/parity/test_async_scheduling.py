@@ -101,8 +101,8 @@ def test_on_and_off_say_the_same(pair, name):
     for llm in pair:
         stats = core_of(llm).scheduler.stats()
         assert stats.num_free_blocks == core_of(llm).ready.num_kv_blocks
-    assert core_of(pair[0])._batch_queue is not None
-    assert core_of(pair[1])._batch_queue is None
+    assert core_of(pair[0])._max_in_flight == 2
+    assert core_of(pair[1])._max_in_flight == 1
 
 
 def test_requests_of_every_kind_together_say_the_same(pair):

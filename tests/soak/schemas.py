@@ -16,7 +16,7 @@ from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerCon
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.services.engine.core.grammar_config import structured_output_config
 
 MAX_TOKENS = 1200

@@ -11,10 +11,10 @@ from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.request import validation
 from tokenloom.request.errors import TokenloomError
-from tokenloom.services.engine.core.workers import make_worker
+from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 from tokenloom.services.engine.engine_settings import for_checkpoint
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.v1 import types_pb2
@@ -72,7 +72,7 @@ class LLM:
             self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
         self.model_name = served_model_name or served_name(path, str(model))
         config = for_checkpoint(config, str(path))
-        self._client = InprocClient(config, make_executor(config, make_worker))
+        self._client = InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tokenloom.engine_core.client.core_client import SyncClient
+from tokenloom.engine_core.client.core_client import InprocClient
 
 from .offline_request import OfflineRequest
 from .offline_sample import OfflineSample
@@ -12,7 +12,7 @@ from .offline_sample import OfflineSample
 class OfflineLoop:
     """Requests of several calls may be in flight at once: a stream that is being read, and a call in between."""
 
-    def __init__(self, client: SyncClient) -> None:
+    def __init__(self, client: InprocClient) -> None:
         self._client = client
         self._live: dict[str, tuple[OfflineRequest, OfflineSample]] = {}
         self._enqueued: list[OfflineRequest] = []

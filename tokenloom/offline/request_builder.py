@@ -13,8 +13,7 @@ from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import bad_words, validation
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.sample_seed import sample_seed
-from tokenloom.services.engine.core.core_embeds import to_spans
-from tokenloom.services.engine.core.core_request import to_core_sampling
+from tokenloom.services.engine.core.core_request import to_core_sampling, to_spans
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1 import types_pb2

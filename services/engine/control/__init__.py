@@ -1,1 +1,1 @@
-"""What an operator asks of one engine: pause, sleep, new weights, another role, KV events."""
+"""Operations on one engine: pause, sleep, new weights, another role, KV events."""

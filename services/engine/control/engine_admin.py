@@ -1,56 +1,36 @@
-"""The ``EngineAdmin`` service: what an operator asks of one engine."""
+"""Serves ``EngineAdmin``: operations on one engine."""
 
 from typing import Any
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient
-from tokenloom.engine_core.wire.messages import CoreReady
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
-from ..core.core_utility import call_core
-from ..load import LoadTracker
-from .kv_event_feed import KVEventFeed
-from .pause import Pause
+from ..running_engine import RunningEngine
 from .role import Role
 from .sleep import Sleep
 from .weights import Weights
 
 
 class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
-    """Errors are raised; the edge makes statuses of them."""
+    """Passes each call to the part that performs it. Errors are raised; the servicer edge turns them into statuses."""
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        ready: CoreReady,
-        fingerprint: types_pb2.Fingerprint,
-        load: LoadTracker,
-        role: Role | None,
-        pause: Pause,
-        sleep: Sleep,
-        weights: Weights,
-        kv_events: KVEventFeed | None,
-    ) -> None:
-        """``role``: None when the engine cannot have another, for it moves no KV; ``kv_events``: None when it tells
-        none."""
-        self._kv_events = kv_events
-        self._role = role
-        self._pause = pause
-        self._sleep = sleep
-        self._weights = weights
-        self._client = client
-        self._ready = ready
-        self._fingerprint = fingerprint
-        self._load = load
+    def __init__(self, engine: RunningEngine, role: types_pb2.EngineRole) -> None:
+        """``role``: the one that the engine starts with."""
+        self._engine = engine
+        self._core = engine.core
+        self._pause = engine.pause
+        self._role = Role(role, engine.publish_role, engine.leases_ended)
+        self._sleep = Sleep(engine)
+        self._weights = Weights(engine)
 
     async def GetEngineInfo(
         self, request: engine_pb2.GetEngineInfoRequest, context: Any
     ) -> engine_pb2.GetEngineInfoResponse:
-        load = self._load.snapshot()
+        load = self._engine.load.snapshot()
         return engine_pb2.GetEngineInfoResponse(
-            fingerprint=self._fingerprint,
-            num_kv_blocks=self._ready.num_kv_blocks,
-            max_model_len=self._ready.max_model_len,
+            fingerprint=self._engine.identity.fingerprint,
+            num_kv_blocks=self._core.ready.num_kv_blocks,
+            max_model_len=self._core.ready.max_model_len,
             waiting=load.waiting,
             running=load.running,
             pause_mode=self._pause.mode,
@@ -59,9 +39,9 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def ResetPrefixCache(
         self, request: engine_pb2.ResetPrefixCacheRequest, context: Any
     ) -> engine_pb2.ResetPrefixCacheResponse:
-        if not await call_core(self._client, "reset_prefix_cache", request.preempt_running):
+        if not await self._core.call("reset_prefix_cache", request.preempt_running):
             raise FailedPrecondition(
-                "requests are running; the cache can be reset when none is, or with preempt_running"
+                "requests are running; wait until none is, or set preempt_running to reset the cache now"
             )
         return engine_pb2.ResetPrefixCacheResponse()
 
@@ -76,17 +56,17 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
     async def WatchKVEvents(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
         self, request: engine_pb2.WatchKVEventsRequest, context: Any
     ) -> None:
-        if self._kv_events is None:
-            raise FailedPrecondition("the engine tells no KV events; it does with --kv-events")
+        if self._core.kv_events is None:
+            raise FailedPrecondition("KV events are off; start the engine with --kv-events")
         sequence = request.from_sequence if request.HasField("from_sequence") else None
-        async for batch in self._kv_events.follow(sequence):
+        async for batch in self._core.kv_events.follow(sequence):
             await context.write(batch)
 
     async def SetRole(self, request: engine_pb2.SetRoleRequest, context: Any) -> engine_pb2.SetRoleResponse:
         if request.role not in types_pb2.EngineRole.values() or not request.role:
             raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
-        if self._role is None:
-            raise FailedPrecondition("the engine moves no KV: it can only take whole requests", field="role")
+        if self._engine.kv is None:
+            raise FailedPrecondition("the engine transfers no KV; start it with --kv-transports", field="role")
         await self._role.change(request.role)
         return engine_pb2.SetRoleResponse()
 
@@ -105,14 +85,14 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         self, request: engine_pb2.ReloadWeightsRequest, context: Any
     ) -> engine_pb2.ReloadWeightsResponse:
         await self._weights.reload(request.path)
-        return engine_pb2.ReloadWeightsResponse(fingerprint=self._fingerprint)
+        return engine_pb2.ReloadWeightsResponse(fingerprint=self._engine.identity.fingerprint)
 
     async def StartProfile(
         self, request: engine_pb2.StartProfileRequest, context: Any
     ) -> engine_pb2.StartProfileResponse:
-        await call_core(self._client, "profile", True)
+        await self._core.call("profile", True)
         return engine_pb2.StartProfileResponse()
 
     async def StopProfile(self, request: engine_pb2.StopProfileRequest, context: Any) -> engine_pb2.StopProfileResponse:
-        await call_core(self._client, "profile", False)
+        await self._core.call("profile", False)
         return engine_pb2.StopProfileResponse()

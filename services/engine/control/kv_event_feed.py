@@ -1,4 +1,4 @@
-"""The prefix cache's events, for whoever subscribes: kept a while, so that a short absence costs nothing."""
+"""Keeps the latest events of the prefix cache, so that subscribers that were away for a short time miss none."""
 
 import asyncio
 from collections import deque
@@ -9,11 +9,11 @@ from tokenloom.request.errors import Aborted, InvalidArgument
 from tokenloom.v1 import engine_pb2
 
 REPLAY_BATCHES = 10_000
-"""Steps with events that are kept (as many as vLLM's publisher keeps): minutes, and some megabytes."""
+"""Number of steps whose events are kept, as in vLLM's publisher: minutes, and some megabytes."""
 
 
 class KVEventFeed:
-    """One buffer for all subscribers: each reads at its own place in it, so a slow one costs no memory."""
+    """Buffers events once for all subscribers. Each reads at its own position, so a slow one costs no memory."""
 
     def __init__(self, engine_epoch: int, capacity: int = REPLAY_BATCHES) -> None:
         self._epoch = engine_epoch
@@ -22,7 +22,7 @@ class KVEventFeed:
         self._news = asyncio.Event()
 
     def publish(self, events: Iterable[KVCacheEvent]) -> None:
-        """One step's events become the next batch."""
+        """Append the events of one step as the next batch."""
         batch = engine_pb2.WatchKVEventsResponse(
             sequence=self._next, engine_epoch=self._epoch, events=[_to_proto(event) for event in events]
         )
@@ -33,18 +33,18 @@ class KVEventFeed:
         self._news = asyncio.Event()
 
     async def follow(self, sequence: int | None) -> AsyncIterator[engine_pb2.WatchKVEventsResponse]:
-        """From batch ``sequence`` on, or from now on, for ever.
+        """Yield batches from number ``sequence`` on, or from now on, without end.
 
-        Raises ``InvalidArgument`` for a batch that is yet to come, ``Aborted`` naming those that were not kept.
+        Raises ``InvalidArgument`` for a number that is still to come, ``Aborted`` for batches that are no longer kept.
         """
         if sequence is not None and not 1 <= sequence <= self._next:
-            raise InvalidArgument(f"from_sequence is {sequence}; the next batch is {self._next}", "from_sequence")
+            raise InvalidArgument(f"from_sequence must be 1 to {self._next}, not {sequence}", "from_sequence")
         wanted = sequence or self._next
         while True:
             while wanted < self._next:
                 oldest = self._next - len(self._batches)
                 if wanted < oldest:
-                    raise Aborted(f"batches {wanted} to {oldest - 1} are gone; the oldest that is kept is {oldest}")
+                    raise Aborted(f"batches {wanted} to {oldest - 1} were dropped; the oldest kept batch is {oldest}")
                 yield self._batches[wanted - oldest]
                 wanted += 1
             await self._news.wait()

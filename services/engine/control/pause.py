@@ -1,11 +1,10 @@
-"""Whether the engine is paused, and how: for the core, for the coordinator and for peers that watch its step."""
+"""Pauses and resumes the engine, and keeps its state for the coordinator and for peers that watch its step."""
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.v1 import engine_pb2
 
-from ..core.core_utility import call_core
+from ..core.core_link import CoreLink
 from ..load import LoadTracker
 
 MODES = {
@@ -16,24 +15,24 @@ MODES = {
 
 
 class Pause:
-    """The one way to pause the core of this engine: nobody else calls its ``pause``, or the mesh would not know."""
+    """Pauses and resumes the core. No other code calls the core's ``pause``, so the mesh always knows the state."""
 
-    def __init__(self, client: AsyncClient, load: LoadTracker) -> None:
-        self._client = client
+    def __init__(self, core: CoreLink, load: LoadTracker) -> None:
+        self._core = core
         self._load = load
         self._mode = engine_pb2.PAUSE_MODE_UNSPECIFIED
         self._is_leaving = False
 
     @property
     def mode(self) -> engine_pb2.PauseMode:
-        """Unspecified: not paused."""
+        """The mode of the pause; unspecified if the engine is not paused."""
         return self._mode
 
     async def begin(self, mode: engine_pb2.PauseMode, *, clear_cache: bool = False) -> None:
-        """Returns when nobody runs any more. Cancelled before that, the engine stays paused.
+        """Pause, and return when no request runs any more. If cancelled before that, the engine stays paused.
 
-        Raises ``InvalidArgument`` for no mode, ``FailedPrecondition`` when paused in another, leaving, or resumed
-        meanwhile, ``Unavailable`` when the core is dead.
+        Raises ``InvalidArgument`` for an unknown mode, ``FailedPrecondition`` if the engine is paused in another mode,
+        drains, or was resumed meanwhile, ``Unavailable`` if the core is dead.
         """
         if mode not in MODES:
             raise InvalidArgument("mode must be ABORT, WAIT or KEEP", "mode")
@@ -42,15 +41,15 @@ class Pause:
         if self._mode not in (engine_pb2.PAUSE_MODE_UNSPECIFIED, mode):
             raise FailedPrecondition(f"the engine is paused in mode {MODES[self._mode]}; resume it first")
         self._set(mode)
-        await call_core(self._client, "pause", MODES[mode].value, clear_cache)
+        await self._core.call("pause", MODES[mode].value, clear_cache)
 
     async def end(self) -> None:
-        """Everybody goes on; not paused, nothing happens. Raises ``Unavailable`` when the core is dead."""
-        await call_core(self._client, "resume")
+        """Resume, if the engine is paused. Raises ``Unavailable`` if the core is dead."""
+        await self._core.call("resume")
         self._set(engine_pb2.PAUSE_MODE_UNSPECIFIED)
 
     def leave(self) -> bool:
-        """The engine drains: from now on no pause begins. Whether there is one, which who is live would not outlast."""
+        """Allow no new pause, because the engine drains. Return whether it is paused: then live requests never end."""
         self._is_leaving = True
         return self._mode != engine_pb2.PAUSE_MODE_UNSPECIFIED
 

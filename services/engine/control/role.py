@@ -1,4 +1,4 @@
-"""Which legs of requests this engine takes."""
+"""Holds the role of an engine: which legs of requests it takes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -17,27 +17,27 @@ NAMES = {value: name for name, value in BY_NAME.items()}
 
 
 class Role:
-    """Told to the coordinator, which places by it; an engine that was sent another leg all the same takes it."""
+    """Publishes and changes the role. The coordinator places requests by it; an engine accepts any leg it receives."""
 
     def __init__(
         self,
         value: types_pb2.EngineRole,
-        tell: Callable[[types_pb2.EngineRole], None],
+        publish: Callable[[types_pb2.EngineRole], None],
         leases_ended: Callable[[], Awaitable[None]],
     ) -> None:
-        """``tell`` makes a role known; ``leases_ended`` returns once nothing is held for others."""
-        self._value = value
-        self._tell = tell
+        """
+        Args:
+            publish: Reports a role to the mesh.
+            leases_ended: Returns once no KV is held for other engines.
+        """
+        self._publish = publish
         self._leases_ended = leases_ended
         self._changing = asyncio.Lock()
-
-    @property
-    def value(self) -> types_pb2.EngineRole:
-        return self._value
+        self._set(value)
 
     async def change(self, value: types_pb2.EngineRole) -> None:
-        """Takes the new legs at once, and no more of the others. Without prefill legs, returns when their leases have
-        ended; cancelled before that, the engine keeps its former role."""
+        """Publish a new role at once. If it excludes prefill legs, return when their leases have ended; if cancelled
+        before that, the engine returns to its former role."""
         async with self._changing:
             former = self._value
             self._set(value)
@@ -51,4 +51,4 @@ class Role:
 
     def _set(self, value: types_pb2.EngineRole) -> None:
         self._value = value
-        self._tell(value)
+        self._publish(value)

@@ -1,54 +1,50 @@
-"""The engine asleep: paused for the mesh, its memory given back by the core."""
+"""Puts the engine to sleep and wakes it: the mesh sees a pause, and the core releases its memory."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
-from tokenloom.engine_core.client.async_core_client import AsyncClient
 from tokenloom.engine_core.control.sleeping import LEVELS
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import engine_pb2
 
-from ..core.core_utility import call_core
-from .pause import MODES, Pause
+from ..running_engine import RunningEngine
+from .pause import MODES
 
 _TAGS = {engine_pb2.WAKE_TAG_WEIGHTS: "weights", engine_pb2.WAKE_TAG_KV_CACHE: "kv_cache"}
 
 
 class Sleep:
-    """The one way to send the core of this engine to sleep: nobody else does, or the mesh would not know."""
+    """Puts the core to sleep. No other code calls the core's ``sleep``, so the mesh always knows the state."""
 
-    def __init__(self, client: AsyncClient, pause: Pause, leases_ended: Callable[[], Awaitable[None]] | None) -> None:
-        """``leases_ended`` returns once nothing is held for others; None: nothing ever is."""
-        self._client = client
-        self._pause = pause
-        self._leases_ended = leases_ended
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
 
     async def begin(self, level: int, mode: engine_pb2.PauseMode) -> None:
-        """Returns when memory is given back; leases end before, of themselves when ``mode`` is to wait. Cancelled
-        before that, the engine stays paused.
+        """Pause, and return when memory has been released. Leases end first; if ``mode`` is WAIT, they end normally. If
+        cancelled before that, the engine stays paused.
 
-        Raises ``InvalidArgument`` for an unknown level or mode, ``FailedPrecondition`` when asleep in another level, or
-        as :meth:`Pause.begin`, ``Unavailable`` when the core is dead.
+        Raises ``InvalidArgument`` for an unknown level or mode, ``FailedPrecondition`` if the engine sleeps at another
+        level, or as :meth:`Pause.begin`, ``Unavailable`` if the core is dead.
         """
         if level not in LEVELS:
             raise InvalidArgument(f"level must be 0, 1 or 2, not {level}", "level")
-        await self._pause.begin(mode, clear_cache=level > 0)
-        if self._leases_ended is not None and level and mode == engine_pb2.PAUSE_MODE_WAIT:
-            await self._leases_ended()
-        await call_core(self._client, "sleep", level, MODES[mode].value)
+        await self._engine.pause.begin(mode, clear_cache=level > 0)
+        if level and mode == engine_pb2.PAUSE_MODE_WAIT:
+            await self._engine.leases_ended()
+        await self._engine.core.call("sleep", level, MODES[mode].value)
 
     async def end(self, tags: Sequence[engine_pb2.WakeTag]) -> None:
-        """Wakes what ``tags`` name, all if there are none; with the last part, requests go on.
+        """Wake the parts that ``tags`` name, all if empty. Requests resume when the last part is awake.
 
-        Raises ``InvalidArgument`` for an unknown tag, ``FailedPrecondition`` when the weights cannot be the same again.
+        Raises ``InvalidArgument`` for an unknown tag, ``FailedPrecondition`` if the weights cannot be restored.
         """
         if any(tag not in _TAGS for tag in tags):
-            raise InvalidArgument("tags may be WEIGHTS and KV_CACHE", "tags")
+            raise InvalidArgument("tags must be WEIGHTS or KV_CACHE", "tags")
         if not await self.is_sleeping():
             return
-        await call_core(self._client, "wake_up", [_TAGS[tag] for tag in tags] or None)
+        await self._engine.core.call("wake_up", [_TAGS[tag] for tag in tags] or None)
         if not await self.is_sleeping():
-            await self._pause.end()
+            await self._engine.pause.end()
 
     async def is_sleeping(self) -> bool:
-        """From the core's :meth:`begin` on until everything is awake."""
-        return bool(await call_core(self._client, "is_sleeping"))
+        """Return whether any part of the core is asleep."""
+        return bool(await self._engine.core.call("is_sleeping"))

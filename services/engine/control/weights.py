@@ -1,50 +1,34 @@
-"""The engine's weights while it serves: taken from another checkpoint, and made known by their fingerprint."""
+"""Replaces the weights of an engine that serves, and publishes their fingerprint."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 from tokenloom import checkpoint
-from tokenloom.engine_core.client.async_core_client import AsyncClient
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument, TokenloomError
 from tokenloom.v1 import engine_pb2
 
-from ..core.core_utility import call_core
-from ..load import LoadTracker
-from .pause import Pause
+from ..running_engine import RunningEngine
 
 
 class Weights:
-    """Replaces the core's weights and tells the mesh."""
+    """Loads the weights of another checkpoint into the core, one reload at a time."""
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        pause: Pause,
-        load: LoadTracker,
-        tell: Callable[[bytes], Awaitable[None]],
-        spawn: Callable[[Coroutine[Any, Any, TokenloomError | None]], "asyncio.Task[TokenloomError | None]"],
-    ) -> None:
-        """``tell`` makes a new fingerprint of weights known; ``spawn`` starts a task that lives with the service."""
-        self._spawn = spawn
-        self._client = client
-        self._pause = pause
-        self._load = load
-        self._tell = tell
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
         self._changing = asyncio.Lock()
 
     async def reload(self, path: str) -> None:
-        """Takes the weights of the checkpoint directory ``path``, paused or with nobody live. Goes on when cancelled:
-        the core and the mesh must not believe different things.
+        """Load the weights of the checkpoint directory ``path``. The engine must be paused, or have no live requests.
+        The reload continues if the call is cancelled, so that the core and the mesh agree on the weights.
 
-        Raises ``InvalidArgument`` for a path that is no checkpoint, ``FailedPrecondition`` when requests are live, or
-        when the checkpoint does not fit: then everything is as before.
+        Raises ``InvalidArgument`` if the path is no checkpoint, ``FailedPrecondition`` if requests are live or the
+        checkpoint does not fit; then the weights stay as they are.
         """
         directory = Path(path)
         if not directory.is_absolute() or not (directory / "config.json").is_file():
             raise InvalidArgument("path must be the absolute path of a checkpoint directory on this host", "path")
-        if (error := await asyncio.shield(self._spawn(self._try(directory)))) is not None:
+        task = self._engine.host.spawn(self._try(directory), name="engine-weights")
+        if (error := await asyncio.shield(task)) is not None:
             raise error
 
     async def _try(self, directory: Path) -> TokenloomError | None:
@@ -56,15 +40,15 @@ class Weights:
         return None
 
     async def _reload(self, directory: Path) -> None:
-        is_ours = self._pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED
+        is_ours = self._engine.pause.mode == engine_pb2.PAUSE_MODE_UNSPECIFIED
         if is_ours:
-            if self._load.num_live:
-                raise FailedPrecondition("requests are live: pause the engine first")
-            await self._pause.begin(engine_pb2.PAUSE_MODE_WAIT)
+            if self._engine.load.num_live:
+                raise FailedPrecondition("requests are live; pause the engine first")
+            await self._engine.pause.begin(engine_pb2.PAUSE_MODE_WAIT)
         try:
             weights = await asyncio.to_thread(checkpoint.weights_fingerprint, directory)
-            await call_core(self._client, "reload_weights", str(directory))
-            await self._tell(weights)
+            await self._engine.core.call("reload_weights", str(directory))
+            await self._engine.publish_weights(weights)
         finally:
             if is_ours:
-                await self._pause.end()
+                await self._engine.pause.end()

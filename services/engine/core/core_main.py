@@ -1,6 +1,6 @@
-"""The engine core's process: ``python -m tokenloom.services.engine.core.core_main --handshake ADDRESS``.
+"""Runs an engine core's process: ``python -m tokenloom.services.engine.core.core_main --handshake ADDRESS``.
 
-A client of the core starts it. Its configuration comes in the handshake; the flags say where that is and how to log.
+A client of the core starts it. The configuration arrives in the handshake; the flags give its address and set up logs.
 """
 
 import argparse
@@ -9,18 +9,17 @@ import sys
 from pathlib import Path
 
 from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.executor.executor_choice import make_executor
-from tokenloom.engine_core.executor.worker_launch import WORKER_COMMAND
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.process.core_process import run_engine_core
 from tokenloom.services.runtime.peers.tls import CertificateFiles, MeshTLS
 from tokenloom.services.runtime.telemetry import logs
 
-from .workers import make_worker
+from .workers import WORKER_COMMAND, make_worker
 
 
 def make_transports(config: EngineConfig) -> list[KVTransport]:
-    """Those that ``config`` names. Raises ``ValueError`` for an unknown one."""
+    """Return the KV transports that ``config`` names. Raises ``ValueError`` for an unknown one."""
     if not config.kv.transports:
         return []
     from tokenloom.gpu_worker.kv_connector import kv_transports
@@ -37,7 +36,7 @@ def make_transports(config: EngineConfig) -> list[KVTransport]:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the core until it ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--handshake", required=True, help="ZMQ address of the client")
     parser.add_argument("--instance-id", default="engine-0", help="name of the engine, for its log")
@@ -54,7 +53,7 @@ def main() -> int:
         arguments.handshake, lambda config: make_executor(config, make_worker, command), make_transports
     )
     sys.stderr.flush()
-    # Threads that wait in C (for signals, for the parent) must not hold up the end.
+    # Do not wait for threads that are blocked in C, such as those that watch signals and the parent.
     os._exit(status)
 
 

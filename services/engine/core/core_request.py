@@ -1,15 +1,18 @@
 """``AddRequest`` → the engine core's request: validated, every default filled in."""
 
 import secrets
+from collections.abc import Iterable
+
+import numpy as np
 
 from tokenloom.engine_core.wire.core_sampling_params import RepetitionDetection, SamplingParams
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import validation
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.v1 import engine_pb2, types_pb2
 
-from .core_embeds import to_spans
 from .grammar_config import to_core_structured_output
 
 LEASE_ID_BYTES = 16
@@ -73,6 +76,11 @@ def _repetition_detection(params: types_pb2.SamplingParams) -> RepetitionDetecti
         return None
     wire = params.repetition_detection
     return RepetitionDetection(wire.max_pattern_size, wire.min_pattern_size, wire.min_count)
+
+
+def to_spans(embeds: Iterable[types_pb2.PromptEmbeds]) -> list[EmbedsSpan]:
+    """Prompt embeddings of a checked request: views of the message's bytes, nothing is copied."""
+    return [EmbedsSpan(span.position, np.frombuffer(span.rows, "<f4").reshape(span.num_tokens, -1)) for span in embeds]
 
 
 def _check_supported(add: engine_pb2.AddRequest) -> None:

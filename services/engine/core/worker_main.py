@@ -1,6 +1,6 @@
-"""A worker's process: ``python -m tokenloom.services.engine.core.worker_main --address ADDRESS``.
+"""Runs a worker's process: ``python -m tokenloom.services.engine.core.worker_main --address ADDRESS``.
 
-An executor of the engine core starts it, with ``--distributed-executor-backend mp``.
+The engine core's executor starts it with ``--distributed-executor-backend mp``.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from .workers import make_worker
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run the worker until it ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True, help="ZMQ address of the executor")
     parser.add_argument("--instance-id", default="engine-0", help="name of the engine, for its log")

@@ -1,1 +1,1 @@
-"""KV blocks of other engines: where they are, leases, transfers and the ``KVTransfer`` service."""
+"""KV blocks that move between engines: other engines, readings under leases, and the ``KVTransfer`` service."""

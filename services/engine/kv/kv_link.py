@@ -1,4 +1,4 @@
-"""The front's line to the core's KV thread: calls and their answers, and what the thread asks by itself."""
+"""Carries calls to the core's KV thread and its answers, and the requests that the thread makes on its own."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,10 @@ from typing import Protocol
 
 from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.kv_transfer.kv_messages import (
-    KVAcquire,
     KVAnswer,
     KVCall,
     KVEvent,
-    KVProgress,
-    KVRelease,
     KVRemoteProgress,
-    KVRenew,
     KVVerdict,
     KVVerify,
 )
@@ -23,17 +19,17 @@ from tokenloom.request.errors import Unavailable
 
 
 class KVChannel(Protocol):
-    """The part of a core's client that leads to its KV thread."""
+    """Describes the part of a core's client that reaches its KV thread."""
 
     async def kv_send(self, call: KVCall) -> None:
-        """Raises ``EngineDeadError``."""
+        """Send a message to the KV thread. Raises ``EngineDeadError``."""
 
     async def kv_receive(self) -> KVEvent:
-        """Waits for the next one. Raises ``EngineDeadError``."""
+        """Wait for the next message and return it. Raises ``EngineDeadError``."""
 
 
 class KVLink:
-    """Demultiplexes the channel; :meth:`run` must run for anything to be answered."""
+    """Matches answers to their calls. Calls are answered only while :meth:`run` runs."""
 
     def __init__(self, channel: KVChannel) -> None:
         self._channel = channel
@@ -42,7 +38,7 @@ class KVLink:
         self._dead = False
 
     async def run(self, on_verify: Callable[[KVVerify], None]) -> None:
-        """Hands out answers, and each ``KVVerify`` to ``on_verify``, until the core is dead."""
+        """Resolve calls with their answers and pass each ``KVVerify`` to ``on_verify``, until the core has died."""
         try:
             while True:
                 match await self._channel.kv_receive():
@@ -52,38 +48,21 @@ class KVLink:
                     case KVVerify() as verify:
                         on_verify(verify)
         except EngineDeadError:
-            pass  # the front learns it where outputs end
+            pass  # CoreLink.run raises the same error and ends the service
         finally:
             self._dead = True
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(Unavailable("the engine failed"))
 
-    async def acquire(
-        self, lease_id: bytes, *, kv_layout: str, prompt_digest: bytes, transports: list[str]
-    ) -> KVAnswer:
-        """Takes up a lease held here."""
-        return await self._call(lambda number: KVAcquire(number, lease_id, kv_layout, prompt_digest, transports))
-
-    async def progress(self, acquisition_id: bytes, tokens_seen: int) -> KVAnswer:
-        """Returns once more than ``tokens_seen`` tokens are ready, or the lease ended."""
-        return await self._call(lambda number: KVProgress(number, acquisition_id, tokens_seen))
-
-    async def renew(self, acquisition_id: bytes) -> KVAnswer:
-        """Keeps a lease alive."""
-        return await self._call(lambda number: KVRenew(number, acquisition_id))
-
-    async def release(self, acquisition_id: bytes, generations: list[int]) -> KVAnswer:
-        """Compares generations and ends a lease."""
-        return await self._call(lambda number: KVRelease(number, acquisition_id, generations))
-
-    async def tell(self, message: KVRemoteProgress | KVVerdict) -> None:
-        """About a load of this engine's own; to a dead core it is lost, like the load."""
+    async def send(self, message: KVRemoteProgress | KVVerdict) -> None:
+        """Send news about a load of this engine. A dead core does not get it, but its loads ended with it."""
         with contextlib.suppress(EngineDeadError):
             await self._channel.kv_send(message)
 
-    async def _call(self, make: Callable[[int], KVCall]) -> KVAnswer:
-        """Raises ``Unavailable`` when the core is dead."""
+    async def call(self, make: Callable[[int], KVCall]) -> KVAnswer:
+        """Send the call that ``make`` returns for a call id, and return its answer. Raises ``Unavailable`` when the
+        core is dead."""
         if self._dead:
             raise Unavailable("the engine failed")
         number = next(self._ids)

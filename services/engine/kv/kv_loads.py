@@ -1,12 +1,16 @@
-"""Attempts whose prompt was computed elsewhere: a lease is acquired before the core gets the request, kept while the
-core copies, and released after it. Whatever fails on the way costs a local recompute, never a wrong token."""
+"""Brings attempts to the core whose prompt another engine has computed.
+
+A lease is acquired before the core gets the request, kept while the core copies the blocks, and released afterwards. A
+failure on the way costs a local recompute, never a wrong token.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from tokenloom.engine_core.kv_transfer.kv_messages import KVRemoteProgress, KVVerdict, KVVerify
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
@@ -14,32 +18,29 @@ from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.embedding_rows import content_salt
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request.errors import Unavailable, of_exception
-from tokenloom.services.runtime.host.task_group import task_group
-from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.host.tasks import Tasks, first_of
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1 import engine_pb2, kv_transfer_pb2
 
 from ..core.core_link import CoreLink
-from ..streams.attempts import Attempt
-from .kv_channels import KVChannels
+from ..streams.attempt import Attempt
 from .kv_link import KVLink
-from .kv_paths import KVPaths
-from .kv_peers import EngineRegistry, Owner
-from .kv_reading import Reading, Stub, Verdict
+from .kv_peers import EngineRegistry, KVChannels, KVPaths, Owner, Stub
+from .kv_reading import Reading, Verdict
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ReaderConfig:
-    """What this engine reads KV into, and how.
+    """Describes this engine as a reader of KV.
 
     Attributes:
         host: As in ``EngineIdentity``.
         kv_layout: As in ``Fingerprint``.
-        block_size: Tokens.
-        transports: By name, best first.
-        must_load: Whether a request fails whose KV cannot be had, rather than being computed here.
+        block_size: Tokens per block.
+        transports: Names of transports, best first.
+        must_load: Whether a request fails if its KV cannot be loaded; otherwise its prompt is computed here.
     """
 
     host: str
@@ -50,49 +51,41 @@ class ReaderConfig:
 
 
 class _Load:
-    """One attempt's, from the acquired lease to the verdict."""
+    """Tracks one attempt's load from the acquired lease to the verdict."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        """The core asks for the verdict, or the attempt ended."""
+        """Set when the core asks for the verdict, or the attempt has ended."""
         self.verify: KVVerify | None = None
 
 
 class KVLoads:
-    """Owns a task for each such attempt: as many as there are live ones."""
+    """Owns one task per attempt that loads KV; bounded by the live attempts."""
 
     def __init__(
-        self,
-        config: ReaderConfig,
-        core: CoreLink,
-        link: KVLink,
-        registry: EngineRegistry,
-        channels: Channels,
-        on_recompute: Callable[[str], None],
+        self, config: ReaderConfig, core: CoreLink, link: KVLink, registry: EngineRegistry, channels: Channels
     ) -> None:
-        """``on_recompute`` gets the reason when a request goes to the core without its KV."""
         self._config = config
         self._core = core
         self._link = link
         self._registry = registry
-        self._on_recompute = on_recompute
         self._channels = KVChannels(registry, channels)
         self._paths = KVPaths(config.transports, config.host)
         self._loads: dict[str, _Load] = {}  # by the attempt's key
         self._tasks = Tasks(_log_bug)
 
     def begin(self, attempt: Attempt, source: engine_pb2.KVSource) -> None:
-        """Brings an open attempt to the core, with its KV if that can be had."""
+        """Bring an open attempt to the core, with its KV if it can be acquired."""
         self._tasks.spawn(self._run(attempt, source), name=f"kv-load-{attempt.key}")
 
     def on_verify(self, verify: KVVerify) -> None:
-        """The core has copied, or given up."""
-        if (load := self._loads.get(verify.request_id)) is not None:  # else it ended meanwhile, which the core knows
+        """Note that the core has copied the blocks, or given up."""
+        if (load := self._loads.get(verify.request_id)) is not None:  # otherwise it has ended, which the core knows
             load.verify = verify
             load.over.set()
 
     async def close(self) -> None:
-        """Leases that are still held run out by themselves."""
+        """End all loads. Leases that are still held expire on their own."""
         await self._tasks.close()
         await self._channels.close()
 
@@ -116,7 +109,7 @@ class KVLoads:
             raise KVTransferError("not_found", "the attempt has ended")
         token_ids = [*request.prompt_token_ids, *request.accepted_token_ids][: source.num_tokens]
         if not (transports := self._paths.to(owner)):
-            raise KVTransferError("transport", f"no transport of this engine reaches {owner.engine_id!r}")
+            raise KVTransferError("transport", f"no transport of this engine reaches engine {owner.engine_id!r}")
         began = time.monotonic()
         reading = await Reading.acquire(
             stub,
@@ -130,29 +123,29 @@ class KVLoads:
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,
         )
-        attempt.kv_wait_ns += round((time.monotonic() - began) * 1e9)
+        attempt.kv.wait_ns += round((time.monotonic() - began) * 1e9)
         return reading
 
     async def _do_without(self, attempt: Attempt, failure: KVTransferError) -> None:
         if attempt.request is None:
-            return  # ended meanwhile
-        log.warning("%s: KV cannot be had (%s)", attempt.request_id, failure)
-        self._on_recompute(failure.reason)
+            return  # the attempt has ended
+        log.warning("request %s: KV could not be acquired (%s)", attempt.request_id, failure)
+        self._core.metrics.kv.observe_recompute(failure.reason)
         if self._config.must_load:
-            self._core.fail(attempt, Unavailable("the prompt's KV was lost on the way; another try may succeed"))
+            self._core.fail(attempt, Unavailable("the prompt's KV could not be transferred; retry the request"))
         else:
             await self._hand_over(attempt, attempt.request)
 
     async def _read(self, attempt: Attempt, owner: Owner, reading: Reading) -> None:
-        """The life of an acquired lease."""
+        """Keep an acquired lease until the core has the blocks, then release it and send the verdict."""
         load = _Load()
         lost = ""
         if (request := attempt.request) is not None:
             request.remote_kv = reading.target
             self._loads[attempt.key] = load
-            attempt.on_end = load.over.set
+            attempt.kv.on_end = load.over.set
             try:
-                is_complete = not request.awaits_tokens  # there would be a first token
+                is_complete = not request.awaits_tokens  # a complete prefill has produced its first token
                 await self._hand_over(attempt, request)
                 lost = await self._hold(attempt.key, load, reading, is_complete=is_complete)
             finally:
@@ -164,8 +157,8 @@ class KVLoads:
         else:
             verdict = await _release(reading)
             if load.verify is None or not load.verify.copied:
-                return  # nobody waits for it
-        await self._link.tell(
+                return  # the core does not wait for a verdict
+        await self._link.send(
             KVVerdict(attempt.key, verdict.valid, reason=verdict.reason, checksums=list(verdict.checksums))
         )
 
@@ -177,24 +170,22 @@ class KVLoads:
             self._core.fail(attempt, error)
 
     async def _hold(self, key: str, load: _Load, reading: Reading, *, is_complete: bool) -> str:
-        """Until the load is over: renews the lease, and passes on how far an incomplete prefill is. Why the lease did
-        not last, if so."""
+        """Renew the lease and pass on the progress of an incomplete prefill, until the load is over. Returns the reason
+        if the lease ended early, otherwise an empty text."""
+        waits: list[Coroutine[Any, Any, object]] = [load.over.wait(), reading.keep()]
+        if not is_complete:
+            waits.append(self._follow(key, load, reading))
         try:
-            async with task_group() as group:
-                helpers: list[asyncio.Task[None]] = [group.create_task(reading.keep(), name="kv-renew")]
-                if not is_complete:
-                    helpers.append(group.create_task(self._follow(key, reading), name="kv-progress"))
-                await load.over.wait()
-                for task in helpers:
-                    task.cancel()
+            await first_of(*waits)
         except KVTransferError as failure:
-            log.warning("a lease did not last: %s", failure)
+            log.warning("a lease ended early: %s", failure)
             return failure.reason
         return ""
 
-    async def _follow(self, key: str, reading: Reading) -> None:
+    async def _follow(self, key: str, load: _Load, reading: Reading) -> None:
         async for tokens_ready in reading.progress():
-            await self._link.tell(KVRemoteProgress(key, tokens_ready))
+            await self._link.send(KVRemoteProgress(key, tokens_ready))
+        await load.over.wait()
 
 
 async def _release(reading: Reading) -> Verdict:
@@ -205,4 +196,4 @@ async def _release(reading: Reading) -> Verdict:
 
 
 def _log_bug(error: BaseException) -> None:
-    log.error("a load ended by a bug", exc_info=error)
+    log.error("loading KV failed because of a bug", exc_info=error)

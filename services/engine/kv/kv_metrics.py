@@ -1,4 +1,5 @@
-"""Metrics of KV that moves between engines, under ``tokenloom_``: vLLM has no names for them."""
+"""Defines metrics of KV that moves between engines. vLLM has no such metrics, so their names begin with
+``tokenloom_``."""
 
 from collections.abc import Iterable
 
@@ -12,7 +13,7 @@ PREFIX = "tokenloom_"
 
 
 class KVMetrics:
-    """What this engine read of others and holds for them."""
+    """Observes the KV that this engine reads from other engines and holds for them."""
 
     def __init__(self, registry: CollectorRegistry, model: str, engine: str) -> None:
         labels = ("model_name", "engine")
@@ -21,38 +22,38 @@ class KVMetrics:
         CounterReading(
             registry,
             f"{PREFIX}kv_transfer_blocks",
-            "KV blocks read from other engines, and valid.",
+            "Valid KV blocks read from other engines.",
             dict(zip(labels, self._labels, strict=True)),
             lambda: self._seen.kv_blocks_received,
         )
         self._bytes = Counter(
             f"{PREFIX}kv_transfer_bytes",
-            "Bytes of those blocks, by transport.",
+            "Bytes of valid KV blocks read from other engines, by transport.",
             (*labels, "transport"),
             registry=registry,
         )
         self._recomputes = Counter(
             f"{PREFIX}kv_recompute",
-            "Requests whose KV elsewhere was not used, by reason.",
+            "Requests whose KV on another engine was not used, by reason.",
             (*labels, "reason"),
             registry=registry,
         )
-        leases = Gauge(f"{PREFIX}kv_leases", "Leases held for other engines.", labels, registry=registry)
+        leases = Gauge(f"{PREFIX}kv_leases", "Leases on KV blocks held for other engines.", labels, registry=registry)
         leases.labels(*self._labels).set_function(lambda: self._seen.num_leases)
-        for reason in KV_FAILURES:  # rates need a start
+        for reason in KV_FAILURES:  # a rate needs a first value
             self._recomputes.labels(*self._labels, reason)
 
     def start_transports(self, names: Iterable[str]) -> None:
-        """Shows zero bytes for each transport that may be used: rates need a start."""
+        """Show zero bytes for each transport that may be used: a rate needs a first value."""
         for name in names:
             self._bytes.labels(*self._labels, name)
 
     def observe_recompute(self, reason: str) -> None:
-        """A request went to the core without the KV that it came for."""
+        """Count a request that went to the core without the KV of another engine."""
         self._recomputes.labels(*self._labels, reason).inc()
 
     def observe_stats(self, stats: SchedulerStats) -> None:
-        """The core's counters, as they are now."""
+        """Take the present values of the core's counters."""
         seen, self._seen = self._seen, stats
         for transport, count in stats.kv_bytes_received.items():
             self._bytes.labels(*self._labels, transport).inc(count - seen.kv_bytes_received.get(transport, 0))

@@ -1,26 +1,36 @@
-"""Where the KV of other engines is served, by what the coordinator says of them."""
+"""Knows other engines as owners of KV: where each one serves it, channels to them, and transports that reach them."""
 
 import asyncio
 import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, kv_transfer_pb2_grpc
 
 log = logging.getLogger(__name__)
 
+Stub: TypeAlias = "kv_transfer_pb2_grpc.KVTransferAsyncStub"
+
 RETRY_SECONDS = 0.2
 UNKNOWN_SECONDS = 0.5
-"""How long an engine may be named before our view of the registry shows it."""
+"""How long to wait for an engine that this engine's view of the registry does not show yet."""
+AVOID_SECONDS = 60.0
+"""How long a transport that failed is avoided."""
+_SAME_HOST = ("shm",)
+"""Transports that work only on one host."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """An engine whose KV may be read."""
+    """Describes an engine whose KV may be read."""
 
     engine_id: str
     epoch: int
@@ -29,19 +39,19 @@ class Owner:
 
 
 class EngineRegistry:
-    """Watches the coordinator; while that is away, what it said last holds."""
+    """Watches the coordinator's registry of engines; keeps the last view while the coordinator is away."""
 
     def __init__(self, coordinator: str, channels: Channels) -> None:
-        """``coordinator``: its address; empty: there is none, and no engine is ever found."""
+        """``coordinator``: its address; empty without one, and then no engine is ever found."""
         self._coordinator = coordinator
         self._channels = channels
         self._owners: dict[str, Owner] = {}  # by engine_id
         self._changed = asyncio.Condition()
 
     async def run(self) -> None:
-        """Watches and reconnects, until cancelled."""
+        """Watch and reconnect, without end."""
         if not self._coordinator:
-            return
+            await asyncio.Event().wait()  # nothing to watch
         async with self._channels.open(self._coordinator, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
@@ -56,7 +66,7 @@ class EngineRegistry:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def update(self, snapshot: coordinator_pb2.Snapshot) -> None:
-        """A view of the registry came. One that still waits for engines to re-join adds, and removes nothing."""
+        """Take a view of the registry. An incomplete one, of a coordinator that engines still re-join, removes none."""
         owners = {
             entry.identity.engine_id: Owner(
                 entry.identity.engine_id, entry.identity.epoch, entry.identity.kv_address, entry.identity.host
@@ -68,16 +78,18 @@ class EngineRegistry:
             self._changed.notify_all()
 
     def has_address(self, kv_address: str) -> bool:
-        """Whether an engine is known to serve there."""
+        """Return whether a known engine serves KV at this address."""
         return any(owner.kv_address == kv_address for owner in self._owners.values())
 
     async def find(self, engine_id: str, epoch: int) -> Owner:
-        """This incarnation of an engine. Raises ``KVTransferError`` (``owner_lost``) when it is not there."""
+        """Return this incarnation of an engine. Raises ``KVTransferError`` (``owner_lost``) if it is not known."""
         try:
             async with asyncio.timeout(UNKNOWN_SECONDS), self._changed:
                 await self._changed.wait_for(lambda: self._is(engine_id, epoch))
         except TimeoutError:
-            raise KVTransferError("owner_lost", f"no such incarnation of engine {engine_id!r} is known") from None
+            raise KVTransferError(
+                "owner_lost", f"this incarnation of engine {engine_id!r} is not in the registry"
+            ) from None
         owner = self._owners[engine_id]
         if not owner.kv_address:
             raise KVTransferError("owner_lost", f"engine {engine_id!r} serves no KV")
@@ -85,3 +97,75 @@ class EngineRegistry:
 
     def _is(self, engine_id: str, epoch: int) -> bool:
         return (owner := self._owners.get(engine_id)) is not None and owner.epoch == epoch
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    channel: grpc.aio.Channel
+    num_users: int = 0
+
+
+class KVChannels:
+    """Opens channels to KV ports on first use, and closes them when they are unused and the engine has left."""
+
+    def __init__(self, registry: EngineRegistry, channels: Channels) -> None:
+        self._registry = registry
+        self._channels = channels
+        self._shared: dict[str, _Shared] = {}  # by address; bounded by the engines that are known or still read
+
+    @asynccontextmanager
+    async def stub(self, address: str) -> AsyncIterator[Stub]:
+        """Provide a stub for the engine that serves KV at this address."""
+        shared = self._shared.get(address)
+        if shared is None:
+            shared = self._shared[address] = _Shared(self._channels.open(address, "engine"))
+        shared.num_users += 1
+        try:
+            yield kv_transfer_pb2_grpc.KVTransferStub(shared.channel)
+        finally:
+            shared.num_users -= 1
+            await self._prune()
+
+    async def close(self) -> None:
+        """Close all channels, which ends calls in progress."""
+        shared, self._shared = self._shared, {}
+        for each in shared.values():
+            await each.channel.close()
+
+    async def _prune(self) -> None:
+        unused = [
+            address
+            for address, shared in self._shared.items()
+            if not shared.num_users and not self._registry.has_address(address)
+        ]
+        for shared in [self._shared.pop(address) for address in unused]:
+            await shared.channel.close()
+
+
+class KVPaths:
+    """Chooses the transports to offer an owner. Some fail unexpectedly (containers on one host may not share memory),
+    so a transport that failed is avoided for a while."""
+
+    def __init__(self, transports: Sequence[str], host: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """
+        Args:
+            transports: The transports of this engine, best first.
+            host: The host of this engine, as in ``EngineIdentity``.
+        """
+        self._transports = tuple(transports)
+        self._host = host
+        self._clock = clock
+        self._failed: dict[tuple[str, int, str], float] = {}
+        """By engine, epoch and transport: until when it is avoided. Past entries are dropped at the next failure."""
+
+    def to(self, owner: Owner) -> list[str]:
+        """Return the transports for this owner, best first; ones that failed recently only if no other is left."""
+        near = [name for name in self._transports if owner.host == self._host or name not in _SAME_HOST]
+        now = self._clock()
+        return [name for name in near if self._failed.get((owner.engine_id, owner.epoch, name), now) <= now] or near
+
+    def note_failure(self, owner: Owner, transport: str) -> None:
+        """Avoid a transport for a while, because reading blocks of this owner with it failed."""
+        now = self._clock()
+        self._failed = {key: until for key, until in self._failed.items() if until > now}
+        self._failed[owner.engine_id, owner.epoch, transport] = now + AVOID_SECONDS

@@ -1,29 +1,39 @@
-"""The ``KVTransfer`` service: readers elsewhere, and the leases that this engine's core holds for them."""
+"""Serves ``KVTransfer`` on a port for engines only: other engines read KV under leases that this engine's core
+holds."""
 
+import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc.aio
 from google.protobuf import duration_pb2
 
-from tokenloom.engine_core.kv_transfer.kv_messages import KVAnswer
+from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
+from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
+from tokenloom.services.runtime.host.host import SERVER_OPTIONS, bind
+from tokenloom.services.runtime.host.servicer_edge import Edge
+from tokenloom.services.runtime.peers.callers import check_caller
+from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
 from ..core.core_request import LEASE_ID_BYTES
-from . import kv_errors
 from .kv_link import KVLink
 
 DIGEST_BYTES = 32
 _MAX_ACQUISITION_ID_BYTES = 64
 _MAX_TRANSPORTS = 16
 _MAX_NAME_CHARS = 256
+_MAX_CALLS = 4096
+"""Limit of concurrent calls: each reading of an incomplete prefill keeps one open."""
+_NOT_FOUND = ("not_found", "lease_expired", "lease_revoked")
 
 
 class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
-    """Checks what came, and passes it on. Errors are raised; the edge makes statuses of them."""
+    """Checks calls and passes them to the core. Errors are raised; the servicer edge turns them into statuses."""
 
     def __init__(self, link: KVLink, epoch: int) -> None:
-        """``epoch``: this engine's; a lease of an earlier incarnation is gone with it."""
+        """``epoch``: this engine's incarnation. Leases of an earlier incarnation ended with it."""
         self._link = link
         self._epoch = epoch
 
@@ -31,11 +41,10 @@ class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
         self._check_epoch(request.engine_epoch)
         _check_acquire(request)
         answer = _valid(
-            await self._link.acquire(
-                request.lease_id,
-                kv_layout=request.kv_layout,
-                prompt_digest=request.prompt_digest,
-                transports=list(request.transports),
+            await self._link.call(
+                lambda call_id: KVAcquire(
+                    call_id, request.lease_id, request.kv_layout, request.prompt_digest, list(request.transports)
+                )
             )
         )
         target = answer.target
@@ -57,20 +66,23 @@ class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
         _check_acquisition(request.acquisition_id)
         seen, is_complete = 0, False
         while not is_complete:
-            answer = _valid(await self._link.progress(request.acquisition_id, seen))
+            make = functools.partial(KVProgress, acquisition_id=request.acquisition_id, tokens_seen=seen)
+            answer = _valid(await self._link.call(make))
             seen, is_complete = answer.tokens_ready, answer.tokens_ready >= answer.num_tokens
             yield kv_transfer_pb2.ProgressResponse(tokens_ready=seen)
 
     async def Renew(self, request: kv_transfer_pb2.RenewRequest, context: Any) -> kv_transfer_pb2.RenewResponse:
         self._check_epoch(request.engine_epoch)
         _check_acquisition(request.acquisition_id)
-        answer = _valid(await self._link.renew(request.acquisition_id))
+        answer = _valid(await self._link.call(lambda call_id: KVRenew(call_id, request.acquisition_id)))
         return kv_transfer_pb2.RenewResponse(ttl=_duration(answer.ttl_seconds))
 
     async def Release(self, request: kv_transfer_pb2.ReleaseRequest, context: Any) -> kv_transfer_pb2.ReleaseResponse:
         self._check_epoch(request.engine_epoch)
         _check_acquisition(request.acquisition_id)
-        answer = await self._link.release(request.acquisition_id, list(request.generations))
+        answer = await self._link.call(
+            lambda call_id: KVRelease(call_id, request.acquisition_id, list(request.generations))
+        )
         return kv_transfer_pb2.ReleaseResponse(
             valid=answer.valid and not answer.failure,
             reason=answer.failure,
@@ -79,7 +91,9 @@ class KVTransferServicer(kv_transfer_pb2_grpc.KVTransferServicer):
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:
-            raise kv_errors.to_error("owner_lost", "engine_epoch is not this incarnation's: its leases are gone")
+            raise _error(
+                "owner_lost", "engine_epoch belongs to an earlier incarnation of this engine, whose leases have ended"
+            )
 
 
 def _check_acquire(request: kv_transfer_pb2.AcquireRequest) -> None:
@@ -90,21 +104,23 @@ def _check_acquire(request: kv_transfer_pb2.AcquireRequest) -> None:
             f"prompt_digest has {len(request.prompt_digest)} bytes, expected {DIGEST_BYTES}", "prompt_digest"
         )
     if not 1 <= len(request.transports) <= _MAX_TRANSPORTS:
-        raise InvalidArgument(f"transports must name 1 to {_MAX_TRANSPORTS} of them", "transports")
+        raise InvalidArgument(f"transports must have 1 to {_MAX_TRANSPORTS} entries", "transports")
     if any(len(name) > _MAX_NAME_CHARS for name in (request.kv_layout, *request.transports)):
-        raise InvalidArgument(f"names have at most {_MAX_NAME_CHARS} characters", "kv_layout")
+        raise InvalidArgument(
+            f"kv_layout and transports must have at most {_MAX_NAME_CHARS} characters each", "kv_layout"
+        )
     if request.skip_tokens:
-        raise Unimplemented("skip_tokens must be 0: readers choose the blocks they copy", field="skip_tokens")
+        raise Unimplemented("skip_tokens must be 0; readers choose the blocks that they copy", field="skip_tokens")
 
 
 def _check_acquisition(acquisition_id: bytes) -> None:
     if not 1 <= len(acquisition_id) <= _MAX_ACQUISITION_ID_BYTES:
-        raise InvalidArgument("acquisition_id must be as Acquire answered it", "acquisition_id")
+        raise InvalidArgument("acquisition_id must be one that Acquire returned", "acquisition_id")
 
 
 def _valid(answer: KVAnswer) -> KVAnswer:
     if answer.failure:
-        raise kv_errors.to_error(answer.failure, answer.detail)
+        raise _error(answer.failure, answer.detail)
     return answer
 
 
@@ -112,3 +128,31 @@ def _duration(seconds: float) -> duration_pb2.Duration:
     duration = duration_pb2.Duration()
     duration.FromNanoseconds(round(seconds * 1e9))
     return duration
+
+
+def _error(reason: str, detail: str) -> errors.TokenloomError:
+    """Return the error for a caller; ``reason`` is one of ``KV_FAILURES``."""
+    kind = errors.NotFound if reason in _NOT_FOUND else errors.FailedPrecondition
+    error = kind(detail or reason.replace("_", " "))
+    error.reason = reason.upper()
+    return error
+
+
+class KVServer:
+    """Listens for other engines. Binds when constructed; raises ``InvalidArgument`` for an address that other machines
+    can reach without TLS, ``Unavailable`` for one that cannot be bound."""
+
+    def __init__(self, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool) -> None:
+        edge = Edge(lambda: True, check_caller if tls is not None else None)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[edge], maximum_concurrent_rpcs=_MAX_CALLS)
+        kv_transfer_pb2_grpc.add_KVTransferServicer_to_server(servicer, self._server)
+        credentials = tls.server_credentials() if tls is not None else None
+        self.address = bind(self._server, listen, credentials, insecure=insecure, field="kv_listen")
+
+    async def start(self) -> None:
+        """Start to answer calls."""
+        await self._server.start()
+
+    async def close(self, grace: float) -> None:
+        """End calls after ``grace`` seconds. Idempotent."""
+        await self._server.stop(grace)

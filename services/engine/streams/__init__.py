@@ -1,1 +1,1 @@
-"""The ``Engine`` service: one stream for each peer, its attempts and its frames."""
+"""The ``Engine`` service: one stream per peer, with its attempts and its frames."""

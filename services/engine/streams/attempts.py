@@ -1,22 +1,15 @@
-"""The attempts of one stream, by slot. Without I/O: every Add gets exactly one Finished, whatever comes first."""
+"""Keeps the attempts of one stream by slot. Every Add gets exactly one Finished, whatever happens first. No I/O."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from tokenloom.engine_core.wire.messages import (
-    AcceptTokens,
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-    Logprobs,
-    PrefillStats,
-)
+from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutput, FinishReason, Logprobs, PrefillStats
 from tokenloom.request import errors, validation
-from tokenloom.services.runtime.telemetry.tracing import Headers, pick_headers
+from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
 
 from ..core.core_request import to_core_request
+from .attempt import Attempt, AttemptKV, AttemptTimes, TokenCounts
 from .frame_builder import FrameBuilder
 
 _REASONS = {
@@ -29,50 +22,14 @@ _REASONS = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One live attempt at a request.
+class Attempts:
+    """Owns the live attempts of one stream and puts what they produce into a frame builder.
+
+    Methods that end an attempt return it, so that the caller can abort it in the core; None if the slot was not live.
 
     Attributes:
-        slot: Its name on the stream.
-        key: Its name in the core.
-        request_id: The mesh's, for logs only.
-        request: What the core is to get, until it has it.
-        num_output_tokens: So far, accepted ones of earlier attempts included.
-        lease_id: Prefill leg: under which its KV will be held; else empty.
-        awaits_tokens: Decode leg: tokens of the prefill leg are still to come.
-        kv_wait_ns: Decode leg: time spent waiting for KV of another engine.
-        on_end: Told once it is not live any more.
-        trace_headers: Of the trace that it is a part of, if of any.
-        saw_nans: A token of it was drawn from logits that were not all numbers.
-        arrival: Of the Add, monotonic seconds; so are ``first_token_at`` and ``last_token_at``.
-    """
-
-    attempts: "Attempts"
-    slot: int
-    key: str
-    request_id: str
-    request: EngineCoreRequest | None
-    num_prompt_tokens: int
-    num_accepted_tokens: int
-    num_output_tokens: int
-    arrival: float
-    lease_id: bytes = b""
-    awaits_tokens: bool = False
-    kv_wait_ns: int = 0
-    on_end: Callable[[], None] | None = None
-    trace_headers: Headers | None = None
-    prefill_stats: PrefillStats | None = None
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-    saw_nans: bool = False
-    finish_reason: FinishReason | None = None
-
-
-class Attempts:
-    """Live attempts of one stream; what they produce goes to a frame builder.
-
-    Methods that end an attempt return it, for the core to abort, or None if the slot was not live.
+        live: The live attempts by slot.
+        notify: To be called when the frame builder has something to send.
     """
 
     def __init__(
@@ -80,12 +37,19 @@ class Attempts:
         stream_id: int,
         limits: types_pb2.ModelLimits,
         builder: FrameBuilder,
+        notify: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         *,
         kv_owner: coordinator_pb2.EngineRef | None = None,
         lease_seconds: float = 0.0,
     ) -> None:
-        """``kv_owner``: this engine, as the one that holds KV for ``lease_seconds``; None: it cannot."""
+        """
+        Args:
+            kv_owner: This engine as the owner of leased KV; None if it serves no KV.
+            lease_seconds: How long a lease lasts.
+        """
+        self.live: dict[int, Attempt] = {}
+        self.notify = notify
         self._kv_owner = kv_owner
         self._lease_seconds = lease_seconds
         self._stream_id = stream_id
@@ -93,52 +57,37 @@ class Attempts:
         self._builder = builder
         self._clock = clock
         self._last_slot = 0
-        self._live: dict[int, Attempt] = {}
-        # Keys of finished prefills whose KV may still be held: as many as end in the life of a lease nobody acquired.
+        # By slot: key and expiry of finished prefills whose KV may still be held. Bounded by the leases that can exist.
         self._held: dict[int, tuple[str, float]] = {}
 
-    @property
-    def num_live(self) -> int:
-        return len(self._live)
-
-    @property
-    def live(self) -> list[Attempt]:
-        return list(self._live.values())
-
-    def is_live(self, slot: int) -> bool:
-        return slot in self._live
-
-    def open(self, add: engine_pb2.AddRequest) -> tuple[Attempt, EngineCoreRequest]:
-        """Validates an Add and makes it live. Raises what is wrong with it; the caller answers with :meth:`refuse`."""
+    def open(self, add: engine_pb2.AddRequest) -> Attempt:
+        """Validate an Add and make it live. Raises what is wrong with it; the caller then calls :meth:`refuse`."""
         if add.hold_kv and self._kv_owner is None:
-            raise errors.InvalidArgument("hold_kv: this engine serves no KV to others", "hold_kv")
+            raise errors.InvalidArgument("hold_kv is set, but this engine serves no KV to other engines", "hold_kv")
         key = f"{self._stream_id}.{add.slot}"
         request = to_core_request(add, key, self._limits)
-        attempt = Attempt(
-            attempts=self,
+        num_accepted = len(request.accepted_token_ids)
+        attempt = self.live[add.slot] = Attempt(
             slot=add.slot,
             key=key,
             request_id=add.request_id,
-            request=request,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_accepted_tokens=len(request.accepted_token_ids),
-            num_output_tokens=len(request.accepted_token_ids),
-            arrival=self._clock(),
-            lease_id=request.lease_id,
-            awaits_tokens=request.awaits_tokens,
             trace_headers=pick_headers(add.trace_headers.items()) if add.trace_headers else None,
+            request=request,
+            tokens=TokenCounts(len(request.prompt_token_ids), num_accepted, num_accepted),
+            times=AttemptTimes(self._clock()),
+            kv=AttemptKV(request.lease_id, request.awaits_tokens),
         )
-        self._live[add.slot] = attempt
-        return attempt, request
+        return attempt
 
     def check_slot(self, slot: int) -> None:
-        """Slots only grow. ``InvalidArgument`` ends the stream: which attempt an answer belongs to would be open."""
+        """Check that slots only grow; otherwise an answer could belong to two attempts. Raises ``InvalidArgument``,
+        which ends the stream."""
         if slot <= self._last_slot:
-            raise errors.InvalidArgument(f"slot {slot} after slot {self._last_slot}: slots only grow", "slot")
+            raise errors.InvalidArgument(f"slot {slot} follows slot {self._last_slot}; slots must increase", "slot")
         self._last_slot = slot
 
     def refuse(self, add: engine_pb2.AddRequest, error: BaseException) -> None:
-        """Answers an Add that never became live."""
+        """Answer an Add that never became live."""
         self._builder.finish(
             engine_pb2.Finished(
                 slot=add.slot,
@@ -149,18 +98,20 @@ class Attempts:
         )
 
     def accept(self, accept: engine_pb2.AcceptTokens) -> AcceptTokens | None:
-        """Tokens of the prefill leg. Returns what the core is to be told, if it has the request already. Raises
-        ``InvalidArgument`` for tokens that cannot be."""
-        attempt = self._live.get(accept.slot)
+        """Add the tokens of the prefill leg to an attempt. Returns the message for the core if it has the request
+        already. Raises ``InvalidArgument`` for invalid tokens."""
+        attempt = self.live.get(accept.slot)
         if attempt is None:
             return None
-        if not attempt.awaits_tokens:
-            raise errors.InvalidArgument("accept: the attempt awaits no tokens", "accept")
-        num_tokens = attempt.num_prompt_tokens + attempt.num_accepted_tokens
-        validation.check_accepted(accept.token_ids, num_tokens, self._limits)
-        attempt.awaits_tokens = False
-        attempt.num_accepted_tokens += len(accept.token_ids)
-        attempt.num_output_tokens += len(accept.token_ids)
+        if not attempt.kv.awaits_tokens:
+            raise errors.InvalidArgument(
+                "accept: the attempt was not added with awaits_tokens, or has its tokens", "accept"
+            )
+        tokens = attempt.tokens
+        validation.check_accepted(accept.token_ids, tokens.prompt + tokens.accepted, self._limits)
+        attempt.kv.awaits_tokens = False
+        tokens.accepted += len(accept.token_ids)
+        tokens.output += len(accept.token_ids)
         if (request := attempt.request) is None:
             return AcceptTokens(attempt.key, list(accept.token_ids))
         request.accepted_token_ids = [*request.accepted_token_ids, *accept.token_ids]
@@ -168,7 +119,7 @@ class Attempts:
         return None
 
     def take_output(self, attempt: Attempt, output: EngineCoreOutput) -> None:
-        """What a step produced for a live attempt."""
+        """Put what a step produced for a live attempt into the frame builder."""
         if output.kv_granted_tokens:
             self._builder.grant(attempt.slot, self._kv_source(attempt, output.kv_granted_tokens))
         if output.new_prompt_logprobs is not None:
@@ -176,52 +127,52 @@ class Attempts:
         if output.new_token_ids:
             logprobs = _wire_logprobs(output.new_logprobs) if output.new_logprobs is not None else None
             self._builder.add_tokens(attempt.slot, output.token_index, output.new_token_ids, logprobs)
-            attempt.num_output_tokens = output.token_index + len(output.new_token_ids)
+            attempt.tokens.output = output.token_index + len(output.new_token_ids)
         if output.prefill_stats is not None:
-            attempt.prefill_stats = output.prefill_stats
-        attempt.kv_wait_ns += output.kv_wait_ns
+            attempt.times.prefill = output.prefill_stats
+        attempt.kv.wait_ns += output.kv_wait_ns
         if output.finish_reason is FinishReason.ERROR:
             self.fail(attempt.slot, _failure(output))
         elif output.finish_reason is not None:
             self._finish(attempt, output.finish_reason, stop_token_id=output.stop_token_id)
 
     def stop_at(self, slot: int, num_tokens: int) -> Attempt | None:
-        """A stop string was found: the attempt ends with ``num_tokens`` tokens, or all there are if that is less. Also
-        when it ended meanwhile but the peer cannot know yet."""
+        """End an attempt in which the peer found a stop string, with at most ``num_tokens`` tokens. An end that has not
+        been sent yet becomes a stop too."""
         self._builder.cut(slot, num_tokens)
-        attempt = self._live.get(slot)
+        attempt = self.live.get(slot)
         if attempt is None:
             return None
-        attempt.num_output_tokens = min(num_tokens, attempt.num_output_tokens)
+        attempt.tokens.output = min(num_tokens, attempt.tokens.output)
         return self._finish(attempt, FinishReason.STOP)
 
     def abort(self, slot: int) -> Attempt | None:
-        """The peer wants no more."""
-        attempt = self._live.get(slot)
+        """End an attempt that the peer has aborted."""
+        attempt = self.live.get(slot)
         return attempt and self._finish(attempt, FinishReason.ABORT)
 
     def fail(self, slot: int, error: errors.TokenloomError) -> Attempt | None:
-        """The attempt cannot go on: its time ran out, the core died, the engine leaves."""
-        attempt = self._live.get(slot)
+        """End an attempt that cannot continue: its time ran out, the core died or the engine is leaving."""
+        attempt = self.live.get(slot)
         return attempt and self._finish(attempt, FinishReason.ERROR, error=error)
 
     def drop_lease(self, slot: int) -> list[str]:
-        """The peer does not want the KV that a finished prefill holds: its key, or nothing if there is none."""
+        """Forget the KV of a finished prefill, which the peer does not want. Returns its key, if it was held."""
         held = self._held.pop(slot, None)
         return [held[0]] if held is not None else []
 
     def drop_leases(self) -> list[str]:
-        """The stream is gone: keys of all its finished prefills."""
+        """Forget the KV of all finished prefills, when the stream has ended. Returns their keys."""
         held, self._held = self._held, {}
         return [key for key, _ in held.values()]
 
     def drop_all(self) -> list[Attempt]:
-        """The stream is gone: forgets every attempt without an answer."""
-        attempts = self.live
+        """Forget every live attempt without an answer, when the stream has ended."""
+        attempts = list(self.live.values())
         for attempt in attempts:
             attempt.finish_reason = FinishReason.ABORT
             attempt.request = None
-        self._live.clear()
+        self.live.clear()
         return attempts
 
     def _finish(
@@ -232,47 +183,42 @@ class Attempts:
         stop_token_id: int | None = None,
         error: errors.TokenloomError | None = None,
     ) -> Attempt:
-        del self._live[attempt.slot]
+        del self.live[attempt.slot]
         attempt.finish_reason = reason
         attempt.request = None
-        stats = attempt.prefill_stats
-        kv = None
-        if reason is FinishReason.PREFILLED:
-            kv = self._kv_source(attempt, attempt.num_prompt_tokens + attempt.num_accepted_tokens)
-            self._hold(attempt)
+        kv = self._hold(attempt) if reason is FinishReason.PREFILLED else None
+        stats = attempt.times.prefill or PrefillStats(0, 0, round((self._clock() - attempt.times.arrival) * 1e9), 0)
         self._builder.finish(
             engine_pb2.Finished(
                 slot=attempt.slot,
                 reason=_REASONS[reason],
-                num_output_tokens=attempt.num_output_tokens,
+                num_output_tokens=attempt.tokens.output,
                 stop_token_id=stop_token_id,
-                cached_tokens=stats.num_cached_tokens if stats else 0,
+                cached_tokens=stats.num_cached_tokens,
                 kv=kv,
                 error=errors.to_proto(error) if error else None,
-                queued_ns=stats.queued_ns if stats else self._waited_ns(attempt),
-                kv_wait_ns=attempt.kv_wait_ns,
-                prefill_ns=stats.prefill_ns if stats else 0,
+                queued_ns=stats.queued_ns,
+                kv_wait_ns=attempt.kv.wait_ns,
+                prefill_ns=stats.prefill_ns,
             )
         )
         return attempt
 
-    def _hold(self, attempt: Attempt) -> None:
+    def _hold(self, attempt: Attempt) -> engine_pb2.KVSource:
         now = self._clock()
         while self._held and next(iter(self._held.values()))[1] <= now:  # oldest first
             del self._held[next(iter(self._held))]
         self._held[attempt.slot] = attempt.key, now + self._lease_seconds
+        return self._kv_source(attempt, attempt.tokens.prompt + attempt.tokens.accepted)
 
     def _kv_source(self, attempt: Attempt, num_tokens: int) -> engine_pb2.KVSource:
-        assert self._kv_owner is not None, "only attempts with a lease have KV to offer"
+        assert self._kv_owner is not None, "only attempts with a lease offer KV"
         return engine_pb2.KVSource(
             engine_id=self._kv_owner.engine_id,
             engine_epoch=self._kv_owner.epoch,
-            lease_id=attempt.lease_id,
+            lease_id=attempt.kv.lease_id,
             num_tokens=num_tokens,
         )
-
-    def _waited_ns(self, attempt: Attempt) -> int:
-        return round((self._clock() - attempt.arrival) * 1e9)
 
 
 def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:

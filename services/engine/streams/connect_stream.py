@@ -1,7 +1,7 @@
-"""One peer's ``Connect`` stream: reads Adds, stops and aborts; writes at most one frame a step, as credit allows."""
+"""Serves one peer's ``Connect`` stream: reads Adds, stops and aborts, and writes at most one frame per step, as credit
+allows."""
 
 import asyncio
-import heapq
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ from tokenloom.request.errors import (
     TokenloomError,
     Unavailable,
 )
-from tokenloom.services.runtime.host.task_group import task_group
+from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers.credit import Credit
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -24,21 +24,21 @@ from tokenloom.v1 import engine_pb2, types_pb2
 
 from ..core.core_link import CoreLink
 from ..kv.kv_front import KVFront
+from ..load import LoadTracker
 from .attempts import Attempts
-from .engine_admission import Admission
 from .frame_builder import FrameBuilder
 from .frame_pace import FramePace
 
 log = logging.getLogger(__name__)
 
 STARVED_SECONDS = 5.0
-"""A peer that grants nothing for so long while data waits is lost; its stream ends."""
+"""A peer that grants no credit for this long while data waits counts as lost; its stream ends."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.EngineInput, engine_pb2.EngineFrame]"
 
 
 class ConnectStream:
-    """Lives from the peer's Hello to the end of the stream. All its tasks end with :meth:`run`."""
+    """Serves a stream from the peer's Hello to its end. All its tasks end with :meth:`run`."""
 
     def __init__(
         self,
@@ -46,27 +46,30 @@ class ConnectStream:
         peer: types_pb2.Hello,
         limits: types_pb2.ModelLimits,
         core: CoreLink,
-        admission: Admission,
+        load: LoadTracker,
         kv: KVFront | None = None,
         *,
         frame_interval: float = 0.0,
     ) -> None:
-        """``kv``: None when this engine moves no KV; what is held elsewhere is then computed here;
-        ``frame_interval``: as in :class:`FramePace`."""
+        """
+        Args:
+            kv: None if this engine moves no KV; it then computes prompts whose KV another engine holds.
+            frame_interval: As in :class:`FramePace`.
+        """
         self._core = core
-        self._admission = admission
+        self._load = load
         self._kv = kv
         self._builder = FrameBuilder(peer.max_message_bytes)
         owner, lease_seconds = (kv.owner, kv.lease_seconds) if kv is not None else (None, 0.0)
-        self._attempts = Attempts(stream_id, limits, self._builder, kv_owner=owner, lease_seconds=lease_seconds)
+        self._changed = asyncio.Event()  # wakes the writer: there is data, credit or an end
+        self._attempts = Attempts(
+            stream_id, limits, self._builder, self._changed.set, kv_owner=owner, lease_seconds=lease_seconds
+        )
         self._credit = Credit(peer.initial_credit)
-        self._changed = asyncio.Event()  # something to write, a grant, an end
         self._pace = FramePace(frame_interval, self._changed.set, asyncio.get_running_loop())
         self._idle = asyncio.Event()
         self._half_closed = False
         self._closing: TokenloomError | None = None
-        self._deadlines: list[tuple[float, int]] = []  # (monotonic seconds, slot)
-        self._deadline_added = asyncio.Event()
         self._written_at = time.monotonic()
         self._starved_since: float | None = None
 
@@ -77,48 +80,35 @@ class ConnectStream:
         context: Context,
         hello: types_pb2.Hello,
     ) -> None:
-        """Serves the stream to its end, ``first`` being what came with the peer's Hello. Raises what ended it, if that
-        was not the peer's half-close."""
+        """Serve the stream to its end. ``first`` is the message with the peer's Hello. Raises what ended the stream,
+        unless the peer half-closed it."""
         try:
-            async with task_group() as group:
-                helpers = [
-                    group.create_task(self._read(first, requests), name="engine-read"),
-                    group.create_task(self._keep_alive(), name="engine-heartbeat"),
-                    group.create_task(self._keep_deadlines(), name="engine-deadlines"),
-                ]
-                await self._write(context, hello)
-                for task in helpers:
-                    task.cancel()
+            await first_of(self._write(context, hello), self._read(first, requests), self._keep_alive())
         finally:
-            # Without an await: this also runs when the stream was reset and we are cancelled.
+            # No await here: this also runs when the stream was reset and the task is cancelled.
             self._core.end(self._attempts.drop_all())
             self._core.drop_leases(self._attempts.drop_leases())
             self._pace.close()
             self._idle.set()
 
-    def notify(self) -> None:
-        """Something waits in the frame builder."""
-        self._changed.set()
-
     @property
     def is_idle(self) -> bool:
-        """Everything that was asked has been answered, and the answers are sent."""
-        return not self._attempts.num_live and not self._builder.has_data
+        """Whether every request has been answered and the answers were sent."""
+        return not self._attempts.live and not self._builder.has_data
 
     async def wait_idle(self) -> None:
-        """Returns when the stream is idle or has ended."""
+        """Wait until the stream is idle or has ended."""
         self._idle.clear()
-        self._changed.set()  # the writer looks
+        self._changed.set()  # the writer checks and sets the event
         await self._idle.wait()
 
     def fail_live(self, error: TokenloomError) -> None:
-        """Ends what is live with ``error``; the stream goes on."""
-        for attempt in self._attempts.live:
+        """End all live attempts with ``error``; the stream continues."""
+        for attempt in list(self._attempts.live.values()):
             self._fail(attempt.slot, error)
-        self._changed.set()
 
     def close(self, error: TokenloomError) -> None:
-        """Fails what is live, sends what credit allows, and ends the stream with ``error``."""
+        """Fail all live attempts, send what credit allows, and end the stream with ``error``."""
         self.fail_live(error)
         self._closing = error
         self._changed.set()
@@ -129,18 +119,25 @@ class ConnectStream:
         await self._receive(first)
         async for message in requests:
             if message.HasField("hello"):
-                raise FailedPrecondition("hello: only a stream's first message may carry one")
+                raise FailedPrecondition("hello: only the first message of a stream may carry one")
             await self._receive(message)
         self._half_closed = True
         self._changed.set()
+        await asyncio.Event().wait()  # the writer ends the stream once everything is answered
 
     async def _receive(self, message: engine_pb2.EngineInput) -> None:
-        """One message: add, then accept, then stop_at, then abort."""
-        self._credit.grant(message.credit)
+        """Process one message: add, then accept, then stop_at, then abort."""
+        if message.credit:
+            self._credit.grant(message.credit)
+            self._changed.set()
         for add in message.add:
             await self._add(add)
         for accept in message.accept:
             await self._accept(accept)
+        if message.stop_at or message.abort_slots:
+            self._end(message)
+
+    def _end(self, message: engine_pb2.EngineInput) -> None:
         ended = [self._attempts.stop_at(stop.slot, stop.num_tokens) for stop in message.stop_at]
         ended += [self._attempts.abort(slot) for slot in message.abort_slots]
         self._core.end(attempt for attempt in ended if attempt is not None)
@@ -151,17 +148,19 @@ class ConnectStream:
     async def _add(self, add: engine_pb2.AddRequest) -> None:
         self._attempts.check_slot(add.slot)
         try:
-            self._admission.admit(add)
-            attempt, _ = self._attempts.open(add)
-        except Exception as error:  # the edge: whatever is wrong with one request, the stream goes on
+            self._load.admit(add)
+            attempt = self._attempts.open(add)
+        except Exception as error:  # the edge: a bad request must not end the stream
             RequestLog(log, add.request_id, add.trace_headers).debug("refused: %s", error)
             self._attempts.refuse(add, error)
+            self._changed.set()
             return
-        if self._attempts.num_live == 1:
-            self._written_at = attempt.arrival  # silence counts from here
+        if len(self._attempts.live) == 1:
+            self._written_at = attempt.times.arrival  # the time without a frame counts from here
         if add.HasField("timeout"):
-            self._set_deadline(add.slot, attempt.arrival + add.timeout.ToNanoseconds() / 1e9)
-        self._core.open(attempt, self)
+            seconds = add.timeout.ToNanoseconds() / 1e9
+            attempt.deadline = asyncio.get_running_loop().call_later(seconds, self._expire, add.slot)
+        self._core.open(attempt, self._attempts)
         if add.HasField("kv_source") and self._kv is not None:
             self._kv.loads.begin(attempt, add.kv_source)
             return
@@ -177,20 +176,24 @@ class ConnectStream:
         except TokenloomError as error:
             self._fail(accept.slot, error)
 
+    def _expire(self, slot: int) -> None:
+        self._fail(slot, DeadlineExceeded("the request timed out"))
+
     def _fail(self, slot: int, error: TokenloomError) -> None:
         if (attempt := self._attempts.fail(slot, error)) is not None:
             self._core.end([attempt])
+            self._changed.set()
 
     # Output
 
     async def _write(self, context: Context, hello: types_pb2.Hello) -> None:
-        await self._send(context, engine_pb2.EngineFrame(hello=hello, step=self._core.step))
+        await self._send(context, engine_pb2.EngineFrame(hello=hello, step=self._load.step))
         while not self._is_done():
             if self._builder.has_data and self._is_frame_due() and self._credit.take():
                 self._pace.sent()
-                await self._send(context, self._builder.take(self._core.step))
+                await self._send(context, self._builder.take(self._load.step))
             elif self._is_beat_due():
-                beat = engine_pb2.EngineFrame(step=self._core.step, paused=self._core.is_paused)
+                beat = engine_pb2.EngineFrame(step=self._load.step, paused=self._load.is_paused)
                 await self._send(context, beat)
             else:
                 if self.is_idle:
@@ -218,7 +221,7 @@ class ConnectStream:
     # Time
 
     async def _keep_alive(self) -> None:
-        """Wakes the writer for heartbeats, and ends the stream of a peer that takes nothing."""
+        """Wake the writer for heartbeats, and end the stream of a peer that grants no credit."""
         while True:
             due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
@@ -233,24 +236,3 @@ class ConnectStream:
             self._starved_since = time.monotonic()
         elif time.monotonic() - self._starved_since >= STARVED_SECONDS:
             raise ResourceExhausted(f"no credit for {STARVED_SECONDS:g} s while frames wait", retry_after=None)
-
-    def _set_deadline(self, slot: int, at: float) -> None:
-        if len(self._deadlines) > 2 * self._attempts.num_live + 64:  # most have ended long before their time
-            self._deadlines = [entry for entry in self._deadlines if self._attempts.is_live(entry[1])]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (at, slot))
-        self._deadline_added.set()
-
-    async def _keep_deadlines(self) -> None:
-        """Ends attempts whose time has run out."""
-        while True:
-            now = time.monotonic()
-            while self._deadlines and self._deadlines[0][0] <= now:
-                self._fail(heapq.heappop(self._deadlines)[1], DeadlineExceeded("the request's time ran out"))
-                self._changed.set()
-            self._deadline_added.clear()
-            try:
-                async with asyncio.timeout(self._deadlines[0][0] - now if self._deadlines else None):
-                    await self._deadline_added.wait()
-            except TimeoutError:
-                pass

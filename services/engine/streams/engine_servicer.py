@@ -1,4 +1,4 @@
-"""The ``Engine`` service: one :class:`ConnectStream` for each peer."""
+"""Serves ``Engine``: one :class:`ConnectStream` per peer."""
 
 import asyncio
 import itertools
@@ -9,70 +9,68 @@ from tokenloom.services.runtime.peers.hello import check_hello
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 from ..core.core_link import CoreLink
+from ..identity import Identity
 from ..kv.kv_front import KVFront
+from ..load import LoadTracker
 from .connect_stream import ConnectStream, Context
-from .engine_admission import Admission
 
 HELLO_SECONDS = 5.0
-"""How long a peer may take to say who it is."""
+"""How long a peer may take to send its Hello."""
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Owns the streams of all peers."""
 
     def __init__(
-        self,
-        hello: types_pb2.Hello,
-        limits: types_pb2.ModelLimits,
-        core: CoreLink,
-        admission: Admission,
-        kv: KVFront | None = None,
-        *,
-        frame_interval: float = 0.0,
+        self, identity: Identity, core: CoreLink, load: LoadTracker, kv: KVFront | None, *, frame_interval: float
     ) -> None:
-        """``hello``: this engine's own. ``kv``: None when it moves no KV. ``frame_interval``: of every stream."""
-        self._hello = hello
-        self._limits = limits
+        """
+        Args:
+            kv: None if the engine moves no KV.
+            frame_interval: Of every stream, as in :class:`FramePace`.
+        """
+        self._identity = identity
         self._core = core
-        self._admission = admission
+        self._load = load
         self._kv = kv
         self._frame_interval = frame_interval
         self._stream_ids = itertools.count(1)
-        self._streams: dict[ConnectStream, asyncio.Event] = {}  # with what tells that it ended
+        self._streams: dict[ConnectStream, asyncio.Event] = {}  # each event is set when the stream has ended
 
     async def Connect(  # type: ignore[override]  # a coroutine that writes to the context, not a generator
         self, request_iterator: AsyncIterator[engine_pb2.EngineInput], context: Context
     ) -> None:
-        """See the contract in engine.proto."""
-        first = await self._receive_hello(request_iterator)
+        """Serve one stream; engine.proto has the contract."""
+        hello = self._identity.hello()
+        first = await _receive_hello(request_iterator, hello)
         stream = ConnectStream(
             next(self._stream_ids),
             first.hello,
-            self._limits,
+            self._identity.limits,
             self._core,
-            self._admission,
+            self._load,
             self._kv,
             frame_interval=self._frame_interval,
         )
         ended = self._streams[stream] = asyncio.Event()
         try:
-            await stream.run(first, request_iterator, context, self._hello)
+            await stream.run(first, request_iterator, context, hello)
         finally:
             del self._streams[stream]
             ended.set()
 
     def fail_live(self, error: TokenloomError) -> None:
-        """Ends every live request with ``error``."""
+        """End every live request with ``error``."""
         for stream in self._streams:
             stream.fail_live(error)
 
     async def idle(self) -> None:
-        """Returns once every request is answered and the answers are sent."""
+        """Wait until every request is answered and the answers were sent."""
         while busy := [stream for stream in self._streams if not stream.is_idle]:
             await busy[0].wait_idle()
 
     async def close(self, error: TokenloomError, grace: float) -> None:
-        """Fails what is live and ends all streams with ``error``; waits ``grace`` seconds at most for their ends."""
+        """Fail all live requests and end all streams with ``error``; wait at most ``grace`` seconds for their ends."""
         ends = list(self._streams.values())
         for stream in self._streams:
             stream.close(error)
@@ -81,16 +79,18 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
                 for ended in ends:
                     await ended.wait()
         except TimeoutError:
-            pass  # a peer that does not read: its stream is cut off with the server
+            pass  # the peer does not read: its stream breaks when the server stops
 
-    async def _receive_hello(self, requests: AsyncIterator[engine_pb2.EngineInput]) -> engine_pb2.EngineInput:
-        try:
-            async with asyncio.timeout(HELLO_SECONDS):
-                first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
-            raise FailedPrecondition(f"hello: none came within {HELLO_SECONDS:g} s") from None
-        if not first.HasField("hello"):
-            raise FailedPrecondition("hello: a stream's first message must carry one")
-        ours = self._hello
-        check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
-        return first
+
+async def _receive_hello(
+    requests: AsyncIterator[engine_pb2.EngineInput], ours: types_pb2.Hello
+) -> engine_pb2.EngineInput:
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            first = await anext(requests)
+    except (TimeoutError, StopAsyncIteration):
+        raise FailedPrecondition(f"hello: none arrived within {HELLO_SECONDS:g} s") from None
+    if not first.HasField("hello"):
+        raise FailedPrecondition("hello: the first message of a stream must carry one")
+    check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
+    return first

@@ -1,4 +1,4 @@
-"""Steps → frames of one stream, in columns. Without I/O: steps that wait for credit merge here."""
+"""Builds the columnar frames of one stream from steps. Steps that wait for credit merge into one frame. No I/O."""
 
 import msgspec
 
@@ -6,26 +6,29 @@ from tokenloom.request import logprob_columns
 from tokenloom.v1 import engine_pb2, types_pb2
 
 DEFAULT_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""gRPC's own limit: of a peer that names none."""
+"""gRPC's default limit, for a peer that sends none."""
 
-# Upper bounds of what a field costs on the wire.
+# Upper bounds of the size of a field on the wire.
 _FRAME_BYTES = 64
 _ROW_BYTES = 20  # slot, token_index and num_tokens, varints of at most 5 bytes each, and the columns' growing lengths
 _TOKEN_BYTES = 5
-_LOGPROBS_BYTES = 48  # of one slot, beside its positions
-_POSITION_BYTES = 9  # a float and a rank; so is each alternative, a float and a token id
+_LOGPROBS_BYTES = 48  # of one slot, without its positions
+_POSITION_BYTES = 9  # a float and a rank; an alternative (a float and a token id) has the same size
 _MIN_MESSAGE_BYTES = 1024
-_UNWANTED = (types_pb2.FINISH_REASON_ABORT, types_pb2.FINISH_REASON_ERROR)  # what waits of it is of no use any more
+_UNWANTED = (
+    types_pb2.FINISH_REASON_ABORT,
+    types_pb2.FINISH_REASON_ERROR,
+)  # data of such a slot that was not sent yet is dropped
 
 
 class _Row(msgspec.Struct):
     token_index: int
     token_ids: list[int]
     logprobs: types_pb2.Logprobs | None = None
-    """Of all of ``token_ids``, when asked for."""
+    """Log probabilities of all of ``token_ids``, if the request asks for them."""
 
     def split(self, count: int) -> "_Row":
-        """Keeps the first ``count`` tokens and returns the rest."""
+        """Keep the first ``count`` tokens and return the rest."""
         size = len(self.token_ids)
         rest = _Row(self.token_index + count, self.token_ids[count:])
         self.token_ids = self.token_ids[:count]
@@ -36,20 +39,20 @@ class _Row(msgspec.Struct):
 
 
 class FrameBuilder:
-    """Tokens and ends that were not sent yet. Holds at most what the live slots of its stream may still produce."""
+    """Holds tokens and ends that were not sent yet: at most what the live slots of its stream may still produce."""
 
     def __init__(self, max_message_bytes: int = 0) -> None:
-        """``max_message_bytes``: as in the peer's Hello; 0: it named none."""
+        """``max_message_bytes``: as in the peer's Hello; 0 if it sent none."""
         self._max_bytes = max(max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES, _MIN_MESSAGE_BYTES)
         self._rows: dict[int, _Row] = {}
         self._begun: list[int] = []  # slots of rows that begin with an output's first token
-        self._num_tokens = 0  # of the rows, at most
-        self._num_told = 0  # rows with log probabilities, at most
+        self._num_tokens = 0  # upper bound of the tokens in the rows
+        self._num_with_logprobs = 0  # upper bound of the rows with log probabilities
         self._finished: dict[int, engine_pb2.Finished] = {}
         self._grants: dict[int, engine_pb2.KVGrant] = {}
         self._prompts: dict[int, tuple[int, types_pb2.Logprobs]] = {}  # with the position of the first
         self.is_urgent = False
-        """Whether anything waits that somebody waits for: a first token, an end, a lease."""
+        """Whether the data contains something that a client or an engine waits for: a first token, an end, a lease."""
 
     @property
     def has_data(self) -> bool:
@@ -58,10 +61,10 @@ class FrameBuilder:
     def add_tokens(
         self, slot: int, token_index: int, token_ids: list[int], logprobs: types_pb2.Logprobs | None = None
     ) -> None:
-        """Appends what a step produced; list and columns are kept. ``token_index`` is that of the first, and leaves no
-        gap."""
+        """Append the tokens of a step; the list and the columns are kept, not copied. ``token_index`` is the index of
+        the first token and follows the last one without a gap."""
         self._num_tokens += len(token_ids)
-        self._num_told += logprobs is not None
+        self._num_with_logprobs += logprobs is not None
         row = self._rows.get(slot)
         if row is None:
             self._rows[slot] = _Row(token_index, token_ids, logprobs)
@@ -69,24 +72,24 @@ class FrameBuilder:
                 self._begun.append(slot)
                 self.is_urgent = True
             return
-        assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: a gap at token {token_index}"
+        assert token_index == row.token_index + len(row.token_ids), f"slot {slot}: gap before token {token_index}"
         row.token_ids.extend(token_ids)
         if logprobs is not None:
-            assert row.logprobs is not None, f"slot {slot}: log probabilities of some of its tokens only"
+            assert row.logprobs is not None, f"slot {slot}: only some of its tokens have log probabilities"
             logprob_columns.extend(row.logprobs, logprobs)
 
     def add_prompt(self, slot: int, logprobs: types_pb2.Logprobs) -> None:
-        """The prompt's log probabilities, from its second token on, once; the slot's tokens follow them."""
+        """Add the log probabilities of the prompt from its second token on, once, before the slot's tokens."""
         self._prompts[slot] = 1, logprobs
         self.is_urgent = True
 
     def grant(self, slot: int, kv: engine_pb2.KVSource) -> None:
-        """A lease was granted ahead of the slot's first token; not worth telling any more once the slot ended."""
+        """Announce a lease ahead of the slot's first token; dropped if the slot ends before it is sent."""
         self._grants[slot] = engine_pb2.KVGrant(slot=slot, kv=kv)
         self.is_urgent = True
 
     def finish(self, finished: engine_pb2.Finished) -> None:
-        """Ends a slot, once; its tokens go first or in the same frame."""
+        """End a slot, once. Its tokens are sent before or in the same frame."""
         assert finished.slot not in self._finished, f"slot {finished.slot} finished twice"
         self._finished[finished.slot] = finished
         self.is_urgent = True
@@ -95,7 +98,7 @@ class FrameBuilder:
             self._prompts.pop(finished.slot, None)
 
     def cut(self, slot: int, num_tokens: int) -> None:
-        """A stop string was found: drops later tokens, and changes an end that waits here to a stop."""
+        """Drop the tokens after a stop string, and turn an end that was not sent yet into a stop."""
         row = self._rows.get(slot)
         if row is not None:
             kept = max(num_tokens - row.token_index, 0)
@@ -111,17 +114,27 @@ class FrameBuilder:
                 finished.ClearField(field)
 
     def take(self, step: int) -> engine_pb2.EngineFrame:
-        """The next frame: all that waits, or as much of it as one message holds. First tokens come first: who deals a
-        frame out deals them before the others."""
+        """Return the next frame: everything that waits, or as much as one message holds. First tokens come first,
+        because the receiver processes a frame in order."""
         if self._begun:
-            begun = {slot: self._rows[slot] for slot in self._begun if slot in self._rows}  # else a stop cut it off
+            begun = {
+                slot: self._rows[slot] for slot in self._begun if slot in self._rows
+            }  # others were cut off by a stop
             self._rows = begun | self._rows
             self._begun = []
         room = self._max_bytes - _FRAME_BYTES
-        if not (self._finished or self._grants or self._prompts or self._num_told) and (
+        if not (self._finished or self._grants or self._prompts or self._num_with_logprobs) and (
             _ROW_BYTES * len(self._rows) + _TOKEN_BYTES * self._num_tokens <= room
         ):
             return self._take_tokens(step)
+        frame = self._take_mixed(step, room)
+        self.is_urgent = self.has_data  # what did not fit must not wait for the next interval
+        if not self._rows:
+            self._num_tokens = self._num_with_logprobs = 0
+        return frame
+
+    def _take_mixed(self, step: int, room: int) -> engine_pb2.EngineFrame:
+        """Return a frame with as much of everything that waits as fits into ``room`` bytes."""
         grants = self._take_grants(room // 2)
         room -= sum(grant.ByteSize() + 8 for grant in grants)
         logprobs = self._take_prompts(room) if self._prompts else []
@@ -138,9 +151,6 @@ class FrameBuilder:
                 logprobs.append(_slot_logprobs(slot, row.token_index, row.logprobs))
                 room -= logprobs[-1].ByteSize() + 8
         finished = self._take_finished(room, at_least=0 if slots or not is_empty else 1)
-        self.is_urgent = self.has_data  # what did not fit has waited enough
-        if not self._rows:
-            self._num_tokens = self._num_told = 0
         return engine_pb2.EngineFrame(
             step=step,
             slot=slots,
@@ -153,7 +163,7 @@ class FrameBuilder:
         )
 
     def _take_tokens(self, step: int) -> engine_pb2.EngineFrame:
-        """All rows, when there is nothing else and they fit: what nearly every step is."""
+        """Return a frame of all rows, if nothing else waits and they fit: the case of nearly every step."""
         rows, self._rows, self._num_tokens = self._rows, {}, 0
         self.is_urgent = False
         counts = [len(row.token_ids) for row in rows.values()]
@@ -166,10 +176,11 @@ class FrameBuilder:
         )
 
     def _take_rows(self, room: int, *, is_alone: bool) -> list[tuple[int, _Row, int]]:
-        """Rows that fit, or their first tokens, with how many those are; one token at least if nothing else goes."""
+        """Return the rows, or first parts of rows, that fit, each with its number of tokens. Returns at least one token
+        if the frame is otherwise empty (``is_alone``)."""
         taken: list[tuple[int, _Row, int]] = []
         rows, self._rows = self._rows, {}
-        for slot in self._prompts:  # which goes first
+        for slot in self._prompts:  # the prompt's log probabilities are sent before the slot's tokens
             if (row := rows.pop(slot, None)) is not None:
                 self._rows[slot] = row
         for slot, row in rows.items():
@@ -178,7 +189,7 @@ class FrameBuilder:
             if room < fixed + per_token * size:
                 count = max((room - fixed) // per_token, 0)
                 if not count and is_alone and not taken:
-                    count = 1  # with more alternatives than a peer takes that takes next to nothing
+                    count = 1  # the peer accepts tiny messages only, and one token has many alternatives
                 if count < size:
                     self._rows[slot] = row.split(count) if count else row
             if count:
@@ -187,7 +198,7 @@ class FrameBuilder:
         return taken
 
     def _take_prompts(self, room: int) -> list[engine_pb2.SlotLogprobs]:
-        """Prompts' log probabilities, as many positions as fit, at least one."""
+        """Return as many positions of prompts' log probabilities as fit, at least one."""
         taken: list[engine_pb2.SlotLogprobs] = []
         prompts, self._prompts = self._prompts, {}
         for slot, (start, logprobs) in prompts.items():
@@ -203,7 +214,7 @@ class FrameBuilder:
         return taken
 
     def _take_grants(self, room: int) -> list[engine_pb2.KVGrant]:
-        """As many as fit, at least one: all name the same engine, so that they are about equally large."""
+        """Return as many grants as fit, at least one. All name the same engine, so their sizes are about equal."""
         if not self._grants:
             return []
         grants = list(self._grants.values())
@@ -212,7 +223,7 @@ class FrameBuilder:
         return grants[:count]
 
     def _take_finished(self, room: int, at_least: int) -> list[engine_pb2.Finished]:
-        """Ends whose tokens are all on their way, as many as fit."""
+        """Return the ends whose tokens have all been taken, as many as fit."""
         taken: list[engine_pb2.Finished] = []
         finished, self._finished = self._finished, {}
         for slot, end in finished.items():
@@ -226,7 +237,7 @@ class FrameBuilder:
 
 
 def _cost(logprobs: types_pb2.Logprobs) -> tuple[int, int]:
-    """Bytes of a row with them, and of each of its tokens."""
+    """Return the bytes of a row with log probabilities, and of each of its tokens."""
     return _ROW_BYTES + _LOGPROBS_BYTES, _TOKEN_BYTES + _POSITION_BYTES * (1 + logprobs.top)
 
 

@@ -1,15 +1,15 @@
-"""When a stream's next frame may go: steps that follow each other closely share one."""
+"""Decides when the next frame of a stream may be sent: steps in quick succession share one frame."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
 _GRAIN_SECONDS = 0.001
-"""Event loops keep time in milliseconds: what is due within one is due."""
+"""Event loops keep time in milliseconds: a frame that is due within one counts as due."""
 
 
 class _Loop(Protocol):
-    """What is needed of an event loop."""
+    """Describes what is needed of an event loop."""
 
     def time(self) -> float: ...
 
@@ -17,10 +17,14 @@ class _Loop(Protocol):
 
 
 class FramePace:
-    """A frame costs each service on its way about as much for one step as for two."""
+    """Keeps an interval between frames: a frame of two steps costs each service about as much as a frame of one."""
 
     def __init__(self, interval: float, wake: Callable[[], None], loop: _Loop) -> None:
-        """``interval``: seconds between frames, at least; 0: any. ``wake`` is called when one that waited is due."""
+        """
+        Args:
+            interval: Minimum seconds between frames; 0 for no minimum.
+            wake: Called when a frame that had to wait is due.
+        """
         self._interval = interval
         self._wake = wake
         self._loop = loop
@@ -28,7 +32,7 @@ class FramePace:
         self._timer: asyncio.TimerHandle | None = None
 
     def is_due(self, *, urgent: bool) -> bool:
-        """Whether a frame may go now, as an ``urgent`` one always may. If not, ``wake`` will be called."""
+        """Return whether a frame may be sent now; an ``urgent`` one always may. If not, ``wake`` will be called."""
         if urgent or not self._interval:
             return True
         wait = self._next_at - self._loop.time()
@@ -39,12 +43,12 @@ class FramePace:
         return False
 
     def sent(self) -> None:
-        """A frame goes now."""
+        """Note that a frame is being sent now."""
         if self._interval:
             self._next_at = self._loop.time() + self._interval
 
     def close(self) -> None:
-        """``wake`` is not called any more."""
+        """Cancel a pending call of ``wake``."""
         if self._timer is not None:
             self._timer.cancel()
 

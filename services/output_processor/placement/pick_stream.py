@@ -25,16 +25,12 @@ class PickStream:
         self._waiting: deque[asyncio.Future[PickResponse]] = deque()  # as many as requests wait to be placed
         self._batch = PickBatch()  # bounded likewise: the writer takes it whole
         self._wake = asyncio.Event()
-        self._is_open = False
-
-    @property
-    def is_open(self) -> bool:
+        self.is_open = False
         """Whether :meth:`pick` may be called: the coordinator takes picks."""
-        return self._is_open
 
     def pick(self, request: PickRequest) -> asyncio.Future[PickResponse]:
         """As the coordinator's ``Pick``: what it answers or raises, ``Unavailable`` also when the stream ends."""
-        assert self._is_open
+        assert self.is_open
         future: asyncio.Future[PickResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._batch.pick.append(request)
@@ -46,8 +42,8 @@ class PickStream:
         while True:
             call = self._stub.PickStream()
             try:
-                await _next(call)  # the coordinator is there
-                self._is_open = True
+                _check(await call.read())  # the coordinator is there
+                self.is_open = True
                 await first_of(self._write(call), self._read(call))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, errors.TokenloomError) as error:
                 log.debug(
@@ -67,7 +63,7 @@ class PickStream:
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[PickBatch, PickResults]") -> None:
         while True:
-            for result in (await _next(call)).result:
+            for result in _check(await call.read()).result:
                 self._settle(result)
 
     def _settle(self, result: PickResult) -> None:
@@ -82,7 +78,7 @@ class PickStream:
             future.set_result(result.response)
 
     def _close(self) -> None:
-        self._is_open = False
+        self.is_open = False
         self._batch = PickBatch()
         self._wake.clear()
         waiting, self._waiting = self._waiting, deque()
@@ -96,8 +92,7 @@ def _fail(future: asyncio.Future[PickResponse], error: errors.TokenloomError) ->
     future.exception()  # seen, though whoever asked may have ended before it waits
 
 
-async def _next(call: "grpc.aio.StreamStreamCall[PickBatch, PickResults]") -> PickResults:
-    message = await call.read()
+def _check(message: object) -> PickResults:
     if not isinstance(message, PickResults):
         raise errors.Unavailable("the coordinator ended the stream")
     return message

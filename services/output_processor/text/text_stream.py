@@ -68,10 +68,12 @@ class TableStream:
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
-        self._pieces = vocabulary.pieces(skip_special_tokens)
+        self._pieces = vocabulary.pieces_without_special if skip_special_tokens else vocabulary.pieces
         self._errors = _EACH_BYTE if vocabulary.replaces_each_byte else "replace"
         self._pending = self._open_character(prompt_ids)
-        self._at_start = vocabulary.strips_start and not any(map(self._piece, reversed(prompt_ids)))
+        self._at_start = vocabulary.strips_start and not any(
+            self._pieces[i] for i in reversed(prompt_ids) if i < len(self._pieces)
+        )
 
     def push(self, token_id: int) -> str:
         pieces = self._pieces
@@ -97,14 +99,11 @@ class TableStream:
         self._pending = data[consumed:]
         return text
 
-    def _piece(self, token_id: int) -> str | bytes:
-        return self._pieces[token_id] if token_id < len(self._pieces) else ""
-
     def _open_character(self, prompt_ids: Sequence[int]) -> bytes:
         """Bytes at the end of the prompt that begin a character and do not end it."""
         tail = b""
         for token_id in reversed(prompt_ids):
-            piece = self._piece(token_id)
+            piece = self._pieces[token_id] if token_id < len(self._pieces) else ""
             if isinstance(piece, bytes):
                 tail = piece + tail
             elif piece:

@@ -39,12 +39,10 @@ class Vocabulary:
         self.replaces_each_byte = rule is not None and rule.replaces_each_byte
         """Malformed UTF-8 becomes U+FFFD once per byte (byte fallback), not once per broken sequence (byte level)."""
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        self._pieces = [] if rule is None else _tabulate(tokenizer, rule)
-        self._pieces_without_special = ["" if i in self._special else piece for i, piece in enumerate(self._pieces)]
-
-    def pieces(self, skip_special_tokens: bool) -> Sequence[Piece]:
+        self.pieces: list[Piece] = [] if rule is None else _tabulate(tokenizer, rule)
         """[ids up to the largest] the piece of each token; ids beyond have no text."""
-        return self._pieces_without_special if skip_special_tokens else self._pieces
+        self.pieces_without_special = ["" if i in self._special else piece for i, piece in enumerate(self.pieces)]
+        """The same for outputs that skip special tokens."""
 
     def is_blank(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether the decoder never sees this token: it is skipped, or beyond the vocabulary (models are padded)."""
@@ -57,7 +55,7 @@ class Vocabulary:
         """What the token alone stands for, special or not; b"" beyond the vocabulary."""
         if not self.is_tabulated:
             return self.decode([token_id], False).encode()
-        piece = self._pieces[token_id] if token_id < len(self._pieces) else b""
+        piece = self.pieces[token_id] if token_id < len(self.pieces) else b""
         return piece.encode() if isinstance(piece, str) else piece
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

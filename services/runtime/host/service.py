@@ -35,7 +35,7 @@ _STOP_GRACE = 0.25
 class Service(Protocol):
     """What each service implements; made from its settings."""
 
-    async def start(self, host: Host) -> None:
+    async def start(self, host: Host) -> object:
         """Connects, loads, adds servicers to ``host.server``; returns when ready to serve."""
 
     async def drain(self) -> None:

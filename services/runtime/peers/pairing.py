@@ -3,6 +3,7 @@ away, every output processor. No I/O."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from tokenloom.request.errors import ResourceExhausted
@@ -16,6 +17,8 @@ PAIR_FIELDS = (*POOL_FIELDS, "kv_layout")
 """Engines that are equal in these can read each other's KV."""
 
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
+
+_RANK = attrgetter("rank")
 
 T = TypeVar("T")
 
@@ -55,15 +58,15 @@ def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: in
     """
     decoders = [candidate for candidate in candidates if candidate.role in (_BOTH, _DECODE)]
     if leg == _DECODE:
-        return _first(decoders or candidates).engine, False
+        return min(decoders or candidates, key=_RANK).engine, False
     if leg == _BOTH:
-        return _first(_open(decoders or candidates)).engine, True
+        return _first_open(decoders or candidates).engine, True
     if decoders:
-        straight = _first(_open(decoders))
+        straight = _first_open(decoders)
         if straight.uncached_tokens < pd_threshold:
             return straight.engine, True
     prefillers = [each for each in candidates if each.role == _BOTH or _can_hand_over(each, decoders)]
-    chosen = _first(_open(prefillers or candidates))
+    chosen = _first_open(prefillers or candidates)
     return chosen.engine, not _can_hand_over(chosen, decoders)
 
 
@@ -87,11 +90,7 @@ def _can_hand_over(prefill: Candidate[T], decoders: Iterable[Candidate[T]]) -> b
     )
 
 
-def _open(candidates: Sequence[Candidate[T]]) -> list[Candidate[T]]:
+def _first_open(candidates: Sequence[Candidate[T]]) -> Candidate[T]:
     if not (able := [candidate for candidate in candidates if not candidate.is_full]):
         raise ResourceExhausted("every engine's queue is full; try again later")
-    return able
-
-
-def _first(candidates: Iterable[Candidate[T]]) -> Candidate[T]:
-    return min(candidates, key=lambda candidate: candidate.rank)
+    return min(able, key=_RANK)

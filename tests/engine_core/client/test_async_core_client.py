@@ -10,16 +10,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.helpers import make_config, make_request
 from tests.engine_core.processes import failing_core, has_ended
 from tests.engine_core.wire.test_embedding_rows import make_mixed, make_wide
-from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncInprocClient, AsyncMPClient
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.errors import EngineDeadError, EngineStartError, UtilityError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.messages import EngineCoreOutputs
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 CONFIG = msgspec.structs.replace(make_config(), worker=WorkerConfig(model="", worker="hash", step_seconds=0.002))
 
@@ -30,7 +32,11 @@ def inproc(config: EngineConfig) -> AsyncClient:
     return AsyncInprocClient(config, UniProcExecutor(HashWorker(config)))
 
 
-@pytest.fixture(params=[inproc, AsyncMPClient], ids=["inproc", "process"])
+def in_process(config: EngineConfig) -> AsyncMPClient:
+    return AsyncMPClient(config, CORE_COMMAND)
+
+
+@pytest.fixture(params=[inproc, in_process], ids=["inproc", "process"])
 def make_client(request: pytest.FixtureRequest) -> MakeClient:
     make: MakeClient = request.param
     return make
@@ -83,7 +89,7 @@ async def test_after_an_abort_the_statistics_are_those_of_an_idle_engine(client:
 async def test_utilities_are_answered_while_outputs_are_read(client: AsyncClient) -> None:
     reader = asyncio.create_task(collect(client, 1))
     assert await client.call_utility("reset_prefix_cache") is True
-    with pytest.raises(UtilityError, match="no utility"):
+    with pytest.raises(UtilityError, match="unknown utility"):
         await client.call_utility("system", "ls")
     await client.add_request(make_request("a", [1], max_tokens=2))
     assert await reader == {"a": expected_tokens([1], 2)}
@@ -134,7 +140,7 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path) -> None:
 
 
 async def test_a_killed_process_is_noticed_by_everyone_who_waits() -> None:
-    client = AsyncMPClient(CONFIG)
+    client = in_process(CONFIG)
     await client.start()
     assert client.pid is not None
     waiting = asyncio.create_task(client.get_output())
@@ -169,7 +175,7 @@ async def test_a_failed_step_is_the_end(tmp_path: Path) -> None:
 
 
 async def test_a_request_that_was_cancelled_before_it_was_sent_holds_no_memory() -> None:
-    client = AsyncMPClient(CONFIG)
+    client = in_process(CONFIG)
     request = make_mixed("a", make_wide(0, 20))
     async with asyncio.timeout(5):  # nobody reads yet: ZMQ takes no more than its queues hold
         with contextlib.suppress(TimeoutError):

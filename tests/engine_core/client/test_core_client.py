@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tests.engine_core.client.blocking import SyncClient, SyncMPClient
 from tests.engine_core.helpers import make_config, make_request
 from tests.engine_core.processes import collect, wait_until
 from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
-from tokenloom.engine_core.client.core_client import InprocClient, SyncClient, SyncMPClient
+from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import ParallelConfig, WorkerConfig
 from tokenloom.engine_core.errors import UtilityError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -68,7 +69,7 @@ def test_utilities(client: SyncClient) -> None:
     client.get_output()
     assert client.call_utility("reset_prefix_cache") is False  # and the steps of the meantime are not lost
     assert collect(client, 1)["a"].token_index == 199
-    with pytest.raises(UtilityError, match="no utility 'eval'"):
+    with pytest.raises(UtilityError, match="unknown utility 'eval'"):
         client.call_utility("eval", "1 + 1")
     with pytest.raises(UtilityError, match="argument"):
         client.call_utility("reset_prefix_cache", True, 1)

@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         core.sleeping.sleep(2)
     with pytest.raises(ValueError, match="tag 'dreams' is unknown"):
         core.sleeping.wake_up(["dreams"])
-    with pytest.raises(ValueError, match="wake it up"):
+    with pytest.raises(ValueError, match="call wake_up first"):
         core.resume()
 
 

@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
+from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.helpers import make_config, make_request
-from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncInprocClient, AsyncMPClient
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.engine_core.config import EngineConfig, KVConfig
 from tokenloom.engine_core.errors import EngineDeadError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -26,9 +27,11 @@ from tokenloom.engine_core.kv_transfer.kv_messages import (
 from tokenloom.engine_core.kv_transfer.leases import prompt_digest
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, FinishReason
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
+from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 LEASE_ID = b"0123456789abcdef"
 PROMPT = list(range(100))
+MakeClient = Callable[[EngineConfig], AsyncClient]
 
 
 def kv_config(transport: str, *, step_seconds: float = 0.0) -> EngineConfig:
@@ -38,6 +41,10 @@ def kv_config(transport: str, *, step_seconds: float = 0.0) -> EngineConfig:
         worker=msgspec.structs.replace(config.worker, step_seconds=step_seconds),
         kv=KVConfig(transports=(transport,), checksum=True),
     )
+
+
+def in_process(config: EngineConfig) -> AsyncClient:
+    return AsyncMPClient(config, CORE_COMMAND)
 
 
 def in_thread(config: EngineConfig) -> AsyncClient:
@@ -92,9 +99,9 @@ async def settle_verdict(owner: AsyncClient, reader: AsyncClient, target: KVTarg
     await reader.kv_send(KVVerdict("a", valid=True, checksums=answer.checksums))
 
 
-@pytest.mark.parametrize("make_client", [AsyncMPClient, in_thread])
+@pytest.mark.parametrize("make_client", [in_process, in_thread])
 @pytest.mark.parametrize("transport", ["shm", "socket"])
-async def test_blocks_are_pulled_from_another_core(make_client: type[AsyncMPClient], transport: str) -> None:
+async def test_blocks_are_pulled_from_another_core(make_client: MakeClient, transport: str) -> None:
     config = kv_config(transport)
     owner, reader = make_client(config), make_client(config)
     async with started(owner) as layout, started(reader):
@@ -113,7 +120,7 @@ async def test_blocks_are_pulled_from_another_core(make_client: type[AsyncMPClie
 
 
 async def test_calls_are_answered_while_a_step_runs() -> None:
-    client = AsyncMPClient(kv_config("shm", step_seconds=0.3))
+    client = in_process(kv_config("shm", step_seconds=0.3))
     async with started(client) as layout:
         await client.add_request(make_request("a", PROMPT, max_tokens=1))
         outputs = asyncio.ensure_future(outputs_of(client))
@@ -128,8 +135,8 @@ async def test_calls_are_answered_while_a_step_runs() -> None:
         assert sorted(seconds)[len(seconds) // 2] < 0.005
 
 
-@pytest.mark.parametrize("make_client", [AsyncMPClient, in_thread])
-async def test_a_lease_runs_out_while_the_core_is_idle(make_client: type[AsyncMPClient]) -> None:
+@pytest.mark.parametrize("make_client", [in_process, in_thread])
+async def test_a_lease_runs_out_while_the_core_is_idle(make_client: MakeClient) -> None:
     config = kv_config("shm")
     kv = msgspec.structs.replace(config.kv, lease_seconds=0.05)
     client = make_client(msgspec.structs.replace(config, kv=kv))
@@ -145,8 +152,8 @@ async def test_a_lease_runs_out_while_the_core_is_idle(make_client: type[AsyncMP
         assert stats.kv_usage == 0.0
 
 
-@pytest.mark.parametrize("make_client", [AsyncMPClient, in_thread])
-async def test_who_waits_for_the_kv_thread_hears_that_the_core_is_gone(make_client: type[AsyncMPClient]) -> None:
+@pytest.mark.parametrize("make_client", [in_process, in_thread])
+async def test_who_waits_for_the_kv_thread_hears_that_the_core_is_gone(make_client: MakeClient) -> None:
     client = make_client(kv_config("shm"))
     async with started(client):
         waiting = asyncio.ensure_future(client.kv_receive())

@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config, make_request
 from tests.engine_core.processes import collect, failing_core, has_ended, wait_until
-from tokenloom.engine_core.client.core_client import SyncMPClient
 from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, EngineStartError
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
-from tokenloom.engine_core.process.core_launch import CORE_COMMAND
 from tokenloom.engine_core.wire.messages import FinishReason
 
 ORPHAN_MAKER = """
 import sys
-from tokenloom.engine_core.client.core_client import SyncMPClient
+from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
 client = SyncMPClient(make_config())
 print(client.pid, client._process.input_address, flush=True)
@@ -108,7 +107,3 @@ def test_closing_leaves_no_process_and_no_socket() -> None:
     client.close()
     assert has_ended(pid)
     assert not directory.exists()
-
-
-def test_the_default_command_is_the_engine_services() -> None:
-    assert CORE_COMMAND[1:] == ("-m", "tokenloom.services.engine.core.core_main")

@@ -4,7 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.engine_core.helpers import make_core
-from tokenloom.engine_core.scheduling.repetition import is_repeating
+from tokenloom.engine_core.scheduling.request import is_repeating
 from tokenloom.engine_core.wire.core_sampling_params import RepetitionDetection, SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
 

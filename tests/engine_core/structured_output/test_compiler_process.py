@@ -1,3 +1,4 @@
+import sys
 import time
 from collections.abc import Iterator
 
@@ -5,9 +6,20 @@ import msgspec
 import pytest
 
 from tests.engine_core.structured_output.helpers import PERSON, VOCAB_SIZE, backend, config, json_schema
-from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, Setup
+from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, Setup, make_backend
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
+from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
+
+
+def test_llguidance_is_the_default_backend() -> None:
+    assert isinstance(make_backend(config(), VOCAB_SIZE), LLGuidanceBackend)
+
+
+def test_a_missing_backend_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(GrammarError, match=r"tokenloom\[xgrammar\]"):
+        make_backend(msgspec.structs.replace(config(), backend="xgrammar"), VOCAB_SIZE)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.gpu_worker.batch.prompt_rows import PromptEmbeds
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 
 PROMPT = np.random.default_rng(0).integers(1, 199, 40).tolist()
 

@@ -21,7 +21,7 @@ from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequ
 from tokenloom.gpu_worker.kv_connector import nixl
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
 from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 
 MODEL = str(Path(demo_model.__file__).parent)
 MAKE: dict[str, Callable[[], list[KVTransport]]] = {

@@ -10,7 +10,7 @@ from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerCon
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.platform.memory import available_memory
 
 DEMO_MODEL = Path(demo_model.__file__).parent

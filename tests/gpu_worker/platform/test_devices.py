@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
 from tokenloom.gpu_worker.platform.cuda_platform import kv_share
-from tokenloom.gpu_worker.platform.devices import make_worker
+from tokenloom.gpu_worker.platform.devices import CPUWorker, make_worker
 
 
 def config(device):

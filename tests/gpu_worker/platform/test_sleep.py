@@ -14,7 +14,7 @@ from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.process.process_memory import resident_bytes
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
-from tokenloom.gpu_worker.platform.cpu_worker import CPUWorker
+from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.platform.memory import return_freed
 
 BLOCK_SIZE = 16
@@ -93,7 +93,7 @@ def test_it_does_not_wake_with_other_weights(save_checkpoint: SaveCheckpoint) ->
     weights = path / "model.safetensors"
     other = save_checkpoint("llama", initializer_range=0.5)
     os.replace(other / "model.safetensors", weights)
-    with pytest.raises(UtilityError, match="changed since they were loaded"):
+    with pytest.raises(UtilityError, match="changed after they were loaded"):
         client.call_utility("wake_up")
     assert client.call_utility("is_sleeping") is True
     client.call_utility("reload_weights", str(path))

@@ -6,8 +6,8 @@ import pytest
 
 from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.coordinator.engine_placement import Policy
+from tokenloom.services.coordinator.engine_record import MAX_HASHES, PrefixIndex
 from tokenloom.services.coordinator.engine_registry import Registry
-from tokenloom.services.coordinator.prefix_index import MAX_HASHES, PrefixIndex
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, EngineReport, EngineState, PickRequest
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
 

@@ -12,8 +12,8 @@ from typing import Any, Self
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
+from tests.engine_core.client.inproc import AsyncInprocClient
 from tokenloom.checkpoint import DEMO_MODEL
-from tokenloom.engine_core.client.async_core_client import AsyncInprocClient
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.request import logprob_columns

@@ -32,7 +32,7 @@ from tokenloom.v1.coordinator_pb2 import (
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
 from tokenloom.v1.engine_pb2 import GetEngineInfoRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
-from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint
+from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello
 
 
 @asynccontextmanager
@@ -199,12 +199,25 @@ class EndedCall:
         pass
 
 
+class FakeIdentity:
+    """An ``Identity`` without settings and a core."""
+
+    def hello(self) -> Hello:
+        return make_hello("engine-0", 1)
+
+    def registration(self) -> EngineIdentity:
+        return EngineIdentity()
+
+
 async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     call = EndedCall()
     monkeypatch.setattr(coordinator_link, "MAX_REPORT_SECONDS", 0.01)
     link = coordinator_link.CoordinatorLink(
-        open_channel("unix:/nowhere"), make_hello("engine-0", 1), EngineIdentity(), LoadTracker(), lambda grace: None
+        open_channel("unix:/nowhere"),
+        FakeIdentity(),
+        LoadTracker(8),
+        ENGINE_ROLE_BOTH,  # type: ignore[arg-type]
     )
     with pytest.raises(Aborted):
-        await link._join(call)  # type: ignore[arg-type]
+        await link._join(call, lambda grace: None)  # type: ignore[arg-type]
     assert call.num_writes > 1

@@ -158,5 +158,5 @@ async def test_request_events_are_logged_when_asked_for(socket_dir: Path, caplog
     async with running_engine(make_settings(socket_dir, log_request_events=True)) as host, Peer(host.address) as peer:
         await peer.send(make_add(1, [1], 2))
         await peer.read_until_finished([1])
-    lines = [record.message for record in caplog.records if record.name.endswith("request_events")]
+    lines = [record.message for record in caplog.records if record.name.endswith("attempt_telemetry")]
     assert [line.split(" after ")[0] for line in lines] == ["queued", "scheduled"]

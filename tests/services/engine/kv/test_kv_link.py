@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Coroutine
 
 import pytest
 
@@ -32,12 +33,16 @@ class MortalCore(FakeCore):
         return receiving.result()
 
 
+def renew(link: KVLink, acquisition_id: bytes) -> Coroutine[None, None, KVAnswer]:
+    return link.call(lambda call_id: KVRenew(call_id, acquisition_id))
+
+
 async def test_answers_find_their_callers_in_any_order() -> None:
     core, asked = FakeCore(), list[KVVerify]()
     link = KVLink(core)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(link.run(asked.append))
-        calls = [group.create_task(link.renew(bytes([number]))) for number in range(3)]
+        calls = [group.create_task(renew(link, bytes([number]))) for number in range(3)]
         noted = [await core.noted(KVRenew) for _ in calls]
         core.say(KVVerify("1.1", copied=True))
         core.say(KVAnswer(999))  # nobody's
@@ -52,12 +57,12 @@ async def test_a_caller_that_gave_up_is_forgotten() -> None:
     core = FakeCore()
     link = KVLink(core)
     running = asyncio.create_task(link.run(lambda verify: None))
-    call = asyncio.create_task(link.renew(b"a"))
+    call = asyncio.create_task(renew(link, b"a"))
     first = await core.noted(KVRenew)
     call.cancel()
     core.say(KVAnswer(first.call_id, ttl_seconds=1.0))
     core.answers[KVRenew] = lambda call: KVAnswer(call.call_id, ttl_seconds=2.0)
-    assert (await link.renew(b"b")).ttl_seconds == 2.0
+    assert (await renew(link, b"b")).ttl_seconds == 2.0
     running.cancel()
 
 
@@ -65,12 +70,12 @@ async def test_a_dead_core_answers_nobody() -> None:
     core = MortalCore()
     link = KVLink(core)
     running = asyncio.create_task(link.run(lambda verify: None))
-    call = asyncio.create_task(link.renew(b"a"))
+    call = asyncio.create_task(renew(link, b"a"))
     await core.noted(KVRenew)
     core.dead.set()
     with pytest.raises(Unavailable):
         await call
     await running  # ended by itself
     with pytest.raises(Unavailable):
-        await link.renew(b"b")
-    await link.tell(KVRemoteProgress("1.1", 4))  # lost, like the load
+        await renew(link, b"b")
+    await link.send(KVRemoteProgress("1.1", 4))  # lost, like the load

@@ -4,9 +4,11 @@ import pytest
 
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.services.engine.kv import kv_peers
-from tokenloom.services.engine.kv.kv_peers import EngineRegistry, Owner
+from tokenloom.services.engine.kv.kv_peers import AVOID_SECONDS, EngineRegistry, KVPaths, Owner
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, Snapshot
+
+HERE, THERE = Owner("a", 1, "unix:/a", "host"), Owner("b", 1, "b:1", "another")
 
 
 def snapshot(*engines: tuple[str, int], complete: bool = True) -> Snapshot:
@@ -59,3 +61,43 @@ async def test_an_engine_without_a_kv_port_has_nothing_to_read() -> None:
     )
     with pytest.raises(KVTransferError, match="serves no KV"):
         await registry.find("a", 1)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_memory_is_shared_on_one_host_only() -> None:
+    paths = KVPaths(["shm", "nixl", "socket"], "host")
+    assert paths.to(HERE) == ["shm", "nixl", "socket"]
+    assert paths.to(THERE) == ["nixl", "socket"]
+
+
+def test_what_failed_is_avoided_for_a_while_for_that_engine_in_that_life() -> None:
+    clock = Clock()
+    paths = KVPaths(["shm", "socket"], "host", clock)
+    paths.note_failure(HERE, "shm")
+    assert paths.to(HERE) == ["socket"]
+    assert paths.to(Owner("a", 2, "unix:/a", "host")) == ["shm", "socket"]
+    assert paths.to(Owner("c", 1, "unix:/c", "host")) == ["shm", "socket"]
+    clock.now += AVOID_SECONDS
+    assert paths.to(HERE) == ["shm", "socket"]
+
+
+def test_where_nothing_is_left_all_are_tried() -> None:
+    paths = KVPaths(["shm", "socket"], "host")
+    paths.note_failure(HERE, "shm")
+    paths.note_failure(HERE, "socket")
+    assert paths.to(HERE) == ["shm", "socket"]
+
+
+def test_what_is_past_is_forgotten() -> None:
+    clock = Clock()
+    paths = KVPaths(["shm"], "host", clock)
+    for epoch in range(100):
+        paths.note_failure(Owner("a", epoch, "", "host"), "shm")
+        clock.now += AVOID_SECONDS / 2
+    assert len(paths._failed) <= 2

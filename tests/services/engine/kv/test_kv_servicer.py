@@ -12,10 +12,9 @@ from tests.services.engine.kv.kv_fakes import LAYOUT, LEASE, FakeCore, owning_co
 from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.engine.kv import kv_errors
 from tokenloom.services.engine.kv.kv_link import KVLink
-from tokenloom.services.engine.kv.kv_server import KVServer
-from tokenloom.services.engine.kv.kv_servicer import KVTransferServicer
+from tokenloom.services.engine.kv.kv_reading import read_failure
+from tokenloom.services.engine.kv.kv_servicer import KVServer, KVTransferServicer
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.kv_transfer_pb2 import AcquireRequest, ProgressRequest, ReleaseRequest, RenewRequest
 from tokenloom.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -94,7 +93,7 @@ async def test_a_lease_that_ends_ends_its_progress(stub: Any, core: FakeCore, se
         async for _ in following:
             pass
     assert end.value.code() is grpc.StatusCode.NOT_FOUND
-    assert kv_errors.of_rpc(end.value).reason == "lease_revoked"
+    assert read_failure(end.value).reason == "lease_revoked"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ async def test_a_refusal_reaches_the_reader_with_its_reason(stub: Any, core: Fak
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await stub.Acquire(acquire())
     assert refusal.value.code().name == code
-    error = kv_errors.of_rpc(refusal.value)
+    error = read_failure(refusal.value)
     assert isinstance(error, KVTransferError)
     assert (error.reason, error.detail) == (failure, "f32, not bf16")
 
@@ -129,7 +128,7 @@ async def test_another_incarnation_is_lost_with_its_leases(stub: Any, core: Fake
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call
         assert refusal.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert kv_errors.of_rpc(refusal.value).reason == "owner_lost"
+        assert read_failure(refusal.value).reason == "owner_lost"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.services.engine.peer import Received, make_add
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, FinishReason, PrefillStats
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
-from tokenloom.services.engine.streams.attempts import Attempt, Attempts
+from tokenloom.services.engine.streams.attempt import Attempt
+from tokenloom.services.engine.streams.attempts import Attempts
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder
 from tokenloom.v1.coordinator_pb2 import EngineRef
 from tokenloom.v1.types_pb2 import FINISH_REASON_ERROR, FINISH_REASON_STOP, ModelLimits
@@ -21,13 +22,14 @@ LIMITS = ModelLimits(max_model_len=64, vocab_size=100)
 
 def make_attempts() -> tuple[Attempts, FrameBuilder]:
     builder = FrameBuilder()
-    return Attempts(7, LIMITS, builder, clock=lambda: 0.0, kv_owner=OWNER, lease_seconds=30.0), builder
+    return Attempts(7, LIMITS, builder, lambda: None, clock=lambda: 0.0, kv_owner=OWNER, lease_seconds=30.0), builder
 
 
 def test_what_the_core_measured_is_told_with_the_end() -> None:
     attempts, builder = make_attempts()
-    attempt, request = attempts.open(make_add(3, [1, 2], 9))
-    assert request.request_id == attempt.key == "7.3"
+    attempt = attempts.open(make_add(3, [1, 2], 9))
+    assert attempt.request is not None
+    assert attempt.request.request_id == attempt.key == "7.3"
     stats = PrefillStats(num_prompt_tokens=2, num_cached_tokens=1, queued_ns=5, prefill_ns=6)
     attempts.take_output(attempt, EngineCoreOutput("7.3", [4], prefill_stats=stats))
     attempts.take_output(attempt, EngineCoreOutput("7.3", [5], 1, FinishReason.STOP, stop_token_id=5))
@@ -38,7 +40,7 @@ def test_what_the_core_measured_is_told_with_the_end() -> None:
 
 def test_what_the_core_could_not_do_may_be_tried_again() -> None:
     attempts, builder = make_attempts()
-    attempt, _ = attempts.open(make_add(1, [1]))
+    attempt = attempts.open(make_add(1, [1]))
     attempts.take_output(attempt, EngineCoreOutput("7.1", [], finish_reason=FinishReason.ERROR, error="shutting down"))
     finished = builder.take(1).finished[0]
     assert finished.reason == FINISH_REASON_ERROR
@@ -50,7 +52,7 @@ def test_a_refused_add_is_answered_and_never_live() -> None:
     with pytest.raises(InvalidArgument) as refusal:
         attempts.open(make_add(1, []))
     attempts.refuse(make_add(1, []), refusal.value)
-    assert not attempts.num_live
+    assert not attempts.live
     assert builder.take(1).finished[0].error.field == "prompt"
 
 
@@ -69,7 +71,7 @@ class OneAnswer(RuleBasedStateMachine):
     def add(self, accepted: int) -> None:
         slot = len(self.opened) + 1
         self.attempts.check_slot(slot)
-        attempt, _ = self.attempts.open(make_add(slot, [1], 50, accepted_token_ids=[1] * accepted))
+        attempt = self.attempts.open(make_add(slot, [1], 50, accepted_token_ids=[1] * accepted))
         self.opened[slot] = self.live[slot] = attempt
 
     @precondition(lambda self: self.live)
@@ -77,7 +79,7 @@ class OneAnswer(RuleBasedStateMachine):
     def step(self, data: Any, count: int, reason: FinishReason | None) -> None:
         slot = data.draw(st.sampled_from(sorted(self.live)))
         attempt = self.live[slot]
-        output = EngineCoreOutput(attempt.key, [slot] * count, attempt.num_output_tokens, reason)
+        output = EngineCoreOutput(attempt.key, [slot] * count, attempt.tokens.output, reason)
         self.attempts.take_output(attempt, output)
         if reason is not None:
             del self.live[slot]
@@ -101,7 +103,7 @@ class OneAnswer(RuleBasedStateMachine):
 
     @invariant()
     def live_ones_are_not_answered(self) -> None:
-        assert {attempt.slot for attempt in self.attempts.live} == self.live.keys()
+        assert self.attempts.live.keys() == self.live.keys()
         assert not self.live.keys() & self.received.finished.keys()
 
     def teardown(self) -> None:
@@ -111,7 +113,7 @@ class OneAnswer(RuleBasedStateMachine):
             self.received.take(self.builder.take(1))
         assert self.received.finished.keys() == self.opened.keys()
         for slot, finished in self.received.finished.items():
-            num_tokens = self.opened[slot].num_accepted_tokens + len(self.received.token_ids.get(slot, ()))
+            num_tokens = self.opened[slot].tokens.accepted + len(self.received.token_ids.get(slot, ()))
             if finished.reason == FINISH_REASON_STOP:
                 assert finished.num_output_tokens <= num_tokens  # tokens beyond a stop may have gone before it
             else:

@@ -247,7 +247,7 @@ class TestBadRequests:
         await peer.send(*(make_add(slot, [1], ENDLESS) for slot in slots))
         code, details = await peer.status()
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "slots only grow" in details
+        assert "slots must increase" in details
 
     async def test_a_full_engine_says_when_to_come_again(self, socket_dir: Path) -> None:
         settings = make_settings(socket_dir, max_num_seqs=1, max_waiting=1)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.services.engine.kv.kv_fakes import running_coordinator
 from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 from tokenloom.checkpoint import DEMO_MODEL
-from tokenloom.engine_core.client.async_core_client import AsyncInprocClient
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports

@@ -1,0 +1,72 @@
+"""Starts an engine core and the link to it."""
+
+import functools
+import sys
+
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
+from tokenloom.engine_core.errors import EngineConfigError, EngineStartError
+from tokenloom.request.errors import FailedPrecondition, InvalidArgument
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.token_cost import cpu_seconds_of, show_token_cost
+from tokenloom.services.runtime.telemetry import process_metrics
+
+from ..control.kv_event_feed import KVEventFeed
+from ..engine_metrics import EngineMetrics
+from ..engine_settings import EngineSettings
+from ..load import LoadTracker
+from .core_link import CoreLink
+
+CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.core_main")
+"""Starts the process of a core."""
+
+
+def process_client(settings: EngineSettings, checkpoint: str) -> AsyncMPClient:
+    """Return the client of a core in a process of its own, for the checkpoint directory ``checkpoint``."""
+    flags = ("--instance-id", settings.instance_id, "--log-level", settings.log_level)
+    return AsyncMPClient(
+        settings.engine_config(checkpoint), [*CORE_COMMAND, *flags, "--log-format", settings.log_format]
+    )
+
+
+async def start_core(
+    settings: EngineSettings, client: AsyncClient, load: LoadTracker, host: Host, name: str
+) -> CoreLink:
+    """Start the core that ``client`` stands for. ``name`` is the model's name in metrics.
+
+    Raises ``InvalidArgument`` for a wrong configuration or checkpoint, ``FailedPrecondition`` for another failure.
+    """
+    if isinstance(client, AsyncMPClient):
+        process_metrics.observe_process(host.metrics, "tokenloom_engine_core", lambda: client.pid)
+    metrics = EngineMetrics(host.metrics, name, settings.instance_id)
+    try:
+        ready = await client.start()
+    except EngineConfigError as error:
+        raise InvalidArgument(str(error)) from None
+    except EngineStartError as error:
+        raise FailedPrecondition(str(error)) from None
+    _show_token_costs(host, metrics, client)
+    load.started(ready.num_kv_blocks)
+    metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)
+    metrics.kv.start_transports(name for name in settings.kv_transports if name != "auto")
+    kv_events = KVEventFeed(host.epoch) if settings.engine.cache.kv_events else None
+    return CoreLink(
+        client,
+        ready,
+        load,
+        metrics,
+        kv_events=kv_events,
+        logs_events=settings.engine.scheduler.log_events,
+        tracer=host.tracer,
+    )
+
+
+def _show_token_costs(host: Host, metrics: EngineMetrics, client: AsyncClient) -> None:
+    """Show the CPU time per token of the front, and of the core if it has a process of its own."""
+
+    def num_tokens() -> int:
+        return metrics.generation_tokens.value
+
+    show_token_cost(host.metrics, num_tokens)
+    if isinstance(client, AsyncMPClient):
+        core = functools.partial(cpu_seconds_of, client.pid)
+        show_token_cost(host.metrics, num_tokens, prefix="tokenloom_engine_core", cpu_seconds=core)

@@ -1,0 +1,75 @@
+"""Describes an engine to its peers, to the coordinator and to operators."""
+
+import socket
+from pathlib import Path
+
+from tokenloom import checkpoint
+from tokenloom.engine_core.wire.messages import CoreReady
+from tokenloom.services.runtime.peers.hello import make_hello
+from tokenloom.v1 import coordinator_pb2, types_pb2
+
+from .engine_settings import EngineSettings
+
+
+class Identity:
+    """Describes one engine.
+
+    Attributes:
+        fingerprint: Identifies the model and its numerics; ``weights`` changes when weights are reloaded.
+        limits: Limits of the requests that the engine accepts.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, ready: CoreReady, fingerprint: types_pb2.Fingerprint, epoch: int, address: str,
+        kv_address: str,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            address: Where peers reach the engine.
+            kv_address: Where other engines read its KV; empty if it serves none.
+        """
+        self.fingerprint = fingerprint
+        self.limits = types_pb2.ModelLimits(
+            max_model_len=ready.max_model_len,
+            vocab_size=ready.vocab_size,
+            max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
+            priorities=settings.engine.scheduler.policy == "priority",
+            hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
+        )
+        self._engine_id = settings.instance_id
+        self._epoch = epoch
+        self._addresses = address, kv_address
+        self._num_kv_blocks = ready.num_kv_blocks
+
+    def hello(self) -> types_pb2.Hello:
+        """Return the first message to a peer."""
+        return make_hello(self._engine_id, self._epoch, fingerprint=self.fingerprint)
+
+    def registration(self) -> coordinator_pb2.EngineIdentity:
+        """Return the engine's entry for the coordinator's registry."""
+        address, kv_address = self._addresses
+        return coordinator_pb2.EngineIdentity(
+            engine_id=self._engine_id,
+            epoch=self._epoch,
+            address=address,
+            kv_address=kv_address,
+            host=socket.gethostname(),
+            fingerprint=self.fingerprint,
+            limits=self.limits,
+            num_kv_blocks=self._num_kv_blocks,
+        )
+
+
+def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSettings) -> types_pb2.Fingerprint:
+    """Return what identifies the model ``name`` of the checkpoint directory ``path`` and its numerics.
+
+    Blocks: reads all weight files, unless their hash is cached.
+    """
+    return types_pb2.Fingerprint(
+        model=name,
+        weights=checkpoint.weights_fingerprint(path) if settings.engine.worker.worker == "model" else b"",
+        tokenizer=checkpoint.tokenizer_fingerprint(path),
+        block_size=ready.block_size,
+        kv_layout=ready.kv_layout,
+        numerics=ready.numerics,
+    )

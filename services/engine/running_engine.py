@@ -1,0 +1,107 @@
+"""Runs one engine: starts the tasks of its parts, drains and ends it, and publishes changes that peers see."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import NoReturn
+
+from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.request.errors import Unavailable
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.v1 import coordinator_pb2, types_pb2
+
+from .control.pause import Pause
+from .control.role import NAMES
+from .coordinator_link import CoordinatorLink
+from .core.core_link import CoreLink
+from .identity import Identity
+from .kv.kv_front import KVFront
+from .load import LoadTracker
+from .streams.engine_servicer import EngineServicer
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 1.0
+"""How long peers may take to read the last frames when the engine ends."""
+
+
+@dataclass(frozen=True)
+class RunningEngine:
+    """Joins the parts of an engine.
+
+    Attributes:
+        kv: None if the engine moves no KV.
+        coordinator: None if the engine has no coordinator.
+    """
+
+    host: Host
+    identity: Identity
+    core: CoreLink
+    load: LoadTracker
+    streams: EngineServicer
+    pause: Pause
+    kv: KVFront | None
+    coordinator: CoordinatorLink | None
+
+    def spawn(self) -> "asyncio.Task[NoReturn]":
+        """Start the tasks of all parts. The returned one runs the core's link and fails the host when the core dies."""
+        self.host.spawn(self.core.run_aborts(), name="engine-aborts")
+        if self.kv is not None:
+            self.host.spawn(self.kv.run(), name="engine-kv")
+        if self.coordinator is not None:
+            self.host.spawn(self.coordinator.run(self._on_drain), name="engine-coordinator")
+        return self.host.spawn(self._run_core(), name="engine-core")
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when the live ones are answered and all leases have ended."""
+        self._leave("the engine is draining; retry the request", coordinator_pb2.ENGINE_STATE_DRAINING)
+        if self.pause.leave():
+            self.streams.fail_live(Unavailable("the engine is draining while paused; retry the request"))
+        await self.streams.idle()
+        await self.leases_ended()
+
+    async def end_streams(self, reason: str) -> None:
+        """Answer all live and all new requests with UNAVAILABLE, and end the streams."""
+        self._leave(reason, coordinator_pb2.ENGINE_STATE_DEAD)
+        await self.streams.close(Unavailable(reason), CLOSE_SECONDS)
+
+    async def leases_ended(self) -> None:
+        """Wait until no KV is held, or about to be held, for other engines."""
+        if self.kv is not None:
+            await self.kv.leases_ended()
+
+    def publish_role(self, role: types_pb2.EngineRole) -> None:
+        """Report which legs of requests the engine takes."""
+        self.host.publish(role=NAMES[role])
+        if self.coordinator is not None:
+            self.coordinator.set_role(role)
+
+    async def publish_weights(self, weights: bytes) -> None:
+        """Report the fingerprint of new weights. Streams are ended, because peers learn it when they connect."""
+        self.identity.fingerprint.weights = weights
+        if self.coordinator is not None:
+            self.coordinator.rejoin()
+        await self.streams.close(Unavailable("the engine's weights were replaced; reconnect"), CLOSE_SECONDS)
+
+    async def _run_core(self) -> NoReturn:
+        try:
+            await self.core.run()
+        except EngineDeadError as error:
+            await self.end_streams("the engine failed; retry the request")
+            raise Unavailable(str(error)) from None
+
+    def _leave(self, reason: str, state: coordinator_pb2.EngineState) -> None:
+        self.load.refuse_new(reason)
+        if self.coordinator is not None:
+            self.coordinator.set_state(state)
+
+    def _on_drain(self, grace: float) -> None:
+        """Drain at the coordinator's request. The process stays up until it is stopped."""
+        self.host.spawn(self._drain_within(grace), name="engine-drain")
+
+    async def _drain_within(self, grace: float) -> None:
+        try:
+            async with asyncio.timeout(grace):
+                await self.drain()
+        except TimeoutError:
+            await self.end_streams("the engine is leaving")

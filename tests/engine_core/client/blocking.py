@@ -1,0 +1,118 @@
+"""A client without an event loop, of a core in a process of its own: for tests of that process."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import zmq
+
+from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.errors import EngineDeadError
+from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD
+from tokenloom.engine_core.process.core_launch import CoreProcess
+from tokenloom.engine_core.wire.array_arena import ArrayArena
+from tokenloom.engine_core.wire.frames import FrameSender, receive_frames
+from tokenloom.engine_core.wire.messages import (
+    CoreReady,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    RequestType,
+    UtilityCall,
+)
+from tokenloom.engine_core.wire.serialization import Decoder, to_raw
+from tokenloom.services.engine.core.core_start import CORE_COMMAND
+
+_POLL_MS = 100
+"""How often a wait looks whether the core's process still lives."""
+
+
+class SyncClient(Protocol):
+    """What ``InprocClient`` and :class:`SyncMPClient` have in common."""
+
+    ready: CoreReady
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Hands a request over; a refusal comes as its output."""
+
+    def abort_requests(self, request_ids: Sequence[str]) -> None:
+        """Ends requests without an output; unknown ones are ignored."""
+
+    def get_output(self) -> EngineCoreOutputs:
+        """What one step produced. Only to be called while requests are unfinished. Raises ``EngineDeadError``."""
+
+    def call_utility(self, method: str, *args: object) -> object:
+        """Calls one of the core's utilities. Raises ``UtilityError`` when it fails."""
+
+    def close(self) -> None:
+        """Ends the core. Idempotent."""
+
+
+class SyncMPClient:
+    """The core in a process of its own, so that detokenizing and stepping overlap."""
+
+    def __init__(self, config: EngineConfig, command: Sequence[str] = CORE_COMMAND) -> None:
+        self._process = CoreProcess(command)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._input = self._context.socket(zmq.PUSH)
+        self._output = self._context.socket(zmq.PULL)
+        self._input.bind(self._process.input_address)
+        self._output.bind(self._process.output_address)
+        self._sender = FrameSender(self._input)
+        self._arena = ArrayArena(config.parallel.array_arena_bytes)
+        self._decoder = Decoder(EngineCoreOutputs)
+        self._call_ids = itertools.count(1)
+        self._early: deque[EngineCoreOutputs] = deque()  # steps that ended while a utility call was awaited
+        try:
+            self.ready = self._process.start(config, self._arena.address)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """Of the core's process."""
+        return self._process.pid
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(RequestType.ADD, request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        self._send(RequestType.ABORT, list(request_ids))
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._early.popleft() if self._early else self._receive()
+
+    def call_utility(self, method: str, *args: object) -> object:
+        call_id = next(self._call_ids)
+        self._send(RequestType.UTILITY, UtilityCall(call_id, method, [to_raw(arg) for arg in args]))
+        while True:
+            outputs = self._receive()
+            if (answer := outputs.utility_output) is None:
+                self._early.append(outputs)
+            elif answer.call_id == call_id:
+                return answer.value()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+        self._process.kill()  # an offline client has nobody left who could want an answer
+        self._process.stop(grace=0)
+        self._arena.close()
+
+    def _send(self, kind: RequestType, message: object) -> None:
+        while not self._input.poll(_POLL_MS, zmq.POLLOUT):
+            self._check_alive()
+        with self._arena.lend() as loan:
+            self._sender.send(message, kind.value, loan=loan)
+
+    def _receive(self) -> EngineCoreOutputs:
+        while not self._output.poll(_POLL_MS):
+            self._check_alive()
+        frames = receive_frames(self._output, num_small=1)
+        if frames[0] == ENGINE_CORE_DEAD:
+            raise EngineDeadError("the engine core failed; its log says why")
+        return self._decoder.decode(frames)
+
+    def _check_alive(self) -> None:
+        if (status := self._process.exit_status()) is not None:
+            raise EngineDeadError(f"the engine core's process ended with status {status}")

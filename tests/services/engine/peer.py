@@ -43,7 +43,7 @@ def make_settings(directory: Path, **changes: Any) -> EngineSettings:
         "frame_interval": 0.0,
         "drain_timeout": 30.0,
     }
-    return EngineSettings(**{**values, **changes})
+    return EngineSettings.of(**{**values, **changes})
 
 
 def make_service(settings: EngineSettings, worker: type[HashWorker] = HashWorker) -> EngineService:

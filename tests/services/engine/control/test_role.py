@@ -148,11 +148,11 @@ def test_kv_moves_where_the_role_needs_it(flags: list[str], transports: tuple[st
     settings = EngineSettings.load([*flags, "--kv-checksum", "--kv-lease-seconds", "7", "--failpoints", "a=1,b=0.5"])
     kv = settings.engine_config("/m").kv
     assert kv.transports == transports
-    assert (kv.role, kv.checksum, kv.lease_seconds) == (settings.role, True, 7.0)
+    assert (kv.role, kv.checksum, kv.lease_seconds) == (settings.engine.kv.role, True, 7.0)
     assert kv.failpoints == ("a=1", "b=0.5")
 
 
 def test_unknown_transports_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         EngineSettings.load(["--kv-transports", "pigeon"])
-    assert "auto, shm, nixl, socket, not 'pigeon'" in capsys.readouterr().err
+    assert "a list of auto, shm, nixl, socket, not ['pigeon']" in capsys.readouterr().err

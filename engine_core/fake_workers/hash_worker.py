@@ -193,7 +193,7 @@ class HashWorker:
 
     def _tell(self, row: "_Row", token_ids: list[int]) -> Logprobs:
         """Of the token that was just sampled."""
-        top, extra = row.params.logprobs or 0, row.params.logprob_token_ids
+        top, extra = row.params.logprobs or 0, row.params.logprob_token_ids or ()
         return hash_logprobs([self._best(row, row.num_computed)], token_ids, top, extra, self._vocab_size)
 
     def _tell_prompt(self, row: "_Row", num_tokens: int) -> Logprobs:

@@ -103,7 +103,7 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
     top: int = 0
     """k: alternatives at each position."""
     token_ids: list[int] = []
-    """[n * k] the best, best first (among equals the lower id), then those of ``logprob_token_ids``."""
+    """[n * k] the best, best first (among equals the lower id), then those that the request names."""
     logprobs: list[float] = []
     """[n * k]"""
 

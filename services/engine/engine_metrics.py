@@ -41,9 +41,7 @@ class EngineMetrics:
         self._labels = (model, engine)
         self._seen = SchedulerStats()
         self._show_stats()
-        self._corrupted = self._counter(
-            "corrupted_requests", "Requests with NaN in their logits, if that is checked."
-        )
+        self._corrupted = self._counter("corrupted_requests", "Requests with NaN in their logits, if that is checked.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
         text = "Prompt tokens, by where their KV came from."
         sources = process_metrics.counter(registry, "prompt_tokens_by_source", text, (*_LABELS, "source"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 from tokenloom.request import bad_words, errors, validation
+from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.request.prompt_embeds import check_embeds, join_parts
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
@@ -89,8 +90,7 @@ class Preparer:
         """Add words that must not appear to the parameters."""
         texts = bad_words.spellings(words)
         encoded = (await self._tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)).prompts
-        for ids in bad_words.sequences([each.token_ids for each in encoded]):
-            sampling.bad_words.add(ids=ids)
+        bad_words.forbid(sampling, [each.token_ids for each in encoded])
         validation.check_sampling(sampling, limits)
 
     async def _texts(self, job: Job, prompts: Sequence[EncodedPrompt]) -> list[str]:
@@ -191,7 +191,7 @@ def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimi
     if len(prompt) >= limits.max_model_len:
         # Refuse it for its length before its items are looked at.
         validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
-    return tokenizer_pb2.TokenizedPrompt(token_ids=validation.narrow_token_ids(field, prompt))
+    return tokenizer_pb2.TokenizedPrompt(token_ids=narrow_token_ids(field, prompt))
 
 
 def _continued(before: Sequence[int], prompt: EncodedPrompt) -> EncodedPrompt:

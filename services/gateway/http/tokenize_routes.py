@@ -4,42 +4,21 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from tokenloom.request import errors, validation
+from tokenloom.request import errors
+from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
 from ..health import MeshHealth
 from ..mesh.tokenizer_client import TokenizerClient
 from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body, BodyReader
+from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..tools.tool_request import read_tools
 from .app import Handler
 from .endpoint import check_model
 from .exchange import Exchange, decode_object
 from .sse import encode_json
-
-
-class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of ``/tokenize``: a prompt or a conversation."""
-
-    model: Any = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-
-
-class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of ``/detokenize``."""
-
-    model: Any = None
-    tokens: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +37,7 @@ class TokenizeRoutes:
         return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
 
     async def tokenize(self, exchange: Exchange) -> None:
-        fields = self.reader.read(await self._body(exchange), TokenizeFields)
+        fields = self.reader.read(await self._body(exchange), TokenizeRequest)
         async with self._limited():
             prompt = await self._encode(fields)
         limits = self.health.limits()
@@ -71,13 +50,13 @@ class TokenizeRoutes:
         await exchange.respond(200, encode_json(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        fields = self.reader.read(await self._body(exchange), DetokenizeFields)
-        token_ids = validation.narrow_token_ids("tokens", fields.tokens)
+        fields = self.reader.read(await self._body(exchange), DetokenizeRequest)
+        token_ids = narrow_token_ids("tokens", fields.tokens)
         async with self._limited():
             text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
-    async def _encode(self, fields: TokenizeFields) -> tokenizer_pb2.TokenizedPrompt:
+    async def _encode(self, fields: TokenizeRequest) -> tokenizer_pb2.TokenizedPrompt:
         if (fields.prompt is None) == (fields.messages is None):
             raise errors.InvalidArgument("exactly one of prompt and messages must be set", "prompt")
         strings = bool(fields.return_token_strs)

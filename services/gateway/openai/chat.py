@@ -12,26 +12,12 @@ from ..generation.generation import Generation
 from ..generation.job import Job
 from ..http import sse
 from ..mesh.collector import Delta
+from ..openapi.request_schemas import ChatCompletionRequest
 from ..tools.tool_request import NO_TOOLS, read_tool_request
 from .answer import AnswerBase, finish_reason
 from .chat_messages import read_chat
 from .openai_logprobs import chat_content
-from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
-
-
-class ChatFields(CommonFields, frozen=True, kw_only=True):
-    """A chat body, without the sampling parameters."""
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: Any = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
+from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +30,7 @@ class ChatApi:
 
     def read(self, body: Body) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
-        fields = self.reader.read(body, ChatFields)
+        fields = self.reader.read(body, ChatCompletionRequest)
         if fields.add_special_tokens:
             raise errors.InvalidArgument(
                 "add_special_tokens is not supported for chats: the template adds its own", "add_special_tokens"
@@ -206,7 +192,7 @@ class _Turn:
         return {"index": call.index, **whole, "function": dict(function)}
 
 
-def _sampling(body: Body, fields: ChatFields) -> types_pb2.SamplingParams:
+def _sampling(body: Body, fields: ChatCompletionRequest) -> types_pb2.SamplingParams:
     """Return the sampling parameters. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins;
     ``logprobs`` asks for the token's own, ``top_logprobs`` for alternatives."""
     own: dict[str, object] = {}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tokenloom.request import errors
 from tokenloom.request.prompt_embeds import FIELD
@@ -11,19 +10,10 @@ from ..generation.generation import Generation
 from ..generation.job import EmbedsPrompt, Job, read_embeds_prompts
 from ..http import sse
 from ..mesh.collector import Delta
+from ..openapi.request_schemas import CompletionRequest
 from .answer import AnswerBase, finish_reason
 from .openai_logprobs import CompletionLogprobs
-from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
-
-
-class CompletionFields(CommonFields, frozen=True, kw_only=True):
-    """A completion body, without the sampling parameters."""
-
-    prompt: Any = None
-    prompt_embeds: Any = None
-    best_of: Any = None
-    logprobs: Any = None
-    echo: bool | None = None
+from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +25,7 @@ class CompletionsApi:
 
     def read(self, body: Body) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
-        fields = self.reader.read(body, CompletionFields)
+        fields = self.reader.read(body, CompletionRequest)
         echo = bool(fields.echo)
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
         own = {"max_tokens": 1} if echo_only else {}
@@ -165,7 +155,7 @@ def _drop_output(delta: Delta) -> None:
     delta.text, delta.token_ids, delta.logprobs = "", [], ()
 
 
-def _embeds_prompts(fields: CompletionFields) -> Sequence[EmbedsPrompt]:
+def _embeds_prompts(fields: CompletionRequest) -> Sequence[EmbedsPrompt]:
     if fields.prompt:
         raise errors.InvalidArgument(f"prompt and {FIELD} exclude each other; {FIELD} accepts token ids too", "prompt")
     if fields.echo:

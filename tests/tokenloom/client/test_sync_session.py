@@ -53,7 +53,7 @@ async def test_a_turn_that_is_refused_ends_the_session_and_says_why(mesh: FakeMe
                 session.generate("d", n=2)
             with pytest.raises(errors.TokenloomError):
                 session.generate("d")
-            with pytest.raises(errors.InvalidArgument, match="not told in a stream"):
+            with pytest.raises(errors.InvalidArgument, match="not available in a stream"):
                 session.stream("d", prompt_logprobs=1)
 
     await asyncio.to_thread(ask)

@@ -1,4 +1,4 @@
-"""A client that leaves ends what is done for it, whichever server tells."""
+"""A request ends when its client leaves, with the direct writer and with plain ASGI."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ from tokenloom.services.gateway.http.uvicorn_protocol import EXTENSION
 
 
 class Client:
-    """Of an exchange under any ASGI server, or, with a connection, under ours."""
+    """The client of an exchange: with plain ASGI or, given a connection, with the direct writer."""
 
     def __init__(self, connection: FakeConnection | None = None) -> None:
         self._left = asyncio.Event()
@@ -67,7 +67,7 @@ async def test_after_the_body_nothing_is_cancelled(client: Client) -> None:
     await asyncio.sleep(0)
 
 
-async def test_who_left_before_is_not_served() -> None:
+async def test_a_client_that_left_before_is_not_served() -> None:
     client = Client(FakeConnection())
     client.leave()
     with pytest.raises(ClientDisconnected), client.exchange.until_disconnected():

@@ -18,7 +18,7 @@ async def nothing(*_: object) -> None:
     raise AssertionError
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(errors.Unavailable, match="http_listen"):
@@ -81,7 +81,7 @@ async def connect(mesh: FakeMesh) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return await asyncio.open_connection(host, int(port))
 
 
-async def test_draining_waits_for_the_live_and_takes_no_more(socket_dir: Path) -> None:
+async def test_draining_finishes_live_requests_and_refuses_new_ones(socket_dir: Path) -> None:
     mesh = FakeMesh(socket_dir)
     async with mesh.gateway(drain_timeout=SOON), mesh.http() as http:
         assert mesh.service is not None

@@ -1,4 +1,4 @@
-"""The short way to the socket sends what ASGI's would, and stands back where it cannot."""
+"""The direct writer sends the same bytes as ASGI, and is closed when it could not."""
 
 import asyncio
 import logging
@@ -65,7 +65,7 @@ async def test_a_piece_looks_like_one_that_was_sent() -> None:
     assert connection.transport.sent == sent
 
 
-async def test_open_only_while_nothing_stands_in_the_way() -> None:
+async def test_open_only_while_the_client_reads_a_chunked_response() -> None:
     connection = FakeConnection()
     assert not connection.writer.is_open, "the response has not begun"
     await connection.start()
@@ -83,7 +83,7 @@ async def test_not_for_a_body_of_known_length() -> None:
     assert not connection.writer.is_open
 
 
-def test_a_body_is_taken_once_all_of_it_is_here() -> None:
+def test_a_body_is_taken_once_it_is_complete() -> None:
     connection = FakeConnection()
     connection.cycle.body += b"abc"
     assert connection.writer.take_body() is None, "more of it is to come"
@@ -92,7 +92,7 @@ def test_a_body_is_taken_once_all_of_it_is_here() -> None:
     assert connection.writer.take_body() == b""
 
 
-def test_who_left_has_no_body() -> None:
+def test_a_client_that_left_has_no_body() -> None:
     connection = FakeConnection()
     connection.cycle.more_body = False
     connection.cycle.disconnected = True
@@ -100,7 +100,7 @@ def test_who_left_has_no_body() -> None:
     assert connection.writer.cycle.disconnected
 
 
-def test_who_watches_reads_on_and_is_told_until_it_does_not() -> None:
+def test_a_watcher_is_called_when_the_client_leaves() -> None:
     connection = FakeConnection()
     connection.flow.pause_reading()
     lost: list[str] = []
@@ -110,8 +110,8 @@ def test_who_watches_reads_on_and_is_told_until_it_does_not() -> None:
 
     connection.writer.watch(on_lost)
     assert not connection.flow.read_paused
-    for told in connection.watchers:
-        told()
+    for watcher in connection.watchers:
+        watcher()
     assert lost == ["lost"]
     connection.writer.unwatch(on_lost)
     assert not connection.watchers

@@ -14,7 +14,6 @@ import uvicorn
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import addresses
 
-from . import uvicorn_protocol
 from .app import App
 
 log = logging.getLogger(__name__)
@@ -87,8 +86,14 @@ class HttpServer:
 
 def _protocol() -> "type[asyncio.Protocol] | Literal['httptools']":
     """Return our extension of uvicorn's protocol, or uvicorn's own when the installed version does not fit ours."""
-    if not (missing := uvicorn_protocol.missing_names()):
-        return uvicorn_protocol.GatewayProtocol
+    try:
+        from . import uvicorn_protocol  # fails when uvicorn lacks a class or a method
+
+        missing = uvicorn_protocol.missing_names()
+        if not missing:
+            return uvicorn_protocol.GatewayProtocol
+    except (ImportError, AttributeError) as error:
+        missing = [str(error)]
     log.warning(
         "uvicorn %s lacks what direct writing needs (%s): streams go through plain ASGI, and request heads have no "
         "limit of size and time",

@@ -241,6 +241,7 @@ def test_environment_is_read_at_the_edge_only() -> None:
     """Below settings classes and commands, configuration arrives as arguments."""
     edges = (
         *("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.offline.llm"),
+        "tokenloom.services.runtime.host.service_settings",
         *("tokenloom.services.runtime.host.probe", "tokenloom.bench.engine.step_ab"),  # commands of their own
     )
     found = []

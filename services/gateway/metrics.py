@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
-from tokenloom.services.runtime.host.token_cost import show_token_cost
 from tokenloom.services.runtime.telemetry import process_metrics
 from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
+from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from tokenloom.v1 import types_pb2
 
 from .health import PARTS, MeshHealth

@@ -129,9 +129,9 @@ async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh) -> App
     completions = CompletionsApi(reader, mesh.model)
     host.authorize_calls(keys.authorize_call)
     inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, settings.request_timeout)
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, host.server)
+    host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model)
-    grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve, host.server)
+    host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
     routes = _routes(settings, host, mesh, reader, completions)
     return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, settings.cors_origins)
 

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
@@ -86,13 +87,16 @@ class DirectWriter:
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
 
-    def watch(self, on_lost: Callable[[], None]) -> None:
-        """Call ``on_lost`` when the client leaves, until :meth:`unwatch`."""
+    def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
+        """Call ``on_lost`` when the client leaves, until the returned function is called.
+
+        Raises :class:`ClientDisconnected` when the client has left already.
+        """
+        if self.cycle.disconnected:
+            raise ClientDisconnected
         self._flow.resume_reading()  # a paused connection does not notice that the client has left
         self._watchers.add(on_lost)
-
-    def unwatch(self, on_lost: Callable[[], None]) -> None:
-        self._watchers.discard(on_lost)
+        return partial(self._watchers.discard, on_lost)
 
     @property
     def is_open(self) -> bool:
@@ -162,13 +166,10 @@ class Exchange:
             gone = True
             task.cancel()
 
-        watcher = None
-        if self.direct is None:
-            watcher = asyncio.create_task(self._watch(leave), name="disconnect watch")
-        elif self.direct.cycle.disconnected:
-            raise ClientDisconnected
+        if self.direct is not None:
+            stop = self.direct.watch(leave)
         else:
-            self.direct.watch(leave)
+            stop = asyncio.create_task(self._watch(leave), name="disconnect watch").cancel
         try:
             yield
         except asyncio.CancelledError:
@@ -177,10 +178,7 @@ class Exchange:
                 raise ClientDisconnected from None
             raise
         finally:
-            if watcher is not None:
-                watcher.cancel()
-            elif self.direct is not None:
-                self.direct.unwatch(leave)
+            stop()
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers."""

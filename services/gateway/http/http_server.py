@@ -43,21 +43,7 @@ class HttpServer:
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
-        config = uvicorn.Config(
-            app,
-            http=_protocol(),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # the client's address is not used
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            ssl_certfile=tls_cert,
-            ssl_keyfile=tls_key,
-        )
-        self._server = _Server(config)
+        self._server = _Server(_config(app, tls_cert, tls_key))
         self._served = asyncio.Event()
 
     async def serve(self) -> None:
@@ -82,6 +68,23 @@ class HttpServer:
         if self._path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
+
+
+def _config(app: App, tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_protocol(),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # the client's address is not used
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_certfile=tls_cert,
+        ssl_keyfile=tls_key,
+    )
 
 
 def _protocol() -> "type[asyncio.Protocol] | Literal['httptools']":

@@ -115,12 +115,12 @@ def test_a_watcher_is_called_when_the_client_leaves() -> None:
     def on_lost() -> None:
         lost.append("lost")
 
-    connection.writer.watch(on_lost)
+    stop = connection.writer.watch(on_lost)
     assert not connection.flow.read_paused
     for watcher in connection.watchers:
         watcher()
     assert lost == ["lost"]
-    connection.writer.unwatch(on_lost)
+    stop()
     assert not connection.watchers
 
 

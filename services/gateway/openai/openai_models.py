@@ -161,7 +161,8 @@ def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
     """The sampling parameters of a body, ``response_format`` among them; ``own``: those that the endpoint spells in its
     own way."""
     sampling = narrow_sampling({name: body[name] for name in body if name in _SAMPLING_FIELDS} | own)
-    if (constraint := read_response_format(body.get("response_format"))) is not None:
+    form = body.get("response_format")
+    if form is not None and (constraint := read_response_format(form)) is not None:
         if sampling.HasField("structured_outputs"):
             raise errors.InvalidArgument("response_format and structured_outputs exclude each other", "response_format")
         sampling.structured_outputs.CopyFrom(constraint)

@@ -10,6 +10,15 @@ from .tls import MeshTLS, dns_name
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Of every channel and server; gRPC's own limit of 4 MiB is below a long prompt."""
 
+KEEPALIVE_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Keepalive alone does not notice a stopped process; this does, within 2.6 s.
+    ("grpc.http2.ping_timeout_ms", 1500),
+]
+
 CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -17,12 +26,7 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # keepalive alone does not see a stopped process; this does, within 2.6 s.
-    ("grpc.http2.ping_timeout_ms", 1500),
+    *KEEPALIVE_OPTIONS,
     # A closed channel's backoff must not delay a new channel to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     # Traffic inside the mesh never goes through a proxy of the environment.

@@ -33,7 +33,7 @@ class Caller:
                 payload = await reader.readexactly(int.from_bytes(head[:4], "little"))
                 if head[4] == Kind.STATUS:
                     status = decode_status(payload)
-                    return status.status_code, status.details
+                    return status.code(), status.details() or ""
         finally:
             writer.close()
 

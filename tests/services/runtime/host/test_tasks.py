@@ -48,7 +48,7 @@ async def test_close_waits_for_clean_up_and_for_what_it_spawns() -> None:
 
 async def test_a_task_may_close_its_owner() -> None:
     tasks = Tasks(lambda error: None)
-    await asyncio.wait_for(tasks.spawn(tasks.close(), name="closes"), 5)
+    await asyncio.wait_for(tasks.spawn(tasks.close(), name="closes"), 30)
 
 
 async def test_a_task_that_retries_may_lose_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ async def test_a_task_that_retries_may_lose_a_cancellation(monkeypatch: pytest.M
     task = tasks.spawn(rejoin(), name="rejoins")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await asyncio.wait_for(tasks.close(), 5)
+    await asyncio.wait_for(tasks.close(), 30)
     assert task.cancelled()
 
 

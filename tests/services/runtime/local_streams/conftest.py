@@ -19,7 +19,7 @@ from tokenloom.services.runtime.local_streams.server import LocalServer
 from tokenloom.services.runtime.peers.channels import open_channel
 
 METHOD = "/test.Test/Stream"
-SOON = 10.0
+SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 LIMIT = 1 << 20
 """Bytes of a message."""

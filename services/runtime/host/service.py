@@ -68,6 +68,7 @@ async def _lifecycle(service: Service, settings: ServiceSettings, stopping: asyn
         host.failure.raise_unseen()
         if stopping.is_set():
             raise _StoppedEarly  # there is nothing to drain
+        await host.ready()
         yield host
         await _drain(service, host)
     finally:
@@ -81,7 +82,6 @@ async def _lifecycle(service: Service, settings: ServiceSettings, stopping: asyn
 async def _start(service: Service, host: Host) -> None:
     await host.open()
     await service.start(host)
-    await host.ready()
 
 
 async def _drain(service: Service, host: Host) -> None:

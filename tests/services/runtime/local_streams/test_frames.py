@@ -1,4 +1,4 @@
-"""Frames, however the bytes come."""
+"""Frames are found however their bytes are split."""
 
 import contextlib
 import itertools

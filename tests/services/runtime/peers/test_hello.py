@@ -1,4 +1,4 @@
-"""Hello: who is who, and what is compared."""
+"""The handshake compares identities and models, and credit limits frames."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from tokenloom.services.runtime.peers.hello import (
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
 
-def test_a_hello_says_who_and_what() -> None:
+def test_a_hello_names_the_sender_and_what_it_serves() -> None:
     hello = make_hello(
         "e", 7, fingerprint=Fingerprint(model="m"), expected_peer_id="o", expected_epoch=3, initial_credit=8
     )

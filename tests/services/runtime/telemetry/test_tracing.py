@@ -1,4 +1,4 @@
-"""Spans that reach a collector, and a collector that does not answer."""
+"""Spans reach a collector, and a collector that does not answer delays nothing."""
 
 import asyncio
 import subprocess
@@ -42,7 +42,7 @@ def test_a_trace_that_is_not_sampled_makes_no_span() -> None:
     assert collector.spans == []
 
 
-def test_a_collector_that_is_away_holds_up_nobody() -> None:
+def test_an_unreachable_collector_delays_nothing() -> None:
     tracer = Tracer("http://127.0.0.1:9", "engine", "engine-0")
     started = time.monotonic()
     for _ in range(10_000):  # more than the queue holds

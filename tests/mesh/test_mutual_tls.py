@@ -61,9 +61,7 @@ async def test_a_peer_without_a_certificate_is_refused(socket_dir: Path, certifi
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_the_name_in_the_certificate_decides_which_calls_are_allowed(
-    socket_dir: Path, certificates: Path
-) -> None:
+async def test_the_name_in_the_certificate_decides_the_allowed_calls(socket_dir: Path, certificates: Path) -> None:
     async with Mesh(socket_dir, certificates=certificates).running() as mesh:
 
         async def pause(part: str) -> grpc.StatusCode:

@@ -17,7 +17,8 @@ from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
-_HEADER = struct.Struct("<IB")
+HEADER = struct.Struct("<IB")
+"""A payload's length in bytes, and the kind."""
 
 
 class Kind(enum.IntEnum):
@@ -67,11 +68,6 @@ def status(code: grpc.StatusCode, details: str, trailing: grpc.aio.Metadata | No
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing or grpc.aio.Metadata(), details=details)
 
 
-def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return one frame."""
-    return _HEADER.pack(len(payload), kind) + payload
-
-
 class FrameDecoder:
     """Finds frames in a stream of bytes, however it is split.
 
@@ -93,14 +89,14 @@ class FrameDecoder:
             view = self._rest
         frames: list[tuple[Kind, bytes]] = []
         start, end = 0, len(view)
-        while end - start >= _HEADER.size:
-            size, number = _HEADER.unpack_from(view, start)
+        while end - start >= HEADER.size:
+            size, number = HEADER.unpack_from(view, start)
             if (kind := _KINDS.get(number)) is None or size > self._max_payload_bytes:
                 self.error = self._refuse(size, number)
                 break
-            if (stop := start + _HEADER.size + size) > end:
+            if (stop := start + HEADER.size + size) > end:
                 break
-            frames.append((kind, bytes(memoryview(view)[start + _HEADER.size : stop])))
+            frames.append((kind, bytes(memoryview(view)[start + HEADER.size : stop])))
             start = stop
         if view is self._rest:
             del self._rest[:start]

@@ -15,6 +15,7 @@ import uvloop
 from tokenloom.services.runtime.host.servicer_edge import writing
 from tokenloom.services.runtime.local_streams import connection
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
+from tokenloom.services.runtime.local_streams.frames import HEADER, Kind
 from tokenloom.services.runtime.local_streams.server import LocalServer
 from tokenloom.services.runtime.peers.channels import open_channel
 
@@ -70,6 +71,11 @@ async def stream(
     """Call ``handler``."""
     async with asyncio.timeout(SOON), serving(handler, folder / "s"), calling(folder / "s") as channel:
         yield channel.stream_stream(method)()
+
+
+def encode(kind: Kind, payload: bytes = b"") -> bytes:
+    """Return one frame."""
+    return HEADER.pack(len(payload), kind) + payload
 
 
 async def echo(requests: AsyncIterator[bytes], context: Any) -> None:

@@ -14,10 +14,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, stream, write_for
+from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, encode, stream, write_for
 from tests.services.runtime.local_streams.test_handlers import OPEN, Watched
 from tokenloom.services.runtime.local_streams import connection
-from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind, encode
+from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind
 
 ROOT = Path(__file__).parents[4]
 

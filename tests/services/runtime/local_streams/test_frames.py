@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.services.runtime.local_streams.conftest import encode
 from tokenloom.request.errors import Internal, ResourceExhausted
 from tokenloom.services.runtime.local_streams.frames import (
     FrameDecoder,
     Kind,
     decode_status,
-    encode,
     encode_status,
 )
 

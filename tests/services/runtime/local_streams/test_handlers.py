@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, echo, serving, stream, write_for
+from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, echo, encode, serving, stream, write_for
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.runtime.local_streams.frames import Kind, decode_status, encode
+from tokenloom.services.runtime.local_streams.frames import Kind, decode_status
 
 OPEN = encode(Kind.OPEN, METHOD.encode())
 

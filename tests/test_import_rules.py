@@ -31,7 +31,6 @@ PLAIN_DATA = {
     f"tokenloom.engine_core.{name}"
     for name in (
         "config",
-        "kv_cache.block_hash",
         "kv_cache.kv_cache_config",
         "kv_cache.pool_memory",
         "kv_transfer.kv_connector",

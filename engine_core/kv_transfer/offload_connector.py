@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from ..config import CacheConfig
-from ..kv_cache.block_hash import hash_block
 from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.kv_cache_manager import hash_block
 from ..scheduling.request import Request
 from ..wire.scheduler_output import SchedulerOutput
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats

@@ -1,8 +1,11 @@
-"""Block hashes: chained, salted, and the same as the engine's."""
+"""Tests that block hashes are chained, salted and the same as the engine's."""
+
+import hashlib
+import struct
 
 import pytest
 
-from tokenloom.engine_core.kv_cache import block_hash as engine_core
+from tokenloom.engine_core.kv_cache.kv_cache_manager import hash_block
 from tokenloom.request.prompt_block_hash import block_hashes
 
 
@@ -12,7 +15,16 @@ def test_equal_to_the_engines(length: int, seed: bytes, salt: bytes) -> None:
     token_ids = [(i * 2654435761) % 2**32 for i in range(length)]
     hashes = block_hashes(token_ids, 4, seed, salt)
     assert len(hashes) == length // 4
-    assert hashes == engine_core.block_hashes(token_ids, 4, seed, salt)
+    parent = seed
+    for index, block_hash in enumerate(hashes):
+        parent = hash_block(parent, token_ids[4 * index : 4 * index + 4], salt)
+        assert block_hash == parent
+
+
+def test_the_rule_is_sha256_over_parent_tokens_and_salt() -> None:
+    first = hashlib.sha256(b"seed" + struct.pack("<2I", 1, 2) + b"salt").digest()
+    second = hashlib.sha256(first + struct.pack("<2I", 3, 2**32 - 1) + b"salt").digest()
+    assert block_hashes([1, 2, 3, 2**32 - 1, 5], 2, b"seed", b"salt") == [first, second]
 
 
 def test_equal_up_to_the_first_difference() -> None:

@@ -195,7 +195,7 @@ class HashWorker:
 
     def _logprobs_of(self, row: "_Row", token_ids: list[int]) -> Logprobs:
         """Return the log probabilities of the token that was just sampled."""
-        top, extra = row.params.logprobs or 0, row.params.logprob_token_ids
+        top, extra = row.params.logprobs or 0, row.params.logprob_token_ids or ()
         return hash_logprobs([self._best(row, row.num_computed)], token_ids, top, extra, self._vocab_size)
 
     def _prompt_logprobs_of(self, row: "_Row", num_tokens: int) -> Logprobs:

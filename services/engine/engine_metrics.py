@@ -41,9 +41,7 @@ class EngineMetrics:
         self._labels = (model, engine)
         self._seen = SchedulerStats()
         self._show_stats()
-        self._corrupted = self._counter(
-            "corrupted_requests", "Requests with NaN in their logits, if that is checked."
-        )
+        self._corrupted = self._counter("corrupted_requests", "Requests with NaN in their logits, if that is checked.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that produced output.")
         text = "Prompt tokens, by where their KV came from."
         sources = process_metrics.counter(registry, "prompt_tokens_by_source", text, (*_LABELS, "source"))
@@ -147,7 +145,7 @@ class EngineMetrics:
         labels = dict(zip(_LABELS, self._labels, strict=True))
         for name, text in _COUNTERS_OF_CORE.items():
             read = functools.partial(self._read, name)
-            process_metrics.counter_reading(self._registry, name, text, labels, read)
+            process_metrics.fast_counter(self._registry, name, text, labels, read)
 
     def _read(self, name: str) -> int:
         value: int = getattr(self._seen, name)

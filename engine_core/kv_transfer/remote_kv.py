@@ -52,10 +52,6 @@ class RemoteKV:
         """Tokens after the first ``num_computed_tokens`` to load; None: not known yet."""
         return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)[0]
 
-    def awaits_tokens(self, request: Request) -> bool:
-        """Whether a request must not run before its first tokens have come."""
-        return request.remote is not None and request.remote.awaits_tokens
-
     def load(self, request: Request, num_external_tokens: int) -> None:
         """Sends an admitted request to wait for its blocks."""
         remote = request.remote = request.remote or RemoteKVState()

@@ -1,1 +1,1 @@
-"""Benchmarks of the engine and of the mesh: what `tokenloom bench` runs. Their JSON names the machine."""
+"""The benchmarks of the engine and of the mesh that `tokenloom bench` runs. Their JSON names the machine."""

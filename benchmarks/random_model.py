@@ -1,4 +1,4 @@
-"""Checkpoints of real shapes with random weights and a made-up tokenizer: speed depends on shapes, not on sense."""
+"""Makes checkpoints of real shapes with random weights and a generated tokenizer: speed depends on shapes only."""
 
 import itertools
 import json
@@ -53,11 +53,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""Names and configurations."""
+"""The shapes: names and configurations."""
 
 
 def write_model(name: str, directory: Path) -> None:
-    """Writes ``config.json``, ``model.safetensors`` and the tokenizer; the same for the same name."""
+    """Write ``config.json``, ``model.safetensors`` and the tokenizer; the same name gives the same files."""
     if name not in SHAPES:
         raise ValueError(f"shape {name!r} is unknown; there are {', '.join(SHAPES)}")
     config = SHAPES[name]
@@ -80,7 +80,7 @@ def write_model(name: str, directory: Path) -> None:
 
 
 def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names of the tensors, as transformers calls them, and their shapes."""
+    """Return the tensors' names in transformers and their shapes."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
@@ -104,9 +104,9 @@ def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with made-up words: bytes, pairs of letters, pairs of pairs, until the vocabulary is full.
+    """Make a byte-level BPE of bytes, pairs of letters, pairs of pairs, until the vocabulary is full.
 
-    Every id decodes to text, so that detokenizing costs what it would cost.
+    Every id decodes to text, so that detokenizing costs what it costs for a real model.
     """
     letters = "etaoinshrdlcumwfgypbvkjxqz"
     tokens: dict[str, int] = {_EOS: 0}

@@ -1,7 +1,7 @@
-"""What async scheduling gains: the same batch with it and without, in turns, in one process.
+"""Measures what async scheduling gains: the same batch with it and without, in turns, in one process.
 
-``python -m tokenloom.bench.engine.async_scheduling``: the demo model on this machine's processor, which also
-schedules; and a worker that only waits, as an accelerator's would, in the same core. Who begins a pair alternates.
+``python -m tokenloom.bench.engine.async_scheduling`` runs the demo model on this machine's processor, which also
+schedules, and a worker that only waits, as it would for an accelerator. The order within a pair alternates.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.services.engine.core.workers import make_worker
@@ -24,7 +24,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class Case:
-    """What computes, and how many requests of so many tokens it gets at once."""
+    """Says what computes, and how many requests of how many tokens it gets at once."""
 
     title: str
     worker: WorkerConfig
@@ -40,7 +40,7 @@ CASES = (
 
 
 def run_case(case: Case, pairs: int) -> list[tuple[float, float]]:
-    """Output tokens per second of each pair, off and on. The first, untimed, warms both up."""
+    """Return the output tokens per second of each pair, off and on. A first, untimed pair warms both up."""
     off, on = (_open(case, overlaps=overlaps) for overlaps in (False, True))
     try:
         speeds = []
@@ -79,7 +79,7 @@ def _throughput(client: InprocClient, case: Case) -> float:
 
 
 def main() -> None:
-    """Prints a line for each case."""
+    """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=8)
     pairs = parser.parse_args().pairs

@@ -1,4 +1,4 @@
-"""Our decode attention beside vLLM's CPU operation: one layer, every request at the same context, in turns."""
+"""Compares our decode attention with vLLM's CPU operation: one layer, all requests at one context, in turns."""
 
 import json
 import subprocess
@@ -22,31 +22,31 @@ _SCRIPT = Path(__file__).parent / "peers" / "vllm_attention.py"
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What is compared."""
+    """Says what is compared."""
 
     model: Path
     vllm: Path
-    """The environment that has vLLM, a directory with `bin/python`."""
+    """The environment that has vLLM: a directory with `bin/python`."""
     requests: tuple[int, ...] = (8, 32, 64)
     context: int = 512
-    """Tokens of each request."""
+    """How many tokens each request has."""
     threads: int = 0
-    """0: as many as there are cores."""
+    """0: one for each core."""
     seconds: float = _SECONDS
-    """Of each measurement."""
+    """How long each measurement takes."""
 
 
 def run_attention(options: AttentionOptions) -> list[dict[str, Any]]:
-    """A row for each number of requests: least µs of a call, ours and theirs, and how often ours goes into theirs.
+    """Return a row for each number of requests: the least µs of a call, ours and vLLM's, and the ratio vLLM / ours.
 
-    Raises ``ValueError`` where vLLM's process ends.
+    Raises ``ValueError`` if vLLM's process ends.
     """
     config = load_model_config(options.model)
     threads = options.threads or torch.get_num_threads()
     rows = []
     with _Theirs(options, config, threads) as theirs:
         for requests in options.requests:
-            # Twice, in turns: what slows the machine for a while slows both.
+            # Twice, in turns, so that what slows the machine for a while slows both.
             pairs = [
                 (ours_us(config, requests, options.context, options.seconds / 2), theirs.measure(requests))
                 for _ in range(2)
@@ -65,7 +65,7 @@ def run_attention(options: AttentionOptions) -> list[dict[str, Any]]:
 
 
 def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) -> float:
-    """Least µs of a call, keys and values in huge pages where there are any."""
+    """Return the least µs of a call, with keys and values in huge pages if the system has any."""
     backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
     width = -(-context // _BLOCK)
     shape = (2, requests * width, config.num_kv_heads, _BLOCK, config.head_size)
@@ -86,7 +86,7 @@ def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) ->
 
 
 class _Theirs:
-    """The process in vLLM's environment. A context manager."""
+    """Runs the process in vLLM's environment. A context manager."""
 
     def __init__(self, options: AttentionOptions, config: ModelConfig, threads: int) -> None:
         python = options.vllm / "bin" / "python"
@@ -120,5 +120,5 @@ class _Theirs:
         print(requests, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise ValueError("vllm: its process ended; what it says is above")
+            raise ValueError("vllm: its process ended; its output is above")
         return float(answer)

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory: the bound of a decode step, which reads all weights once."""
+"""Measures how fast this machine reads memory, which bounds a decode step: the step reads all weights once."""
 
 import threading
 import time
@@ -8,11 +8,12 @@ import torch
 
 _SECONDS = 0.7
 _BYTES = 1 << 30
-"""Far more than any cache."""
+"""Far more than any cache holds."""
 
 
 def read_bandwidth(threads: int, seconds: float = _SECONDS, size: int = _BYTES) -> float:
-    """Bytes a second, read by so many threads at once: each sums its own part, so that no barrier holds them up."""
+    """Return the bytes a second that so many threads read at once. Each sums its own part, so none waits at a
+    barrier."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""How large a checkpoint's tensors are, without reading them."""
+"""Computes how large a checkpoint's tensors are, without reading them."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight")
 
 
 def tensor_bytes(model: Path, config: ModelConfig) -> dict[str, int]:
-    """Tensor to its bytes in the dtype it is computed in."""
+    """Maps each tensor to its bytes in the dtype of the computation."""
     sizes = {}
     for path in weight_files(model):
         with open(path, "rb") as file:
@@ -26,12 +26,13 @@ def tensor_bytes(model: Path, config: ModelConfig) -> dict[str, int]:
 
 
 def embedding_bytes(config: ModelConfig) -> int:
-    """Of the token embeddings, or of the output layer."""
+    """Return the bytes of the token embeddings, or of the output layer."""
     return config.vocab_size * config.hidden_size * config.dtype.itemsize
 
 
 def weight_bytes(model: Path, config: ModelConfig) -> int:
-    """Bytes of weights that one decode step reads: an embedding only where it is the output layer too."""
+    """Return the bytes of weights that one decode step reads. An embedding counts only if it is the output layer
+    too."""
     return sum(
         size
         for name, size in tensor_bytes(model, config).items()

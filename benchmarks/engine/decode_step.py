@@ -1,4 +1,4 @@
-"""How near a decode step comes to the machine's limit: the time to read its weights and its KV once."""
+"""Measures how close a decode step comes to the machine's limit: the time to read weights and KV once."""
 
 import statistics
 import time
@@ -27,32 +27,32 @@ _WARM_STEPS = 4
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    """What is computed."""
+    """Says what is computed."""
 
     model: Path
     batches: tuple[int, ...] = (1, 8, 32)
     context: int = 512
-    """Tokens that each request has when the measured steps begin."""
+    """How many tokens each request has when the measured steps begin."""
     steps: int = 64
     dtype: str = "auto"
     threads: int = 0
-    """0: as many as there are cores."""
+    """0: one for each core."""
     attention_backend: str = ""
     """Empty: the default."""
 
 
 @dataclass(frozen=True)
 class DecodeRun:
-    """What came of it."""
+    """Holds the results."""
 
     rows: list[dict[str, Any]]
-    """One for each batch size."""
+    """One result for each batch size."""
     memory: dict[str, Any]
-    """Of the process after all of them, see :func:`.engine_memory.measure_memory`."""
+    """The memory of the process after all of them; see :func:`.engine_memory.measure_memory`."""
 
 
 def run_decode(options: DecodeOptions) -> DecodeRun:
-    """Decodes in batches of each size; the bandwidth is probed before and after each, with the same threads."""
+    """Decode in batches of each size. The bandwidth is probed before and after each, with the same threads."""
     threads = options.threads or torch.get_num_threads()
     config = load_model_config(options.model, options.dtype)
     num_weight_bytes = weight_bytes(options.model, config)
@@ -95,14 +95,14 @@ def _row(
 
 
 def _prefill(core: EngineCore, options: DecodeOptions, config: ModelConfig, batch: int) -> float:
-    """Brings the batch to where each request decodes; seconds that it took."""
+    """Compute all prompts, until every request decodes. Returns the seconds that it took."""
     num_tokens = _WARM_STEPS + options.steps + 2
     dataset = DatasetOptions(num_prompts=batch, input_len=options.context, output_len=num_tokens, seed=batch)
     sampling = SamplingParams(max_tokens=num_tokens, seed=0, temperature=0.0)
     started = time.perf_counter()
     for index, prompt in enumerate(make_prompts(dataset, config.vocab_size)):
         core.add_request(EngineCoreRequest(f"{batch}-{index}", prompt.token_ids, sampling))
-    # Requests that came first decode meanwhile, at most once in a step.
+    # The first requests decode in the meantime, at most once in a step.
     while core.scheduler.waiting or any(r.num_tokens - r.num_computed_tokens > 1 for r in core.scheduler.running):
         core.step()
     return time.perf_counter() - started
@@ -116,7 +116,7 @@ def _timed_step(core: EngineCore) -> float:
 
 def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[EngineConfig, UniProcExecutor]:
     batch = max(options.batches)
-    # The budget takes a whole batch of prompts in few steps, so that early requests have room to wait for the late.
+    # The budget takes a whole batch of prompts in few steps, so that early requests have room to wait for late ones.
     length = options.context + 2 * (_WARM_STEPS + options.steps)
     if length > config.max_model_len:
         raise ValueError(

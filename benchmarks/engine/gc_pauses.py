@@ -1,8 +1,7 @@
-"""How long the garbage collector holds up a core's steps, with the heap of its start frozen and not.
+"""Measures how long the garbage collector delays a core's steps, with and without freezing the heap of its start.
 
-``python -m tokenloom.bench.engine.gc_pauses``: a core of the hash worker under load, each way in a process of its own
-that has imported what a core's process has. Requests come in bursts: where as many come as go, the
-collector does not run.
+``python -m tokenloom.bench.engine.gc_pauses`` runs a core of the hash worker under load, each way in its own process
+with a core's imports. Requests come in bursts, because the collector does not run if as many requests come as end.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from typing import Any
 
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.engine_core.wire.serialization import encode
@@ -28,7 +27,7 @@ _INPUT_LEN, _OUTPUT_LEN = 64, 64
 
 
 def run_steps(num_steps: int, *, freeze: bool) -> dict[str, Any]:
-    """Milliseconds of the median and the longest step, and of collections meanwhile."""
+    """Holds the milliseconds of the median and the longest step, and of the collections during them."""
     num_blocks = _REQUESTS * ((_INPUT_LEN + _OUTPUT_LEN) // 16 + 2)
     config = EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
@@ -65,7 +64,7 @@ def run_steps(num_steps: int, *, freeze: bool) -> dict[str, Any]:
 
 
 class _Load:
-    """Keeps the batch full; who waits came in a burst."""
+    """Keep the batch full; waiting requests came in a burst."""
 
     def __init__(self, client: InprocClient) -> None:
         self._client = client
@@ -82,14 +81,14 @@ class _Load:
     def _add(self) -> None:
         self._num_live += 1
         self._num_added += 1
-        length = _OUTPUT_LEN - self._num_added % 32  # so that they do not end together
+        length = _OUTPUT_LEN - self._num_added % 32  # different lengths, so that they do not end together
         prompt = [(self._num_added * 31 + i) % 30_000 for i in range(_INPUT_LEN)]
         params = SamplingParams(max_tokens=length, seed=0)
         self._client.add_request(EngineCoreRequest(f"{self._num_added}", prompt, params))
 
 
 class _Pauses:
-    """Milliseconds of every collection while it is entered, by generation."""
+    """Records the milliseconds of every collection inside its context, by generation."""
 
     def __init__(self) -> None:
         self.of_generation: tuple[list[float], list[float], list[float]] = ([], [], [])
@@ -109,7 +108,7 @@ class _Pauses:
 
 
 def main() -> None:
-    """Prints a line for each way."""
+    """Print a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,18 +1,20 @@
-"""What weights of four bits would gain: PyTorch's product of packed int4 weights beside our bfloat16 and int8 layers.
+"""Measures what 4-bit weights would gain: PyTorch's packed int4 product next to our bfloat16 and int8 layers.
 
-``python -m tokenloom.bench.engine.int4_linear``: the linear layers of qwen3-0.6b's blocks, more than a cache holds, in
-turns.
+``python -m tokenloom.bench.engine.int4_linear`` runs the linear layers of qwen3-0.6b's blocks, more than a cache holds,
+in turns.
 """
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
-from tokenloom.gpu_worker.layers.packed_linear import PackedLinear
+from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
 
 SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 """[inputs, outputs]: queries, keys and values; attention's output; gate and up; down."""
@@ -21,7 +23,7 @@ Layer = Callable[[Tensor], Tensor]
 
 
 class Int4Linear:
-    """Weights [out, in] rounded to 16 levels between the least and the largest of each ``group`` inputs."""
+    """Rounds weights [out, in] to 16 levels between the least and the largest of each ``group`` inputs."""
 
     def __init__(self, weight: Tensor, group: int) -> None:
         outputs, inputs = weight.shape
@@ -30,7 +32,7 @@ class Int4Linear:
         scales = (largest - least).clamp(min=1e-6) / (_LEVELS - 1)
         levels = ((grouped - least[..., None]) / scales[..., None]).round().clamp(0, _LEVELS - 1)
         self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.view(outputs, inputs).int(), 1)
-        # A level's worth, and what the middle level stands for.
+        # The size of a level, and the value of the middle level.
         middle = least + scales * (_LEVELS // 2)
         self._scales = torch.stack((scales.t(), middle.t()), dim=2).to(torch.bfloat16).contiguous()
         self._group = group
@@ -41,12 +43,13 @@ class Int4Linear:
 
 
 def make_layers(blocks: int, groups: Sequence[int]) -> dict[str, list[Layer]]:
-    """By kind, the layers of so many blocks, with random weights."""
+    """Make the layers of so many blocks with random weights, by kind."""
     layers: dict[str, list[Layer]] = {kind: [] for kind in ("bfloat16", "int8", *map(_kind, groups))}
+    packs = can_pack(torch.device("cpu"), torch.bfloat16)
     for _ in range(blocks):
         for inputs, outputs in SHAPES:
             weight = (torch.randn(outputs, inputs) * 0.02).to(torch.bfloat16)
-            layers["bfloat16"].append(PackedLinear(weight))
+            layers["bfloat16"].append(PackedLinear(weight) if packs else partial(F.linear, weight=weight))
             layers["int8"].append(Int8Linear(weight))
             for group in groups:
                 layers[_kind(group)].append(Int4Linear(weight, group))
@@ -58,7 +61,7 @@ def _kind(group: int) -> str:
 
 
 def run(layers: dict[str, list[Layer]], rows: int, rounds: int) -> dict[str, float]:
-    """Least µs of one block, by kind; the kinds take turns."""
+    """Return the least µs of one block, by kind; the kinds take turns."""
     inputs = [torch.randn(rows, inputs).to(torch.bfloat16) for inputs, _ in SHAPES]
     least = dict.fromkeys(layers, float("inf"))
     for _ in range(rounds):
@@ -72,7 +75,7 @@ def run(layers: dict[str, list[Layer]], rows: int, rounds: int) -> dict[str, flo
 
 
 def main() -> None:
-    """Prints a line for each number of rows."""
+    """Print a line for each number of rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--groups", type=int, nargs="+", default=[32, 64, 128])

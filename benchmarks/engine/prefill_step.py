@@ -1,4 +1,4 @@
-"""How near the computation of a prompt comes to the rate at which this machine multiplies matrices of its shapes."""
+"""Measures how close a prompt's computation comes to the machine's rate for matrix products of its shapes."""
 
 import statistics
 import time
@@ -26,22 +26,22 @@ _PROBE_SECONDS = 0.7
 
 @dataclass(frozen=True)
 class PrefillOptions:
-    """What is computed."""
+    """Says what is computed."""
 
     model: Path
     lengths: tuple[int, ...] = (512, 2048)
-    """Of the prompts; each is computed in one step."""
+    """The lengths of the prompts; each is computed in one step."""
     repeats: int = 3
     dtype: str = "auto"
     threads: int = 0
-    """0: as many as there are cores."""
+    """0: one for each core."""
     attention_backend: str = ""
     """Empty: the default."""
 
 
 def run_prefill(options: PrefillOptions) -> list[dict[str, Any]]:
-    """A row for each length that the model has room for; products are timed before and after each, with as many rows
-    as the prompt has tokens."""
+    """Return a row for each length that fits into the context. Products are timed before and after each, with as many
+    rows as the prompt has tokens."""
     threads = options.threads or torch.get_num_threads()
     config = load_model_config(options.model, options.dtype)
     lengths = [length for length in options.lengths if length < config.max_model_len]
@@ -55,7 +55,7 @@ def run_prefill(options: PrefillOptions) -> list[dict[str, Any]]:
 
 
 def prefill_flops(model: Path, config: ModelConfig, length: int) -> int:
-    """Of a prompt: every weight of the layers at every token, the output layer at the last, causal attention."""
+    """Return the floating-point operations of a prompt: layers at every token, output layer at the last, attention."""
     output = embedding_bytes(config) // config.dtype.itemsize
     layers = weight_bytes(model, config) // config.dtype.itemsize - output
     pairs = length * (length + 1) // 2
@@ -64,7 +64,8 @@ def prefill_flops(model: Path, config: ModelConfig, length: int) -> int:
 
 
 def gemm_rate(config: ModelConfig, rows: int, seconds: float = _PROBE_SECONDS) -> float:
-    """Floating-point operations a second of an MLP's two products, packed as the model's are, over so many rows."""
+    """Return the floating-point operations a second of an MLP's two products over so many rows, packed as in the
+    model."""
     hidden, inner = config.hidden_size, config.intermediate_size
     with torch.inference_mode():
         up = make_linear(torch.randn(2 * inner, hidden).to(config.dtype))

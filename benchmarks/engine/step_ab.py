@@ -1,8 +1,8 @@
-"""Whether a change makes steps slower: two trees side by side, in turns, CPU time of a step beside the model.
+"""Measures whether a change makes steps slower: the CPU time of a step without its model, for two trees in turns.
 
 ``python -m benchmarks.engine.step_ab --base TREE`` compares against the checkout at TREE (``git worktree add``). Each
 pair measures both trees one right after the other and the order alternates, so what slows the machine slows both; what
-counts is the median over the pairs of their ratios. Ends with status 1 where that is above the limit.
+counts is the median over the pairs of their ratios. It ends with status 1 if that is above the limit.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _HERE = Path(__file__).resolve().parent
 
 
 class Tree:
-    """A checkout whose steps are measured in a process of its own. A context manager."""
+    """Measures the steps of a checkout in a process of its own. A context manager."""
 
     def __init__(self, path: Path) -> None:
         self._stack = ExitStack()
@@ -37,13 +37,13 @@ class Tree:
         )
 
     def measure(self, rows: int, sampling: str, steps: int) -> float:
-        """CPU µs of a step. Raises ``RuntimeError`` when the process ended."""
+        """Return the CPU µs of a step. Raises ``RuntimeError`` if the process ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(rows, sampling, steps, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError("the measuring process ended; what it says is above")
+            raise RuntimeError("the measuring process ended; its output is above")
         return float(answer)
 
     def __enter__(self) -> "Tree":
@@ -56,7 +56,7 @@ class Tree:
 
 
 def compare(base: Tree, ours: Tree, rows: int, sampling: str, *, pairs: int, steps: int) -> dict[str, Any]:
-    """Medians of both, and of the ratio of ours to base over the pairs, with its quartiles."""
+    """Return the medians of both, and the median and quartiles of the ratio ours / base over the pairs."""
     for tree in (base, ours):
         tree.measure(rows, sampling, steps)  # the first builds and warms up
     measured = []
@@ -77,15 +77,15 @@ def compare(base: Tree, ours: Tree, rows: int, sampling: str, *, pairs: int, ste
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a JSON line for each case; returns the exit status."""
+    """Print a JSON line for each case and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="checkout to compare with")
     parser.add_argument("--ours", type=Path, default=_HERE.parents[1], help="checkout under test [this one]")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=40, help="of each measurement [40]")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each measurement [40]")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--sampling", nargs="+", default=["greedy", "top-p"])
-    parser.add_argument("--limit", type=float, default=0.02, help="how much slower is too slow [0.02]")
+    parser.add_argument("--limit", type=float, default=0.02, help="fail above this slowdown [0.02]")
     options = parser.parse_args(arguments)
     is_slower = False
     with Tree(options.base) as base, Tree(options.ours) as ours:

@@ -1,7 +1,7 @@
-"""A whole step beside the model, in one process: schedule, batch preparation, sampling, update.
+"""Runs whole steps in one process with a stub for the model: schedule, batch preparation, sampling, update.
 
-A stub stands in the model's place, so that what a change costs is not lost beside it. Run as a script it measures on
-demand for :mod:`.step_ab`, against whatever ``tokenloom`` its path names, back to the first version.
+A real model would hide what a change costs. Run as a script, the module measures on demand for :mod:`.step_ab`,
+against the ``tokenloom`` that its path names.
 """
 
 import gc
@@ -24,15 +24,15 @@ _CONTEXT = 64
 _WARM_STEPS = 30
 _MAX_MODEL_LEN = 8192
 VOCABULARY = 1024
-"""Small: the pass over the logits would hide the rest."""
+"""Small, because the pass over the logits would hide the rest."""
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "top-p": {"temperature": 1.0, "top_p": 0.9}}
 
 
 class StepLoop:
-    """So many requests that decode, none of them ever at an end."""
+    """Runs so many decoding requests, none of which ends."""
 
     def __init__(self, rows: int, sampling: str) -> None:
-        """``sampling``: one of ``SAMPLING``."""
+        """``sampling`` is one of ``SAMPLING``."""
         budget = max(rows, 2048)
         config = EngineConfig(
             worker=WorkerConfig(model=""),
@@ -51,9 +51,9 @@ class StepLoop:
         assert len(outputs) == rows
 
     def measure(self, steps: int) -> float:
-        """CPU µs of a step, the median over ``steps``."""
+        """Return the CPU µs of a step, the median over ``steps``."""
         self._num_tokens += steps
-        assert _CONTEXT + self._num_tokens < _MAX_MODEL_LEN, "measured so often that the contexts are full"
+        assert _CONTEXT + self._num_tokens < _MAX_MODEL_LEN, "too many measurements: the contexts are full"
         gc.collect()
         gc.freeze()
         spent = []
@@ -76,7 +76,7 @@ def _executor(worker: Any) -> Any:
 
 
 class _Worker:
-    """The model runner over a model without layers."""
+    """Runs the model runner with a model without layers."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
@@ -94,7 +94,7 @@ class _Worker:
         self._runner: Any = ModelRunner(model, backend, batch, num_blocks)
 
     def execute_model(self, scheduled: Any) -> Any:
-        return self._runner.execute(scheduled)  # once it returned the tokens, too
+        return self._runner.execute(scheduled)  # also after it returned the tokens
 
     def sample_tokens(self, grammar: Any) -> Any:
         return self._runner.sample(grammar)
@@ -121,7 +121,7 @@ class _Model:
 
 
 def main() -> None:
-    """Answers each line ``ROWS SAMPLING STEPS`` of standard input with the CPU µs of a step."""
+    """Answer each line ``ROWS SAMPLING STEPS`` of standard input with the CPU µs of a step."""
     torch.set_num_threads(1)
     loops: dict[tuple[str, str], StepLoop] = {}
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""What a step costs in Python beside the model: schedule, batch preparation, update."""
+"""Measures what a step costs in Python without the model: schedule, batch preparation, update."""
 
 import gc
 import time
@@ -20,21 +20,21 @@ _BLOCK = 16
 _VOCABULARY = 32_000
 _WARM_STEPS = 20
 PARTS = ("schedule", "prepare", "update")
-"""Scheduler, worker's input batch, scheduler: in the order of a step."""
+"""The parts of a step in their order: scheduler, the worker's input batch, scheduler."""
 
 
 @dataclass(frozen=True)
 class OverheadOptions:
-    """So many requests decode at once."""
+    """How many requests decode at once."""
 
     requests: int = 256
     context: int = 128
-    """Prompt tokens of each."""
+    """How many prompt tokens each request has."""
     steps: int = 200
 
 
 def run_overhead(options: OverheadOptions) -> dict[str, Any]:
-    """Median and 99th percentile µs of each part over the steps; a stub stands in the model's place."""
+    """Return the median and 99th percentile µs of each part over the steps; a stub replaces the model."""
     loop = _Loop(options)
     for _ in range(loop.num_prefill_steps + _WARM_STEPS):
         loop.step()
@@ -52,7 +52,7 @@ def run_overhead(options: OverheadOptions) -> dict[str, Any]:
 
 
 class _Loop:
-    """A scheduler and an input batch, and between them a model that answers at once."""
+    """Joins a scheduler and an input batch with a model that answers at once."""
 
     def __init__(self, options: OverheadOptions) -> None:
         budget = max(8192, options.requests)
@@ -72,7 +72,7 @@ class _Loop:
             self._scheduler.add_request(EngineCoreRequest(f"{index}", prompt.token_ids, sampling))
 
     def step(self) -> tuple[int, int, int]:
-        """Nanoseconds of each of `PARTS`."""
+        """Run a step and return the nanoseconds of each of `PARTS`."""
         started = time.perf_counter_ns()
         scheduled = self._scheduler.schedule()
         planned = time.perf_counter_ns()
@@ -83,7 +83,7 @@ class _Loop:
         return planned - started, prepared - planned, time.perf_counter_ns() - prepared
 
     def _prepare(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """All that the model runner does on this side of the model."""
+        """Do what the model runner does before and after the model."""
         batch = self._batch
         batch.update(scheduled)
         inputs = batch.prepare(scheduled.num_scheduled_tokens)

@@ -1,4 +1,4 @@
-"""What `bench step` shows."""
+"""Makes the tables of `bench step`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _DECODE = (
 
 
 def decode_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """How near decode steps come to (weights + KV) / bandwidth."""
+    """Show how close decode steps come to (weights + KV) / bandwidth."""
     table = Table(title="Decode step", title_justify="left", title_style="bold")
     for column in _DECODE:
         table.add_column(column, justify="right")
@@ -37,7 +37,7 @@ def decode_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def prefill_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """How near prompts come to the rate of matrix products."""
+    """Show how close prompts come to the rate of matrix products."""
     table = Table(title="Prefill step", title_justify="left", title_style="bold")
     for column in ("tokens", "step ms", "tokens/s", "GFLOP/s", "products before / after", "share of products"):
         table.add_column(column, justify="right")
@@ -54,7 +54,7 @@ def prefill_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def memory_table(memory: Mapping[str, Any]) -> Table:
-    """What the engine's process holds against weights, KV pool and an allowance."""
+    """Show the memory of the engine's process next to weights, KV pool and an allowance."""
     table = Table(title="Memory of the engine, MB", title_justify="left", title_style="bold")
     names = {"rss_bytes": "resident", "packed_weight_bytes": "packed weights", "kv_pool_bytes": "KV pool"}
     for column in (*names.values(), "allowance", "share of the sum"):
@@ -65,7 +65,7 @@ def memory_table(memory: Mapping[str, Any]) -> Table:
 
 
 def attention_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Decode attention of one layer beside vLLM's operation."""
+    """Show the decode attention of one layer next to vLLM's operation."""
     table = Table(title="Decode attention of a layer", title_justify="left", title_style="bold")
     for column in ("requests", "ours µs", "vLLM µs", "ratio"):
         table.add_column(column, justify="right")
@@ -76,8 +76,8 @@ def attention_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def overhead_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Python's share of a step."""
-    table = Table(title="Beside the model, µs a step (median / p99)", title_justify="left", title_style="bold")
+    """Show Python's share of a step."""
+    table = Table(title="Without the model, µs a step (median / p99)", title_justify="left", title_style="bold")
     for column in ("requests", "context", "schedule", "batch preparation", "update", "schedule + update"):
         table.add_column(column, justify="right")
     for row in rows:

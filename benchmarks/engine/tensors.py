@@ -1,10 +1,10 @@
-"""How an array gets from one process of an engine to another: a frame of a ZMQ message, against shared memory.
+"""Compares two ways to move an array between an engine's processes: a frame of a ZMQ message, and shared memory.
 
     python -m tokenloom.bench.engine.tensors
 
 An array is sent as a client sends it to its core; the other process adds it up and answers. Both ways take turns, array
-by array, so that a disturbance meets both. Held is how long the sender could do nothing else: for a frame ZMQ's thread
-copies, in shared memory the sender itself does.
+by array, so that a disturbance affects both. Held is how long the sender is blocked: ZMQ's thread copies a frame, but
+the sender itself copies into shared memory.
 """
 
 import argparse
@@ -30,31 +30,31 @@ from tokenloom.engine_core.wire.serialization import Decoder
 SIZES_KIB = (16, 32, 64, 128, 256, 1024, 8192, 32768)
 WAYS = ("frame", "shared memory")
 _WARM_UP = 3
-"""Rounds that do not count: pages are touched, buffers made."""
+"""Rounds that do not count, in which pages are touched and buffers are allocated."""
 
 Socket = zmq.Socket[bytes]
 
 
 class Message(msgspec.Struct, array_like=True):
-    """What is sent."""
+    """Says what is sent."""
 
     rows: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One size, one way; medians."""
+    """Holds the medians of one size and one way."""
 
     kib: int
     way: str
     ms: float
-    """Until the answer."""
+    """Time until the answer."""
     held_ms: float
-    """Until the sender went on."""
+    """Time until the sender could continue."""
 
 
 def measure(sizes_kib: Sequence[int], rounds: int) -> list[Result]:
-    """Sends an array of each size ``rounds`` times each way."""
+    """Send an array of each size ``rounds`` times each way."""
     results = []
     with _receiver(max(sizes_kib) << 11) as (socket, arena):
         sender = FrameSender(socket)
@@ -90,10 +90,10 @@ def _send(
 
 @contextlib.contextmanager
 def _receiver(arena_bytes: int) -> Iterator[tuple[Socket, ArrayArena]]:
-    """A process that answers with sums."""
-    arena = ArrayArena(arena_bytes, min_bytes=0)  # what the least should be is what this measures
+    """Runs a process that answers with sums."""
+    arena = ArrayArena(arena_bytes, min_bytes=0)  # this benchmark measures what the least size should be
     if (arrays := arena.address) is None:
-        raise SystemExit("there is no shared memory here")
+        raise SystemExit("this system has no shared memory")
     with (
         tempfile.TemporaryDirectory(prefix="tl-tensors-") as directory,
         zmq.Context() as context,
@@ -113,19 +113,19 @@ def _receiver(arena_bytes: int) -> Iterator[tuple[Socket, ArrayArena]]:
 
 
 def receive(address: str, arrays: ArenaAddress) -> None:
-    """Answers until it is killed."""
+    """Answer until the process is killed."""
     decoder = Decoder(Message, ArenaReader(arrays))
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)
         while True:
             message = decoder.decode(receive_frames(socket, num_small=1))
             answer = repr(float(message.rows.sum()))
-            del message  # with the array its region is given back, before the sender can look
+            del message  # dropping the array returns its region before the sender can look
             socket.send(answer.encode())
 
 
 def show(results: list[Result]) -> None:
-    """A line for each size."""
+    """Make a line for each size."""
     print(f"  {'KiB':>6}{'frame ms':>10}{'held':>8}{'shared ms':>11}{'held':>8}{'shared / frame':>16}")
     for frame, shared in zip(results[::2], results[1::2], strict=True):
         line = f"  {frame.kib:>6}{frame.ms:>10.3f}{frame.held_ms:>8.3f}{shared.ms:>11.3f}{shared.held_ms:>8.3f}"
@@ -135,7 +135,7 @@ def show(results: list[Result]) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", type=int, nargs="+", default=SIZES_KIB, help="sizes of the array")
-    parser.add_argument("--rounds", type=int, default=50, help="arrays of each size and way")
+    parser.add_argument("--rounds", type=int, default=50, help="how many arrays of each size each way sends")
     parser.add_argument("--json", action="store_true", help="print results as JSON instead of a table")
     parser.add_argument("--receive", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--arena", help=argparse.SUPPRESS)

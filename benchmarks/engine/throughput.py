@@ -1,4 +1,4 @@
-"""``bench throughput``: the offline API on one batch of prompts."""
+"""Runs ``bench throughput``: the offline API on one batch of prompts."""
 
 import dataclasses
 import time
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it imports torch
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """What to load, and with what."""
+    """Says which model to load, and with which prompts."""
 
     model: str
     dataset: DatasetOptions
@@ -26,8 +26,8 @@ class ThroughputOptions:
 
 
 def run_throughput(options: ThroughputOptions) -> dict[str, Any]:
-    """Loads the model, computes one short prompt, then times the batch. Greedy; end-of-sequence is ignored."""
-    # Here: torch is imported by this command only.
+    """Load the model, compute one short prompt, then time the batch, greedily and ignoring end-of-sequence."""
+    # Imported here, because only this command needs torch.
     from tokenloom import LLM, SamplingParams
 
     llm = LLM(options.model, **options.llm)
@@ -61,7 +61,7 @@ def run_throughput(options: ThroughputOptions) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The figures in words."""
+    """Return the figures in words."""
     shown = Table(title=f"Throughput of {report['model']}", title_justify="left", title_style="bold", show_header=False)
     shown.add_column()
     shown.add_column(justify="right")

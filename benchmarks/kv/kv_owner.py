@@ -1,4 +1,4 @@
-"""The process whose blocks ``bench kv`` reads: the other side of every way."""
+"""Runs the process whose blocks ``bench kv`` reads: the owner's side of every way."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ from .kv_shape import SHAPES, Shape
 
 
 def transports(ways: list[str]) -> dict[str, KVTransport]:
-    """By the names of the ways: a transport's own name, and behind it, in brackets, what it goes over."""
+    """Maps the names of the ways to transports. A name is a transport's name, with its medium in brackets."""
     made: dict[str, KVTransport] = {}
     for way in ways:
         if way == "socket (tcp)":
@@ -24,12 +24,12 @@ def transports(ways: list[str]) -> dict[str, KVTransport]:
 
 
 def command(shape: Shape, ways: list[str]) -> list[str]:
-    """Starts the owner of a pool of this shape."""
+    """Start the owner of a pool of this shape."""
     return [sys.executable, "-m", __name__, shape.name, str(shape.pool_bytes), *ways]
 
 
 def serve(shape: Shape, ways: list[str]) -> None:
-    """Says where its blocks are, and stays until its input ends."""
+    """Print where the blocks are, and wait until standard input ends."""
     pool = shape.make_pool(shared=True)
     shape.fill(pool)
     served = transports(ways)

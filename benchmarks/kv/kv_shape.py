@@ -1,4 +1,4 @@
-"""Layouts of KV pools whose blocks a benchmark moves."""
+"""Lists the layouts of KV pools whose blocks a benchmark moves."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ from tokenloom.engine_core.kv_transfer.kv_transport import IntArray, KVPool, KVR
 
 @dataclass(frozen=True)
 class Shape:
-    """A pool's layout, and how much of the pool moves at once."""
+    """Describes a pool's layout, and how much of the pool moves at once."""
 
     name: str
     num_regions: int
     block_bytes: int
-    """Of each region."""
+    """The bytes of a block in each region."""
     pool_bytes: int = 256 << 20
 
     @property
@@ -29,12 +29,12 @@ class Shape:
         return KVPool(memory, regions, self.num_blocks, self.name)
 
     def fill(self, pool: KVPool) -> None:
-        """Each block says in every region which it is."""
+        """Write each block's number into every region of it."""
         for region, view in enumerate(pool.views):
             view.view(np.uint32)[:] = (np.arange(self.num_blocks, dtype=np.uint32) * 64 + region)[:, None]
 
     def scatter(self, seed: int) -> IntArray:
-        """A quarter of the blocks, in any order."""
+        """Return a quarter of the blocks, in random order."""
         return np.random.default_rng(seed).permutation(self.num_blocks)[: self.num_blocks // 4]
 
 

@@ -1,7 +1,7 @@
-"""How fast KV blocks move, by every way there is, against a plain ``copy_`` of the same blocks in one process.
+"""Measures how fast KV blocks move by every available way, against a plain ``copy_`` of the same blocks.
 
 The owner of the blocks is a process of its own. Blocks are scattered at random on both sides; every way takes its turn
-in each round, so that a disturbance meets all of them, and each is shown by its median.
+in each round, so that a disturbance affects all of them, and the table shows medians.
 """
 
 import contextlib
@@ -31,26 +31,26 @@ from .kv_shape import SHAPES, Shape
 BASELINE = "copy_"
 OFFLOAD = "offload"
 WAYS = ("shm", "socket (unix)", "socket (tcp)", "nixl", OFFLOAD)
-"""Those with brackets are one transport over two kinds of sockets."""
+"""Names with brackets are one transport over two kinds of sockets."""
 
 Move = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One way of moving one shape's blocks."""
+    """Holds the result of one way of moving one shape's blocks."""
 
     shape: str
     way: str
     gib_per_second: float
     ms: float
-    """Median."""
+    """The median."""
     share: float
-    """Of the plain copy's speed in the same run."""
+    """The share of the plain copy's speed in the same run."""
 
 
 def measure(shape: Shape, ways: list[str], seconds: float) -> list[Result]:
-    """Moves the shape's blocks by each way in turn, for so many seconds each."""
+    """Move the shape's blocks by each way in turn, for so many seconds each."""
     target = shape.make_pool(shared=False)
     with contextlib.ExitStack() as stack:
         moves = {BASELINE: _plain_copy(shape, target)}
@@ -73,7 +73,7 @@ def measure(shape: Shape, ways: list[str], seconds: float) -> list[Result]:
 
 
 def _plain_copy(shape: Shape, target: KVPool) -> Move:
-    """What one process can do at best: a block, all its regions, in each call."""
+    """Copy within one process, the fastest way: one block with all its regions in each call."""
     source = shape.make_pool(shared=False)
     shape.fill(source)
     there, here = torch.from_numpy(source.planes[0]), torch.from_numpy(target.planes[0])
@@ -87,7 +87,7 @@ def _plain_copy(shape: Shape, target: KVPool) -> Move:
 
 
 def _check(shape: Shape, target: KVPool, way: str, move: Move) -> None:
-    """Every byte arrived, and none elsewhere."""
+    """Check that every byte arrived, and none at another place."""
     expected = shape.make_pool(shared=False)
     shape.fill(expected)
     for view in target.views:
@@ -113,7 +113,8 @@ def _moves(shape: Shape, target: KVPool, ways: list[str]) -> Iterator[dict[str, 
             assert owner.stdout is not None
             stack.enter_context(owner.stdout)
             stack.enter_context(owner.stdin)  # closing it ends the owner
-            endpoints = json.loads(next(line for line in owner.stdout if line.startswith("{")))  # nixl prints, too
+            # nixl prints to standard output too
+            endpoints = json.loads(next(line for line in owner.stdout if line.startswith("{")))
             for way, transport in transports.items():
                 stack.callback(transport.close)
                 reader = transport.open(bytes.fromhex(endpoints[way]), shape.name)
@@ -125,7 +126,7 @@ def _moves(shape: Shape, target: KVPool, ways: list[str]) -> Iterator[dict[str, 
 
 @contextlib.contextmanager
 def _offload(shape: Shape, target: KVPool) -> Iterator[Move]:
-    """Reads from the file, which the operating system still has in memory."""
+    """Read from the file, which the operating system still has in memory."""
     source = shape.make_pool(shared=False)
     shape.fill(source)
     ids = shape.scatter(0).tolist()
@@ -156,15 +157,15 @@ def _offload(shape: Shape, target: KVPool) -> Iterator[Move]:
 
 
 def run(ways: Sequence[str], pool_bytes: int, seconds: float, done: Callable[[], object]) -> dict[str, Any]:
-    """All shapes by the ways named (all that work here if none is). Calls ``done`` after each shape.
+    """Measure all shapes by the named ways, or by all that work here. Calls ``done`` after each shape.
 
     Raises:
-        ValueError: A way is not known, or does not work here.
+        ValueError: A way is unknown, or does not work on this machine.
     """
     working = [way for way in WAYS if way != "nixl" or nixl.is_available()]
     known = {*working, *(way.partition(" ")[0] for way in working)}
     if unknown := [way for way in ways if way not in known]:
-        raise ValueError(f"no way {unknown[0]!r} works here; there are {', '.join(working)}")
+        raise ValueError(f"the way {unknown[0]!r} does not work on this machine; available: {', '.join(working)}")
     chosen = [way for way in working if not ways or way in ways or way.partition(" ")[0] in ways]
     torch.set_num_threads(1)
     results = []
@@ -175,7 +176,7 @@ def run(ways: Sequence[str], pool_bytes: int, seconds: float, done: Callable[[],
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """One for each shape."""
+    """Make one table for each shape."""
     shown: dict[str, Table] = {}
     for result in report["results"]:
         table = shown.get(result["shape"])

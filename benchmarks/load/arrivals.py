@@ -1,4 +1,4 @@
-"""Sends prompts at their times and collects how they went."""
+"""Sends prompts at their times and collects the outcomes."""
 
 import asyncio
 import itertools
@@ -17,14 +17,14 @@ Done = Callable[[Outcome], None]
 
 @dataclass(frozen=True)
 class Pace:
-    """When requests begin."""
+    """Says when requests begin."""
 
     request_rate: float = math.inf
-    """Requests a second; infinite: all at once."""
+    """Requests a second; infinite: all begin at once."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of intervals: 1 is a Poisson process, less is burstier."""
+    """The shape of the gamma distribution of intervals: 1 is a Poisson process, less is burstier."""
     max_concurrency: int | None = None
-    """In flight at once; a request whose time has come waits for its turn, and its clock starts with the turn."""
+    """The most requests in flight. A request whose time has come waits for its turn, and its clock starts then."""
     ramp_up: float = 0.0
     """Seconds over which the first `max_concurrency` requests begin when the rate is infinite."""
     seed: int = 0
@@ -32,14 +32,14 @@ class Pace:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """All requests in the order of the prompts, and the seconds from the first one's start to the last one's end."""
+    """Holds all requests in the order of the prompts, and the seconds from the first start to the last end."""
 
     outcomes: list[Outcome]
     seconds: float
 
 
 def arrival_times(count: int, pace: Pace) -> list[float]:
-    """Seconds since the start at which each request's time comes, ascending."""
+    """Return the ascending seconds since the start at which the requests begin."""
     if math.isinf(pace.request_rate):
         width = min(count, pace.max_concurrency or count)
         return [min(i / width, 1.0) * pace.ramp_up for i in range(count)]
@@ -50,7 +50,7 @@ def arrival_times(count: int, pace: Pace) -> list[float]:
 
 
 async def run_load(client: Client, prompts: Sequence[Prompt], pace: Pace, on_done: Done | None = None) -> LoadResult:
-    """Runs all of them; ``on_done`` is called with each outcome as it comes."""
+    """Run all of them; ``on_done`` is called with each outcome as it arrives."""
     places = asyncio.Semaphore(pace.max_concurrency or len(prompts) or 1)
     started = time.perf_counter()
 

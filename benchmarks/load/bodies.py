@@ -1,4 +1,4 @@
-"""What a request's JSON body says, for completions and for chat."""
+"""Makes the JSON bodies of requests, for completions and for chat."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from .datasets import Prompt
 
 
 class Backend(StrEnum):
-    """Which of OpenAI's endpoints."""
+    """Names one of OpenAI's endpoints."""
 
     OPENAI = "openai"
     OPENAI_CHAT = "openai-chat"
@@ -23,11 +23,11 @@ class Backend(StrEnum):
 
 @dataclass(frozen=True)
 class CompletionBody:
-    """Token ids as they are: no server spends time on a tokenizer that another is spared."""
+    """Sends plain token ids, so that no server spends time on a tokenizer."""
 
     model: str
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """More members, as ``{"temperature": 0}``."""
+    """Further members, such as ``{"temperature": 0}``."""
 
     def __call__(self, prompt: Prompt) -> dict[str, Any]:
         return {
@@ -42,7 +42,7 @@ class CompletionBody:
 
 @dataclass(frozen=True)
 class ChatBody:
-    """One turn of a user, whose text is the prompt's tokens."""
+    """Sends one user turn whose text consists of the prompt's tokens."""
 
     model: str
     tokenizer: Tokenizer

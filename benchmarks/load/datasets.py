@@ -1,4 +1,4 @@
-"""Synthetic prompts: token ids, so that lengths are exact and every server gets the same ones."""
+"""Makes synthetic prompts of token ids, so that lengths are exact and every server gets the same prompts."""
 
 import random
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 _EDGE = 10
-"""Ids at both ends of a vocabulary that are left out: special tokens live there."""
+"""How many ids at both ends of a vocabulary are left out, because special tokens are there."""
 
 
 class DatasetName(StrEnum):
-    """Kinds of load."""
+    """Names the kinds of load."""
 
     RANDOM = "random"
     SHARED_PREFIX = "shared-prefix"
@@ -19,17 +19,17 @@ class DatasetName(StrEnum):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request to be made."""
+    """Describes one request."""
 
     token_ids: list[int]
     max_tokens: int
     kind: str = ""
-    """Which part of a mixed load; measured apart as well."""
+    """The part of a mixed load that it belongs to; parts are also reported separately."""
 
 
 @dataclass(frozen=True)
 class DatasetOptions:
-    """Lengths in tokens."""
+    """Holds lengths in tokens."""
 
     name: DatasetName = DatasetName.RANDOM
     num_prompts: int = 100
@@ -38,24 +38,25 @@ class DatasetOptions:
     range_ratio: float = 0.0
     """Lengths are drawn from [(1 - ratio) · length, (1 + ratio) · length]."""
     prefix_len: int = 512
-    """Shared-prefix: tokens that prompts have in common, before their own `input_len`."""
+    """Shared-prefix: how many tokens prompts have in common, before their own `input_len`."""
     num_prefixes: int = 1
     long_share: float = 0.2
-    """Mixed: share of the long prompts; the others are chats of `input_len` and `output_len`."""
+    """Mixed: the share of the long prompts; the others are chats of `input_len` and `output_len`."""
     long_input_len: int = 1500
     long_output_len: int = 16
     seed: int = 0
 
 
 def make_prompts(options: DatasetOptions, vocab_size: int) -> list[Prompt]:
-    """The same prompts for the same options. Raises ``ValueError`` for lengths and shares that make no sense."""
+    """Make prompts; the same options give the same prompts. Raises ``ValueError`` for lengths and shares that make no
+    sense."""
     _check(options, vocab_size)
     source = _Source(random.Random(f"{options.name}/{options.seed}"), vocab_size, options.range_ratio)
     return _MAKERS[options.name](options, source)
 
 
 class _Source:
-    """Draws lengths and ids."""
+    """Draws lengths and token ids."""
 
     def __init__(self, generator: random.Random, vocab_size: int, range_ratio: float) -> None:
         self.random = generator
@@ -112,7 +113,7 @@ _MAKERS: dict[DatasetName, Callable[[DatasetOptions, _Source], list[Prompt]]] = 
 
 def _check(options: DatasetOptions, vocab_size: int) -> None:
     if vocab_size < 2:
-        raise ValueError(f"a vocabulary of {vocab_size} has no tokens to draw from")
+        raise ValueError(f"a vocabulary of {vocab_size} has no ordinary tokens to draw from")
     for name in ("num_prompts", "input_len", "output_len", "num_prefixes", "long_input_len", "long_output_len"):
         if getattr(options, name) < 1:
             raise ValueError(f"{name} is {getattr(options, name)}; it must be at least 1")

@@ -1,4 +1,4 @@
-"""One streamed answer as the client sees it: server-sent events in, times and counts out."""
+"""Reads one streamed answer as a client does: server-sent events go in, times and counts come out."""
 
 from dataclasses import dataclass, field
 
@@ -26,7 +26,7 @@ class _Error(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event; msgspec skips the rest without making objects of it."""
+    """Names the fields of an event that are read; msgspec skips the others without making objects."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -39,31 +39,31 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 @dataclass
 class Outcome:
-    """How one request went. Seconds; ``start`` since the run began."""
+    """Holds the outcome of one request, in seconds; ``start`` counts from the beginning of the run."""
 
     start: float
     kind: str = ""
     input_tokens: int = 0
     output_tokens: int = 0
     ttft: float = 0.0
-    """From sending to the first output."""
+    """Time from sending to the first output."""
     latency: float = 0.0
-    """From sending to the last output."""
+    """Time from sending to the last output."""
     itl: list[float] = field(default_factory=list)
-    """Between one output and the next; an output may carry more than one token."""
+    """Times between consecutive outputs; an output may carry more than one token."""
     timeline: dict[str, float | str] = field(default_factory=dict)
-    """Where the server says that the time went, in ms, if it was asked and can tell."""
+    """The server's own breakdown of the time, in ms, if it was asked for one and has it."""
     error: str = ""
-    """Empty: it went well."""
+    """Empty: the request succeeded."""
 
     @property
     def tpot(self) -> float | None:
-        """Mean time per token after the first; None for a single token."""
+        """Return the mean time per token after the first; None for a single token."""
         return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 class AnswerReader:
-    """Takes the bytes of an event stream as they come; ``now`` is on one clock with ``sent``."""
+    """Parses the bytes of an event stream as they arrive; ``now`` and ``sent`` are on one clock."""
 
     def __init__(self, outcome: Outcome, sent: float) -> None:
         self.outcome = outcome
@@ -74,14 +74,14 @@ class AnswerReader:
         self._rest = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes what arrived at ``now``."""
+        """Parse what arrived at ``now``."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._take(line[5:].strip(), now)
 
     def end(self) -> None:
-        """The response is complete."""
+        """Return the outcome of the complete response."""
         outcome = self.outcome
         if not outcome.error and not self._num_outputs:
             outcome.error = "the stream ended without an output"
@@ -113,7 +113,7 @@ class AnswerReader:
 
 
 def _has_output(choice: _Choice) -> bool:
-    """A completion's event stands for tokens, also when their text is held back; a chat's may only name the role."""
+    """Return whether an event stands for tokens. A completion's always does; a chat's may only name the role."""
     if choice.delta is None:
         return choice.text is not None
     return bool(choice.delta.content or choice.delta.reasoning_content)

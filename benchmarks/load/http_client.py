@@ -1,4 +1,4 @@
-"""A streaming client for OpenAI's HTTP API that costs little: one protocol object per connection, no HTTP library above
+"""Streams requests to OpenAI's HTTP API at little cost: one protocol object per connection and no HTTP library above
 the parser, so that a mesh can be loaded from the cores that it runs on."""
 
 import asyncio
@@ -17,16 +17,16 @@ from .events import AnswerReader, Outcome
 
 _encode = msgspec.json.Encoder().encode
 _ERROR_BYTES = 500
-"""How much of a refusal is kept."""
+"""How many bytes of a refusal are kept."""
 
 
 class ConnectionLost(Exception):
-    """The server closed the connection before its answer was complete."""
+    """Raised when the server closes the connection before its answer is complete."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go."""
+    """Says where requests go."""
 
     host: str
     port: int
@@ -36,7 +36,8 @@ class Endpoint:
 
     @classmethod
     def of(cls, base_url: str, path: str, api_key: str = "") -> "Endpoint":
-        """``base_url`` as ``http://host:port``, with or without ``/v1``. Raises ``ValueError`` for another form."""
+        """Parse a base URL of the form ``http://host:port``, with or without ``/v1``. Raises ``ValueError``
+        otherwise."""
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"base URL {base_url!r} must be http://host:port or https://host:port")
@@ -45,7 +46,7 @@ class Endpoint:
         return cls(url.hostname, port, url.scheme == "https", prefix + path, api_key)
 
     def head(self, length: int) -> bytes:
-        """The request line and headers of a POST."""
+        """Return the request line and headers of a POST."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key else ""
         return (
@@ -58,16 +59,16 @@ class Body(Protocol):
     """Makes the JSON body of a request."""
 
     def __call__(self, prompt: Prompt) -> Mapping[str, Any]:
-        """The body for one prompt."""
+        """Return the body for one prompt."""
 
 
 class Client:
-    """Streams requests over connections that are kept and used again. Use as ``async with``."""
+    """Streams requests over reused connections. Use it as ``async with``."""
 
     def __init__(self, endpoint: Endpoint, body: Body) -> None:
         self._endpoint = endpoint
         self._body = body
-        self._idle: list[_Connection] = []  # no more than requests have been in flight at once
+        self._idle: list[_Connection] = []  # at most as many as requests were in flight at once
         self._tls = ssl.create_default_context() if endpoint.tls else None
 
     async def __aenter__(self) -> "Client":
@@ -79,7 +80,7 @@ class Client:
         self._idle.clear()
 
     async def stream(self, prompt: Prompt, run_started: float) -> Outcome:
-        """Sends one request and reads its answer to the end; a failure is told in the outcome, not raised."""
+        """Send one request and read its answer to the end. The outcome holds a failure; none is raised."""
         body = _encode(self._body(prompt))
         request = self._endpoint.head(len(body)) + body
         sent = time.perf_counter()
@@ -100,7 +101,7 @@ class Client:
             except ConnectionLost:
                 if connection.answered:
                     raise
-                # The server had given the idle connection up just then; nobody has seen the request.
+                # The server closed the idle connection at that moment, so the request was not seen.
         await self._exchange_on(await self._connect(), request, reader)
 
     async def _exchange_on(self, connection: "_Connection", request: bytes, reader: AnswerReader) -> None:
@@ -130,11 +131,11 @@ class Client:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time; httptools calls the ``on_…`` methods from within :meth:`data_received`."""
+    """Handles one request at a time; httptools calls the ``on_…`` methods from within :meth:`data_received`."""
 
     def __init__(self) -> None:
         self.answered = False
-        """Whether anything of the present answer has come."""
+        """Whether any part of the current answer has arrived."""
         self.reusable = False
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
@@ -145,7 +146,7 @@ class _Connection(asyncio.Protocol):
         self._now = 0.0
 
     async def exchange(self, request: bytes, reader: AnswerReader) -> None:
-        """Sends the request and returns when the answer is complete. Raises ``ConnectionLost``."""
+        """Send the request and return when the answer is complete. Raises ``ConnectionLost``."""
         assert self._transport is not None
         self.answered = self.reusable = False
         self._parser = httptools.HttpResponseParser(self)

@@ -1,4 +1,4 @@
-"""Goodput: only requests that meet their service level objectives count."""
+"""Computes goodput, which counts only requests that meet their service level objectives."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,13 +10,13 @@ _MEASURES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True)
 class Objectives:
-    """Bounds in milliseconds by measure; none: every request that went well is good."""
+    """Maps measures to bounds in milliseconds. Without any, every successful request is good."""
 
     bounds: dict[str, float]
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> "Objectives":
-        """From ``ttft:500`` and the like; several in one text are parted by spaces or commas. Raises ``ValueError``."""
+        """Parse bounds such as ``ttft:500``, separated by spaces or commas. Raises ``ValueError``."""
         bounds = {}
         for text in " ".join(texts).replace(",", " ").split():
             name, _, value = text.partition(":")
@@ -29,6 +29,6 @@ class Objectives:
         return cls(bounds)
 
     def met_by(self, outcome: Outcome) -> bool:
-        """Whether a request that went well kept all the bounds."""
+        """Return whether a successful request kept all bounds."""
         measured = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
         return all(measured[name] * 1e3 <= bound for name, bound in self.bounds.items())

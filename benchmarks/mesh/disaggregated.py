@@ -1,4 +1,5 @@
-"""``bench disaggregated``: colocated engines against prefill and decode engines, under one mixed load, turn by turn."""
+"""Runs ``bench disaggregated``: colocated engines against prefill and decode engines, under one mixed load, in
+turns."""
 
 import asyncio
 import contextlib
@@ -30,21 +31,21 @@ _POLL_SECONDS = 0.2
 
 
 class ServerBroke(Exception):
-    """A server did not come up; the message ends with what it printed last."""
+    """Raised when a server does not start; the message ends with its last output."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One server of the comparison."""
+    """Describes one server of the comparison."""
 
     name: str
     command: tuple[str, ...]
-    """Starts it in the foreground."""
+    """The command that starts it in the foreground."""
     base_url: str
 
 
 def serve_command(model: str, port: int, *flags: str) -> tuple[str, ...]:
-    """``tokenloom serve`` with this interpreter."""
+    """Return the command ``tokenloom serve`` for this interpreter."""
     return (sys.executable, "-m", "tokenloom.cli.main", "serve", model, "--port", str(port), *flags)
 
 
@@ -54,9 +55,9 @@ async def compare(
     rounds: int,
     on_round: Callable[[str, int], Done],
 ) -> dict[str, list[LoadResult]]:
-    """Starts all servers, then loads one after the other, `rounds` times, each with the same prompts in a round.
+    """Start all servers, then load one after the other, `rounds` times, each with the same prompts in a round.
 
-    Every round has prompts of its own, and servers take turns in going first.
+    Every round has its own prompts, and the order of the servers alternates.
     """
     results: defaultdict[str, list[LoadResult]] = defaultdict(list)
     async with contextlib.AsyncExitStack() as stack:
@@ -73,7 +74,7 @@ async def compare(
 
 
 def report(results: dict[str, list[LoadResult]], options: ServeOptions) -> dict[str, Any]:
-    """All rounds of each contender together."""
+    """Report all rounds of each contender together."""
     merged = {
         name: LoadResult([o for run in runs for o in run.outcomes], sum(run.seconds for run in runs))
         for name, runs in results.items()
@@ -93,7 +94,7 @@ def report(results: dict[str, list[LoadResult]], options: ServeOptions) -> dict[
 
 
 def table(report: dict[str, Any]) -> Table:
-    """Contenders in columns, all requests first, then each kind."""
+    """Show the contenders in columns: all requests first, then each kind."""
     contenders: dict[str, dict[str, Any]] = report["contenders"]
     shown = Table(title="Side by side", title_justify="left", title_style="bold")
     shown.add_column("")
@@ -114,14 +115,14 @@ def table(report: dict[str, Any]) -> Table:
 
 
 def write_plot(path: Path, results: dict[str, list[LoadResult]]) -> None:
-    """Cumulative distributions, a colour for each contender."""
+    """Draw cumulative distributions with a colour for each contender."""
     values = {name: latencies_ms(o for run in runs for o in run.outcomes) for name, runs in results.items()}
     write_cdfs(path, [Panel(text, "ms", {c: v[name] for c, v in values.items()}) for name, text in LATENCIES.items()])
 
 
 @contextlib.asynccontextmanager
 async def running(contender: Contender) -> AsyncIterator[None]:
-    """The server while the block runs; it is ready at the start and gone at the end."""
+    """Run the server during the block; it is ready at the beginning and has ended at the end."""
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
             *contender.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log

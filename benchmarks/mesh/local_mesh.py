@@ -1,4 +1,4 @@
-"""A local mesh for the length of a benchmark, and which of its processes are whose."""
+"""Runs a local mesh during a benchmark, and maps its processes to services."""
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -10,11 +10,12 @@ from tokenloom.supervisor.run import run_mesh
 
 
 class MeshBroke(Exception):
-    """The mesh did not come up or did not last; the message ends with its last lines."""
+    """Raised when the mesh does not start or ends early; the message ends with its last lines."""
 
 
 async def with_mesh(options: MeshOptions, work: Callable[[Mesh], Awaitable[None]]) -> None:
-    """Runs `work` beside a serving mesh. Raises `KeyboardInterrupt` after a signal, `MeshBroke` with the mesh's log."""
+    """Run `work` while a mesh serves. Raises `KeyboardInterrupt` after a signal, and `MeshBroke` with the mesh's
+    log."""
     logs = Tail()
 
     async def once_serving(mesh: Mesh) -> None:
@@ -30,12 +31,12 @@ async def with_mesh(options: MeshOptions, work: Callable[[Mesh], Awaitable[None]
 
 
 def http_url(mesh: Mesh) -> str:
-    """Of the first gateway."""
+    """Return the address of the first gateway."""
     return f"http://{mesh.gateways[0].http}"
 
 
 def pids_by_service(mesh: Mesh) -> dict[str, list[int]]:
-    """The processes of each service, in the order in which a request meets them."""
+    """Return the processes of each service, in the order in which a request reaches them."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for part in mesh.parts:
         if part.state is not None:

@@ -1,4 +1,4 @@
-"""``bench mesh``: the mesh with an engine whose steps only wait, so that every other microsecond is the mesh's own."""
+"""Runs ``bench mesh``: an engine whose steps only wait, so that all other time is spent by the mesh."""
 
 import itertools
 import statistics
@@ -24,32 +24,33 @@ from .local_mesh import http_url, pids_by_service, with_mesh
 
 _NAME = "bench"
 _FLAT_OUT_TOKENS = 40_000
-"""Tokens a second for which a run without a wait is sized."""
+"""The tokens a second for which a run without a wait is sized."""
 _LEAST_REQUESTS = 2
-"""In each place of the batch."""
+"""Requests in each place of the batch."""
 
 
 @dataclass(frozen=True)
 class MeshCase:
-    """One run."""
+    """Describes one run."""
 
     step_ms: float
-    """0: flat out."""
+    """0: the steps do not wait."""
     batch: int
-    """Requests that stream at once."""
+    """How many requests stream at once."""
     seconds: float = 10.0
-    """About how long the run is to take."""
+    """About how long the run takes."""
     input_len: int = 16
     output_len: int = 256
     async_scheduling: bool = False
     frame_interval: float | None = None
-    """The engine's; None: its default."""
+    """The engine's setting; None: its default."""
     waiting: int = 0
-    """Requests beyond the batch: without any, a place is empty from one request's end to the next one's first step."""
+    """Requests beyond the batch. Without them a place stays empty from one request's end to the next one's first
+    step."""
 
     @property
     def num_streams(self) -> int:
-        """In flight at once."""
+        """How many requests are in flight."""
         return self.batch + self.waiting
 
     @property
@@ -63,7 +64,7 @@ class MeshCase:
 
 
 def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
-    """One part of each service around one timed engine that never lacks room."""
+    """Run one part of each service around one timed engine that always has room."""
     blocks = case.batch * (case.input_len + 2 * case.output_len) // 16 + 256
     engine = {
         "worker": "timed",
@@ -89,7 +90,7 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
 
 
 async def run_case(model: Path, case: MeshCase, on_start: Callable[[int], Done]) -> dict[str, Any]:
-    """Starts a mesh, loads it, takes it down. ``on_start``: from the number of requests to what hears of each end."""
+    """Start a mesh, load it and stop it. ``on_start`` maps the number of requests to a callback for each end."""
     prompts = make_prompts(
         DatasetOptions(
             num_prompts=case.num_prompts, input_len=case.input_len, output_len=case.output_len, range_ratio=0.25
@@ -102,7 +103,7 @@ async def run_case(model: Path, case: MeshCase, on_start: Callable[[int], Done])
 
     async def work(mesh: Mesh) -> None:
         async with Client(Endpoint.of(http_url(mesh), "/v1/completions"), body) as client:
-            await run_load(client, prompts[: case.num_streams], Pace())  # warms every part up
+            await run_load(client, prompts[: case.num_streams], Pace())  # warm every part up
             cpu, load = machine.ServiceCpu(pids_by_service(mesh)), machine.Load()
             result = await run_load(client, prompts, pace, on_start(len(prompts)))
             used, memory = cpu.used(), machine.resident_mib(pids_by_service(mesh))
@@ -115,7 +116,7 @@ async def run_case(model: Path, case: MeshCase, on_start: Callable[[int], Done])
 def summarize(
     case: MeshCase, result: LoadResult, cpu_seconds: dict[str, float], resident_mib: dict[str, float]
 ) -> dict[str, Any]:
-    """What the mesh added, in ms, and what a token cost, in µs of CPU by service."""
+    """Report what the mesh added, in ms, and the CPU of a token by service, in µs."""
     good = [outcome for outcome in result.outcomes if not outcome.error]
     tokens = sum(outcome.output_tokens for outcome in good)
     report: dict[str, Any] = {
@@ -145,7 +146,7 @@ def summarize(
 
 
 def steady_rate(outcomes: Sequence[Outcome]) -> float:
-    """Tokens a second while the batch was full: from the first end of a request to the last start of one."""
+    """Return the tokens a second while the batch was full: from the first end of a request to the last start."""
     begin = min((outcome.start + outcome.latency for outcome in outcomes), default=0.0)
     end = max((outcome.start for outcome in outcomes), default=0.0)
     if end <= begin:
@@ -158,8 +159,8 @@ def steady_rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def added_ms(case: MeshCase, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Beyond what the engine's core took: to the first token, between tokens, and at the end of the answer (a lag that
-    grows over a run shows there)."""
+    """Return the time beyond the engine core's own: to the first token, between tokens, and at the end of the answer,
+    where a lag that grows over a run shows."""
     timed = [outcome for outcome in outcomes if outcome.timeline]
     return {
         "added_ttft_ms": [o.ttft * 1e3 - _engine_ms(o, "queued_ms", "prefill_ms") for o in timed],
@@ -169,7 +170,8 @@ def added_ms(case: MeshCase, outcomes: Sequence[Outcome]) -> dict[str, list[floa
 
 
 def lag_by_quarter(outcomes: Sequence[Outcome]) -> list[float]:
-    """Median lag at the end of the answers that ended first, and so on: what does not keep up grows."""
+    """Return the median lag at the end of the answers, in the order of their ends: it grows if the mesh does not keep
+    up."""
     ended = sorted((o for o in outcomes if o.timeline), key=lambda o: o.start + o.latency)
     quarters = [ended[len(ended) * i // 4 : len(ended) * (i + 1) // 4] for i in range(4)]
     return [round(statistics.median(map(_lag_ms, quarter)), 3) for quarter in quarters if quarter]
@@ -184,7 +186,7 @@ def _engine_ms(outcome: Outcome, *names: str) -> float:
 
 
 def tables(reports: Sequence[dict[str, Any]]) -> list[Table]:
-    """Latency and throughput; then CPU and memory by service."""
+    """Make the tables of latency and throughput, then of CPU and memory by service."""
     latency = Table(title="What the mesh adds, ms (median / p99)", title_justify="left", title_style="bold")
     for column in ("step", "batch", "tokens/s", "ideal", "tokens/event", "first token", "between", "at the end"):
         latency.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""``bench serve``: load on any server with OpenAI's API."""
+"""Runs ``bench serve``: load on any server with OpenAI's API."""
 
 import dataclasses
 import json
@@ -24,56 +24,56 @@ from .serve_report import LATENCIES, latencies_ms, summarize
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """One run against one server."""
+    """Describes one run against one server."""
 
     base_url: str
     model: str
-    """The name that the server knows."""
+    """The model's name at the server."""
     backend: Backend = Backend.OPENAI
     endpoint: str = ""
-    """Path; empty: the backend's own."""
+    """The path; empty: the backend's own."""
     api_key: str = ""
     tokenizer: str = ""
     """Directory or hub id of the model's tokenizer; empty: that of `model`."""
     vocab_size: int | None = None
-    """Spares the tokenizer where only token ids are sent."""
+    """Whether to load no tokenizer, because only token ids are sent."""
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     pace: Pace = field(default_factory=Pace)
     num_warmups: int = 0
-    """Requests before the run that are not measured."""
+    """How many requests run first without being measured."""
     objectives: Objectives = field(default_factory=lambda: Objectives({}))
     percents: tuple[float, ...] = (99,)
 
 
 @dataclass(frozen=True)
 class ServeRun:
-    """What came of it."""
+    """Holds the results."""
 
     result: LoadResult
     report: dict[str, Any]
 
     def write_json(self, path: Path, *, detailed: bool = False) -> None:
-        """The report; ``detailed``: with each request's lengths and times, in seconds."""
+        """Return the report; ``detailed`` adds each request's lengths and times, in seconds."""
         report = self.report
         if detailed:
             report = report | {"requests": [dataclasses.asdict(outcome) for outcome in self.result.outcomes]}
         path.write_text(json.dumps(report, indent=2) + "\n")
 
     def write_plot(self, path: Path) -> None:
-        """Cumulative distributions of the latencies."""
+        """Draw cumulative distributions of the latencies."""
         values = latencies_ms(self.result.outcomes)
         write_cdfs(path, [Panel(text, "ms", {"": values[name]}) for name, text in LATENCIES.items()])
 
 
 def prompts_for(options: ServeOptions) -> list[Prompt]:
-    """The run's prompts, of ids that the model's vocabulary has. Raises ``ValueError``."""
+    """Make the run's prompts of ids in the model's vocabulary. Raises ``ValueError``."""
     vocab_size = options.vocab_size or _tokenizer(options).get_vocab_size(with_added_tokens=True)
     return make_prompts(options.dataset, vocab_size)
 
 
 async def run_serve(options: ServeOptions, prompts: list[Prompt], on_done: Done | None = None) -> ServeRun:
-    """Warms up, runs, measures."""
+    """Warm up, run and measure."""
     endpoint = Endpoint.of(options.base_url, options.endpoint or options.backend.path, options.api_key)
     async with Client(endpoint, _body(options)) as client:
         if options.num_warmups:

@@ -1,4 +1,4 @@
-"""What a serving run amounts to, under the names that `vllm bench serve` gives them."""
+"""Summarizes a serving run under the names of `vllm bench serve`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ LATENCIES = {
     "itl_ms": "inter-token latency",
     "e2el_ms": "end-to-end latency",
 }
-"""Measures in milliseconds, and what they are."""
+"""The measures in milliseconds, with their titles."""
 
 
 def latencies_ms(outcomes: Iterable[Outcome]) -> dict[str, list[float]]:
-    """The values of each of `LATENCIES`, of requests that went well."""
+    """Return the values of each of `LATENCIES` for successful requests."""
     good = [outcome for outcome in outcomes if not outcome.error]
     return {
         "ttft_ms": [outcome.ttft * 1e3 for outcome in good],
@@ -31,7 +31,7 @@ def latencies_ms(outcomes: Iterable[Outcome]) -> dict[str, list[float]]:
 
 
 def summarize(result: LoadResult, objectives: Objectives, percents: Sequence[float] = (99,)) -> dict[str, Any]:
-    """Counts, rates per second and latencies; those of each kind apart when the load is mixed."""
+    """Return counts, rates per second and latencies; for a mixed load also those of each kind."""
     report = _summary(result.outcomes, result.seconds, objectives, percents)
     kinds = sorted({outcome.kind for outcome in result.outcomes if outcome.kind})
     if kinds:
@@ -69,7 +69,7 @@ def _summary(
 
 
 def table(report: dict[str, Any], title: str) -> Table:
-    """Latencies in rows; counts and rates in the caption."""
+    """Show latencies in rows, and counts and rates in the caption."""
     rows = {"": report, **report.get("kinds", {})}
     percents = [key.removesuffix("_ttft_ms") for key in report if key.startswith("p") and key.endswith("_ttft_ms")]
     shown = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")

@@ -1,1 +1,2 @@
-"""Other engines on the same prompts. All but `compare` runs in their environments and imports nothing else of ours."""
+"""Runs other engines on the same prompts. All but `compare` runs in their environments and imports no other code of
+ours."""

@@ -1,4 +1,4 @@
-"""``bench peers``: engines side by side in one run, each in an environment of its own, turn by turn."""
+"""Runs ``bench peers``: engines in turns in one run, each in an environment of its own."""
 
 import json
 import os
@@ -24,34 +24,34 @@ ADAPTERS = {
     "openvino": "openvino.OpenVINO",
     "llamacpp": "llamacpp.LlamaCpp",
 }
-"""Engine to module.Class."""
-# Appended to the path, never before the standard library: `peers` is then a package of its own there.
+"""Maps an engine to its module.Class."""
+# Appended to the path, never before the standard library; `peers` is then a package of its own.
 _LAUNCH = "import sys; sys.path.append(sys.argv.pop(1)); from peers.worker import main; main(sys.argv[1:])"
 _STOP_SECONDS = 20.0
 
 
 class PeerFailed(Exception):
-    """An engine ended; the message ends with what it printed last."""
+    """Raised when an engine ends; the message ends with its last output."""
 
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """One comparison."""
+    """Describes one comparison."""
 
     model: Path
     pythons: Mapping[str, str]
-    """Engine to the interpreter that has it."""
+    """Maps an engine to the interpreter that has it."""
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     repeats: int = 3
     threads: int = 0
-    """0: as many as there are cores."""
+    """0: one for each core."""
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Engine to its adapter's options."""
+    """Maps an engine to its adapter's options."""
     seed: int = 0
 
 
 class Peer:
-    """An engine in its process. Use as ``with``."""
+    """Runs an engine in its process. Use it as ``with``."""
 
     def __init__(self, name: str, options: PeerOptions) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Ends the process, kindly first. Idempotent."""
+        """End the process: terminate first, then kill. Idempotent."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -102,7 +102,7 @@ class Peer:
         self._log.close()
 
     def run(self, workload: Workload, seed: int) -> dict[str, float]:
-        """One repeat's figures. Raises `PeerFailed`."""
+        """Return one repeat's figures. Raises `PeerFailed`."""
         assert self._process.stdin is not None
         load = machine.Load()
         try:
@@ -136,13 +136,13 @@ class Peer:
 
 
 def _environment(name: str, threads: int, options: Mapping[str, str]) -> list[str]:
-    """What an engine reads before it is imported, as arguments of ``env``."""
+    """Return the environment that an engine reads before it is imported, as arguments of ``env``."""
     settings = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if name != "vllm":
         settings["OMP_NUM_THREADS"] = str(threads)
     else:
         settings |= {
-            # Its own default leaves a core to the engine's process and computes on the others.
+            # vLLM's default leaves one core to the engine's process and computes on the others.
             "VLLM_CPU_OMP_THREADS_BIND": options.get("bind", f"0-{threads - 1}"),
             "VLLM_CPU_KVCACHE_SPACE": options.get("kv_gib", "2"),
             "VLLM_NO_USAGE_STATS": "1",
@@ -154,14 +154,14 @@ def _environment(name: str, threads: int, options: Mapping[str, str]) -> list[st
 
 
 def vocab_size(model: Path) -> int:
-    """Of the checkpoint."""
+    """Return the dtype of the checkpoint."""
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 
 def run_peers(options: PeerOptions, on_run: Callable[[str, str], None]) -> dict[str, Any]:
-    """Loads all engines, then runs each workload: one untimed round, then `repeats` rounds in which all take a turn.
+    """Load all engines, then run each workload: one untimed round, then `repeats` rounds in which all take a turn.
 
-    ``on_run`` hears of each run before it starts. An engine that fails ends the comparison: leave it out then.
+    ``on_run`` is called before each run. An engine that fails ends the comparison; leave it out of the next one.
     """
     with ExitStack() as stack:
         peers = [stack.enter_context(Peer(name, options)) for name in options.pythons]
@@ -194,12 +194,12 @@ def _rounds(
 
 
 def num_runs(options: PeerOptions) -> int:
-    """How often `run_peers` tells of a run."""
+    """How often `run_peers` calls ``on_run``."""
     return len(options.workloads) * len(options.pythons) * (options.repeats + 1)
 
 
 def write_plot(path: Path, report: dict[str, Any]) -> None:
-    """Output tokens a second of every engine, by workload."""
+    """Draw the output tokens a second of every engine, by workload."""
     figure = "output_tokens_per_second"
     groups = {
         name: [
@@ -211,7 +211,7 @@ def write_plot(path: Path, report: dict[str, Any]) -> None:
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    """A table for each workload: median (least - most)."""
+    """Make a table for each workload: median (least - most)."""
     shown = []
     for name, rows in report["workloads"].items():
         table = Table(title=f"{name}, {report['model']}", title_justify="left", title_style="bold")

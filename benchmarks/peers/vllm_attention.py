@@ -1,4 +1,4 @@
-"""vLLM's CPU attention operation, timed in vLLM's own environment: a line of JSON in (requests), a line out (µs)."""
+"""Times vLLM's CPU attention operation in vLLM's environment: a line of JSON in (requests), a line out (µs)."""
 
 import importlib
 import json
@@ -13,27 +13,27 @@ _WARM = 3
 
 
 def main(argv: list[str]) -> None:
-    """``argv``: a JSON object with num_heads, num_kv_heads, head_size, dtype, context, threads, seconds."""
+    """``argv`` is a JSON object with num_heads, num_kv_heads, head_size, dtype, context, threads, seconds."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries print to standard output at will
+    os.dup2(2, 1)  # libraries may print to standard output
     setup: dict[str, Any] = json.loads(argv[0])
     torch: Any = importlib.import_module("torch")
     ops: Any = importlib.import_module("vllm._custom_ops")
     importlib.import_module("vllm.platforms").current_platform.import_kernels()
-    torch.cpu._init_amx()  # asks the system for the unit; without, its instructions end the process
+    torch.cpu._init_amx()  # requests the matrix unit from the system; otherwise its instructions end the process
     torch.set_num_threads(setup["threads"])
     for line in sys.stdin:
         print(json.dumps(_measure(torch, ops, setup, int(json.loads(line)))), file=answers)
 
 
 def _measure(torch: Any, ops: Any, setup: dict[str, Any], requests: int) -> float:
-    """Least µs of a call."""
+    """Return the least µs of a call."""
     backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     heads, kv_heads, size, context = (setup[key] for key in ("num_heads", "num_kv_heads", "head_size", "context"))
     dtype = getattr(torch, setup["dtype"])
     isa = backend._get_attn_isa(dtype, _BLOCK, size)
     width = -(-context // _BLOCK)
-    # As vLLM lays it out: keys and values of a block side by side.
+    # vLLM's layout: keys and values of a block are adjacent.
     cache = torch.randn(requests * width, kv_heads, 2 * _BLOCK, size).to(dtype)
     keys, values = cache.chunk(2, dim=2)
     query = torch.randn(requests, heads, size).to(dtype)

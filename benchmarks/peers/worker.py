@@ -14,8 +14,8 @@ from .workloads import WORKLOADS
 
 
 def main(argv: list[str]) -> None:
-    """``argv``: module.Class of the adapter, and a JSON object with model, threads, workloads, options."""
-    # Libraries print to standard output at will: the answers keep a descriptor of their own.
+    """``argv`` is module.Class of the adapter, and a JSON object with model, threads, workloads, options."""
+    # Libraries may print to standard output, so the answers have a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     module, _, name = argv[0].rpartition(".")

@@ -1,4 +1,4 @@
-"""What every engine is given, and what it reports. Greedy, random token ids, end-of-sequence ignored."""
+"""Defines what every engine computes and reports: greedy, random token ids, end-of-sequence ignored."""
 
 import random
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ _EDGE = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """So many requests, each of `shared` common and `unique` own prompt tokens and `output` new ones."""
+    """Describes requests with `shared` common and `unique` own prompt tokens and `output` new ones each."""
 
     name: str
     requests: int
@@ -22,7 +22,8 @@ class Workload:
         return self.shared + self.unique
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Token ids; another seed shares no prefix with this one, so that no repeat finds the last one's in a cache."""
+        """Return token ids. Another seed shares no prefix with this one, so that no repeat hits the last one's
+        cache."""
         generator = random.Random(f"{self.name}/{seed}")
         edge = min(_EDGE, (vocab_size - 1) // 2)
 
@@ -45,23 +46,24 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Timing:
-    """One repeat, in seconds."""
+    """Holds the times of one repeat, in seconds."""
 
     seconds: float
     output_tokens: int
     ttft: float | None = None
-    """Single stream only: to the first token."""
+    """Single stream only: time to the first token."""
     decode_seconds: float | None = None
-    """Single stream only: from the first token to the last."""
+    """Single stream only: time from the first token to the last."""
 
 
 class Adapter(Protocol):
-    """An engine with a model loaded. Made with the checkpoint's directory, threads, workloads to expect and options."""
+    """Holds an engine with a model. It is made with the checkpoint's directory, threads, expected workloads and
+    options."""
 
     version: str
 
     def run(self, workload: Workload, prompts: list[list[int]]) -> Timing:
-        """Answers all prompts as one batch, each with exactly `workload.output` tokens."""
+        """Answer all prompts as one batch, each with exactly `workload.output` tokens."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Release all resources."""

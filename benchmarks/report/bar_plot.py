@@ -1,4 +1,4 @@
-"""Bars as a small SVG file, without a library: a group for each workload, a bar for each engine."""
+"""Draws bars as a small SVG file without a library: a group for each workload, a bar for each engine."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ _WIDTH, _ROW, _MARGIN, _NAMES = 640, 18, 12, 110
 
 @dataclass(frozen=True)
 class Bar:
-    """One figure, and between what it varied."""
+    """Holds one figure and its range."""
 
     name: str
     value: float
@@ -21,7 +21,7 @@ class Bar:
 
 
 def bars_svg(groups: Mapping[str, Sequence[Bar]], unit: str) -> str:
-    """Every group has a scale of its own; a thin line spans least to most."""
+    """Draw the groups. Each has a scale of its own; a thin line spans least to most."""
     parts, top = [], _MARGIN
     for title, bars in groups.items():
         parts.append(f'<text x="{_MARGIN}" y="{top + 12}" font-weight="bold">{html.escape(f"{title}, {unit}")}</text>')
@@ -39,7 +39,7 @@ def bars_svg(groups: Mapping[str, Sequence[Bar]], unit: str) -> str:
 
 
 def write_bars(path: Path, groups: Mapping[str, Sequence[Bar]], unit: str) -> None:
-    """Writes the file."""
+    """Write the file."""
     path.write_text(bars_svg(groups, unit))
 
 

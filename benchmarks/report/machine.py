@@ -1,4 +1,4 @@
-"""The machine a figure comes from, and who used its processors meanwhile."""
+"""Describes the machine of a figure, and which processes used its cores during the measurement."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ import psutil
 
 
 def describe() -> dict[str, Any]:
-    """What a published figure must name."""
+    """Return what a published figure must name."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -30,9 +30,9 @@ def _cpu_model() -> str:
 
 
 class Load:
-    """CPU use during a stretch of time: this process and its children, and everybody else, in cores.
+    """Measures CPU use over time, in cores: of this process with its children, and of all others.
 
-    Others near zero: a quiet machine. A figure taken with more was disturbed.
+    If the others are near zero, the machine was quiet; otherwise the figure was disturbed.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def _own_seconds() -> float:
 
 
 def tree_seconds(pid: int, wanted: Callable[[psutil.Process], bool] = lambda _: True) -> float:
-    """CPU seconds of a process and all below it, of those that are ``wanted``; what has ended counts nothing."""
+    """Return the CPU seconds of a process and its descendants that are ``wanted``. Ended processes do not count."""
     total = 0.0
     for process in _tree(pid):
         try:
@@ -79,15 +79,15 @@ def _tree(pid: int) -> list[psutil.Process]:
 
 
 class ServiceCpu:
-    """CPU seconds by service, of the processes of a local mesh. The engine's core counts apart from its front."""
+    """Measures CPU seconds by service for a local mesh. The engine's core is separate from its front."""
 
     def __init__(self, pids: Mapping[str, list[int]]) -> None:
-        """``pids``: service to its instances' process ids."""
+        """``pids`` maps a service to its instances' process ids."""
         self._pids = pids
         self._before = self._seconds()
 
     def used(self) -> dict[str, float]:
-        """CPU seconds by service since construction."""
+        """Return the CPU seconds by service since construction."""
         return {name: seconds - self._before[name] for name, seconds in self._seconds().items()}
 
     def _seconds(self) -> dict[str, float]:
@@ -99,7 +99,7 @@ class ServiceCpu:
 
 
 def resident_mib(pids: Mapping[str, list[int]]) -> dict[str, float]:
-    """Resident memory of each service's largest process, in MiB."""
+    """Return the resident memory of each service's largest process, in MiB."""
     sizes = {}
     for service, roots in pids.items():
         for name, wanted in _split(service).items():

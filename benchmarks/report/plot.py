@@ -1,4 +1,4 @@
-"""Plots as small SVG files, without a library: cumulative distributions side by side."""
+"""Draws cumulative distributions as small SVG files, without a library."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ _TICKS = 4
 
 @dataclass(frozen=True)
 class Panel:
-    """One distribution for each series."""
+    """Holds one distribution for each series."""
 
     title: str
     unit: str
@@ -21,7 +21,7 @@ class Panel:
 
 
 def cdf_svg(panels: Sequence[Panel]) -> str:
-    """Share of values up to x, over x; panels in a row."""
+    """Draw the share of values up to x, over x, with the panels in a row."""
     body = "".join(_panel(panel, index * _WIDTH) for index, panel in enumerate(panels))
     width = _WIDTH * len(panels)
     return (
@@ -31,7 +31,7 @@ def cdf_svg(panels: Sequence[Panel]) -> str:
 
 
 def write_cdfs(path: Path, panels: Sequence[Panel]) -> None:
-    """Writes the file."""
+    """Write the file."""
     path.write_text(cdf_svg(panels))
 
 
@@ -58,7 +58,7 @@ def _panel(panel: Panel, left: int) -> str:
 
 
 def _points(values: Sequence[float], largest: float, width: int, height: int) -> str:
-    """At most `_POINTS` of the curve, the last value always."""
+    """Return at most `_POINTS` points of the curve, always with the last value."""
     ordered = sorted(values)
     step = max(1, len(ordered) // _POINTS)
     ranks = [*range(0, len(ordered), step), len(ordered) - 1] if ordered else []

@@ -1,4 +1,4 @@
-"""What is said of many measured values."""
+"""Summarizes many measured values."""
 
 import math
 import statistics
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest ranks linearly, as numpy does; NaN of nothing."""
+    """Interpolate linearly between the two nearest ranks, as numpy does; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -19,7 +19,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Mean, median, spread and percentiles of one measure; all NaN where nothing was measured."""
+    """Holds mean, median, spread and percentiles of one measure; all are NaN without values."""
 
     count: int
     mean: float
@@ -38,12 +38,12 @@ class Distribution:
         )
 
     def fields(self, name: str) -> dict[str, float | None]:
-        """``mean_ttft_ms``, ``p99_ttft_ms`` and so on, as `vllm bench serve` names them; None for NaN."""
+        """Return ``mean_ttft_ms``, ``p99_ttft_ms`` and so on, named as in `vllm bench serve`; None for NaN."""
         values = {f"mean_{name}": self.mean, f"median_{name}": self.median, f"std_{name}": self.std}
         values |= {f"p{percent:g}_{name}": value for percent, value in self.percentiles.items()}
         return {key: None if math.isnan(value) else round(value, 4) for key, value in values.items()}
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and range of repeats."""
+    """Return the median and range of repeats."""
     return {"median": round(statistics.median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}

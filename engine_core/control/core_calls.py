@@ -1,8 +1,16 @@
-"""What a client may ask of a core, every answer as data: the same in the core's process and in the client's own."""
+"""Answers what a client may ask of a core, in the core's own process and in the client's.
 
-from collections.abc import Callable, Iterable
+Utility calls name one of the methods declared here. They come over the core's private socket, never over a network.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
 
 from ..core import EngineCore
+from ..executor.executor import CLIENT_METHODS
 from ..wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -11,26 +19,28 @@ from ..wire.messages import (
     UtilityCall,
     UtilityOutput,
 )
-from .utilities import Utilities, methods_of
+from ..wire.serialization import call_with_raw, to_raw
+
+log = logging.getLogger(__name__)
 
 
 class CoreCalls:
-    """Adds, aborts and utility calls of one core. Belongs to the thread that steps the core."""
+    """Makes the adds, aborts and utility calls of one core. Belongs to the thread that steps the core."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._num_requests_added = 0
         self._accepting = True
         self._utilities = Utilities(methods_of(core))
+        self.step = core.step
 
     def refuse_new(self) -> None:
-        """From now on requests are answered with an error; those that a pause would keep for ever are ended."""
+        """Answer requests with an error from now on, and end those that a pause would keep forever."""
         self._accepting = False
         self._core.pausing.end_frozen()
 
     def add(self, request: EngineCoreRequest) -> EngineCoreOutputs | None:
-        """Gives the request to the core; what it refuses is answered at once."""
-        self._num_requests_added += 1
+        """Add the request to the core. Returns the answer to a request that the core refuses."""
+        self._core.num_requests_added += 1
         try:
             if not self._accepting:
                 raise ValueError("the engine is shutting down")
@@ -38,28 +48,94 @@ class CoreCalls:
             return None
         except ValueError as error:
             output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error))
-            return self._stamp(EngineCoreOutputs(step=self._core.num_steps, outputs=[output]))
+            return self._stamp(EngineCoreOutputs(outputs=[output]))
 
     def abort(self, request_ids: list[str]) -> EngineCoreOutputs | None:
-        """Ends requests without an output, ignoring unknown ones. Returns the statistics if no step will bring them."""
+        """End requests without an output, ignoring unknown ones. Returns the statistics if no step will bring them."""
         self._core.abort_requests(request_ids)
         if self._core.has_work():
             return None
-        return self._stamp(EngineCoreOutputs(step=self._core.num_steps, scheduler_stats=self._core.scheduler.stats()))
+        return self._stamp(EngineCoreOutputs(scheduler_stats=self._core.scheduler.stats()))
 
     def call(self, call: UtilityCall, answer: Callable[[EngineCoreOutputs], None]) -> None:
-        """Makes a utility call. ``answer`` gets what came of it, failures too: at once, or when later steps have it."""
+        """Make a utility call. ``answer`` gets its result or error: at once, or after later steps."""
 
         def send(output: UtilityOutput) -> None:
-            answer(self._stamp(EngineCoreOutputs(step=self._core.num_steps, utility_output=output)))
+            answer(self._stamp(EngineCoreOutputs(utility_output=output)))
 
         self._utilities.call(call, send)
 
-    def step(self, take_aborts: Callable[[], Iterable[str]] = tuple) -> EngineCoreOutputs:
-        """One step of the core."""
-        return self._stamp(self._core.step(take_aborts))
-
     def _stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        """Marks how many requests the core knew of when it made ``outputs``."""
-        outputs.num_requests_added = self._num_requests_added
+        outputs.step = self._core.num_steps
+        outputs.num_requests_added = self._core.num_requests_added
         return outputs
+
+
+def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
+    """Return the methods that a client may call on this core, by name."""
+
+    def collective_rpc(method: str, args: list[object]) -> list[object]:
+        """Call a method of every worker, but none that changes its memory: the core must know of those.
+
+        Returns the results by rank. Raises ``ValueError`` for a method that is not in ``CLIENT_METHODS``.
+        """
+        if method not in CLIENT_METHODS:
+            raise ValueError(f"clients may not call {method!r} on workers; use {', '.join(sorted(CLIENT_METHODS))}")
+        return core.executor.collective_rpc(method, *args)
+
+    def profile(start: bool) -> None:
+        core.executor.collective_rpc("profile", start)
+
+    return {
+        "reset_prefix_cache": core.reset_prefix_cache,
+        "pause": core.pause,
+        "resume": core.resume,
+        "sleep": core.sleeping.sleep,
+        "wake_up": core.sleeping.wake_up,
+        "is_sleeping": core.sleeping.is_sleeping,
+        "reload_weights": core.sleeping.reload_weights,
+        "profile": profile,
+        "collective_rpc": collective_rpc,
+        "failpoints_fired": core.failpoints_fired,
+        "num_leases": lambda: core.scheduler.stats().num_leases,
+    }
+
+
+class Utilities:
+    """Calls methods by name. A method that needs later steps returns a ``Future``; every other answers at once."""
+
+    def __init__(self, methods: dict[str, Callable[..., object]]) -> None:
+        self._methods = methods
+
+    def call(self, call: UtilityCall, answer: Callable[[UtilityOutput], None]) -> None:
+        """Convert the arguments to the types that the method annotates, and call it.
+
+        ``answer`` gets the result or the error: a failed call never ends the core.
+        """
+        method = self._methods.get(call.method)
+        if method is None:
+            names = ", ".join(sorted(self._methods))
+            answer(UtilityOutput(call.call_id, error=f"unknown utility {call.method!r}; use one of {names}"))
+            return
+        try:
+            result = call_with_raw(method, call.args)
+        except Exception as error:
+            answer(_failure(call, error))
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda future: answer(_outcome(call, future)))
+        else:
+            answer(UtilityOutput(call.call_id, to_raw(result)))
+
+
+def _outcome(call: UtilityCall, future: "Future[object]") -> UtilityOutput:
+    try:
+        return UtilityOutput(call.call_id, to_raw(future.result()))
+    except Exception as error:
+        return _failure(call, error)
+
+
+def _failure(call: UtilityCall, error: Exception) -> UtilityOutput:
+    if not isinstance(error, (TypeError, ValueError, msgspec.MsgspecError)):  # not the caller's mistake
+        log.exception("utility %s failed", call.method, exc_info=error)
+    return UtilityOutput(call.call_id, error=f"{call.method}: {error}")

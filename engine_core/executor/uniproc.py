@@ -1,4 +1,4 @@
-"""One worker in the core's own process and thread."""
+"""Runs one worker in the core's own process and thread."""
 
 from collections.abc import Callable
 
@@ -7,12 +7,11 @@ from ..kv_transfer.kv_transport import KVPool
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .executor import PendingOutput
-from .worker_calls import call_worker
+from .executor import PendingOutput, call_worker
 
 
 class FinishedOutput:
-    """A step's output that is there already."""
+    """Holds the output of a step that has already ended."""
 
     __slots__ = ("_output",)
 
@@ -24,7 +23,7 @@ class FinishedOutput:
 
 
 class UniProcExecutor:
-    """Fulfils :class:`.interface.Executor`: every call has ended when it returns."""
+    """Implements ``Executor``: the work of every call has ended when it returns."""
 
     max_concurrent_batches = 1
 
@@ -53,7 +52,7 @@ class UniProcExecutor:
         return [from_raw(call_worker(self._worker, method, [to_raw(arg) for arg in args]))]
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """It fails with this process only."""
+        """Do nothing: the worker fails only together with this process."""
 
     def shutdown(self) -> None:
         self._worker.shutdown()

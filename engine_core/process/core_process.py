@@ -100,7 +100,8 @@ class EngineCoreProc:
         """Process all messages that have arrived; without work, wait for one. Returns False to shut down."""
         inputs = self._input.input_queue
         while not self._core.has_work():
-            if self.state is not ProcState.RUNNING and not self._core.has_requests():
+            # What came before the request to shut down is still in the queue: it is served first.
+            if self.state is not ProcState.RUNNING and not self._core.has_requests() and inputs.empty():
                 self.state = ProcState.SHUTTING_DOWN
                 return False
             self._process(inputs.get())

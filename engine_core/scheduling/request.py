@@ -1,31 +1,33 @@
-"""A request inside the engine core: its tokens, how far they are computed, and its life from waiting to finished."""
+"""Holds a request inside the engine core: its tokens, how many are computed, its state from waiting to finished."""
 
 import enum
+from collections.abc import Sequence
+
+from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from ..kv_transfer.kv_messages import KVTarget
 from ..wire.embedding_rows import content_salt
 from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
-from .repetition import is_repeating
 
 
 class RequestStatus(enum.IntEnum):
-    """Where a request stands. Everything from ``FINISHED_STOPPED`` on is final."""
+    """States of a request. Everything from ``FINISHED_STOPPED`` on is final."""
 
     WAITING = 0
     """The worker does not know it."""
     RUNNING = 1
     PREEMPTED = 2
-    """Waits again: it lost its blocks, the worker still knows its parameters."""
+    """It lost its blocks and waits again; the worker still knows its parameters."""
     WAITING_FOR_REMOTE_KVS = 3
-    """Not to be scheduled before blocks, or tokens, have come from another engine."""
+    """It cannot be scheduled before blocks, or tokens, have arrived from another engine."""
     WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = 4
-    """In no queue: the grammar of its output is being compiled."""
+    """The grammar of its output is being compiled. It is in no queue."""
     FINISHED_STOPPED = 16
     FINISHED_LENGTH_CAPPED = 17
     FINISHED_ABORTED = 18
     FINISHED_ERROR = 19
     FINISHED_PREFILLED = 20
-    """The first token is there, and another engine goes on."""
+    """The first token was drawn, and another engine continues the output."""
     FINISHED_REPETITION = 21
     """The output repeats itself."""
 
@@ -33,8 +35,8 @@ class RequestStatus(enum.IntEnum):
 _Status = RequestStatus
 _FINISHED = frozenset(status for status in _Status if status >= _Status.FINISHED_STOPPED)
 
-# The only changes there are. WAITING ends at once when accepted tokens meet an end condition or the request is refused;
-# a failed step sends everybody back to WAITING; PREEMPTED ends by a token of a step that was in flight at the time.
+# All legal changes. WAITING ends at once when accepted tokens meet an end condition or the request is refused; a failed
+# step sends every request back to WAITING; PREEMPTED ends by a token of a step that was in flight at the time.
 _TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     _Status.WAITING: _FINISHED
     | {_Status.RUNNING, _Status.WAITING_FOR_REMOTE_KVS, _Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
@@ -55,7 +57,7 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 
 class RemoteKVState:
-    """A request's dealings with other engines; most requests have none."""
+    """Holds what a request exchanges with other engines; most requests have none."""
 
     __slots__ = (
         "awaits_tokens",
@@ -71,24 +73,25 @@ class RemoteKVState:
 
     def __init__(self, lease_id: bytes = b"", target: KVTarget | None = None, *, awaits_tokens: bool = False) -> None:
         self.lease_id = lease_id
-        """Prefill leg: what its KV is to be offered under."""
+        """Prefill leg: the lease under which its KV is offered."""
         self.target = target
-        """Decode leg: where its KV is, until it is loaded or not wanted any more."""
+        """Decode leg: where its KV is, until it is loaded or no longer needed."""
         self.awaits_tokens = awaits_tokens
         self.num_external_tokens = 0
-        """On their way, or loaded, after those that were found here."""
+        """Tokens after the local hits that are being loaded, or were."""
         self.failure = ""
-        """Why it could not all be loaded: one of ``KV_FAILURES``."""
+        """Why some could not be loaded: one of ``KV_FAILURES``."""
         self.hits_lost = False
-        """What was found here counts for nothing any more."""
+        """Whether the local hits became invalid meanwhile."""
         self.resume_status = RequestStatus.WAITING
-        """To go back to after waiting."""
+        """The status to return to after waiting."""
         self.waiting_since_ns = 0
         self.wait_ns = 0
 
 
 class Request:
-    """Each step the scheduler lets ``num_computed_tokens`` catch up with ``num_tokens``; there is no other phase."""
+    """Holds the state of one request. Each step the scheduler lets ``num_computed_tokens`` catch up with
+    ``num_tokens``; there are no separate prefill and decode phases."""
 
     __slots__ = (
         "all_token_ids",
@@ -125,13 +128,14 @@ class Request:
         self.request_id = message.request_id
         self.status = RequestStatus.WAITING
         self.sampling_params = params
-        self.stop_token_ids = frozenset(params.stop_token_ids)
-        self.cache_salt = content_salt(message.cache_salt, message.prompt_embeds)
-        self.prompt_embeds = message.prompt_embeds
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        embeds = message.prompt_embeds
+        self.cache_salt = content_salt(message.cache_salt, embeds) if embeds else message.cache_salt
+        self.prompt_embeds = embeds
         self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids
-        # Accepted tokens of earlier attempts are output like any other, so indices and limits need no second count.
+        # Accepted tokens of earlier attempts are ordinary output, so indices and limits need no second count.
         self.all_token_ids = message.prompt_token_ids + message.accepted_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_tokens = len(self.all_token_ids)
@@ -140,24 +144,24 @@ class Request:
         self.num_computed_tokens = 0
         """Counted when they are scheduled."""
         self.num_output_placeholders = 0
-        """Output tokens that steps in flight are going to draw; the worker knows them before we do."""
+        """Output tokens that steps in flight will draw; the worker knows them before the scheduler does."""
         self.repetition_detection = params.repetition_detection
 
         self.remote: RemoteKVState | None = None
         if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
             self.remote = RemoteKVState(message.lease_id, message.remote_kv, awaits_tokens=message.awaits_tokens)
         if message.lease_id and self.num_tokens + 1 < self.max_num_tokens:
-            self.max_num_tokens = self.num_tokens + 1  # the rest is for whoever takes up the lease
+            self.max_num_tokens = self.num_tokens + 1  # the engine that takes up the lease draws the rest
             self.limit_status = RequestStatus.FINISHED_PREFILLED
 
         self.prompt_logprobs: Logprobs | None = None
-        """So far, while any are to be told; whoever continues an output does not tell them again."""
+        """Those computed so far, until they are sent; an attempt that continues an output does not send them again."""
         if params.prompt_logprobs is not None and not message.accepted_token_ids and not self.is_decode_leg:
             self.prompt_logprobs = Logprobs([], [])
-        # What is not computed has no logits.
+        # A prompt token that is not computed has no logits.
         self.skip_reading_prefix_cache = params.skip_reading_prefix_cache or self.prompt_logprobs is not None
 
-        # Kept by the KV cache manager.
+        # Maintained by the KV cache manager.
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         self.num_registered_blocks = 0
@@ -170,7 +174,7 @@ class Request:
 
     @property
     def is_decode_leg(self) -> bool:
-        """Whether its KV, or its first tokens, are still to come from another engine."""
+        """Whether its KV, or its first tokens, will come from another engine."""
         return self.remote is not None and (self.remote.target is not None or self.remote.awaits_tokens)
 
     @property
@@ -179,9 +183,9 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """A copy."""
-        return self.all_token_ids[self.num_prompt_tokens :]
+    def num_missing_tokens(self) -> int:
+        """Tokens that are not scheduled yet: known ones, and ones that the worker will have drawn by then."""
+        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def will_be_full(self) -> bool:
@@ -213,14 +217,32 @@ class Request:
         self.all_token_ids.append(token_id)
         self.num_tokens += 1
 
+    def take_prompt_logprobs(self, start: int, num_tokens: int, part: Logprobs) -> Logprobs | None:
+        """Add the prompt log probabilities of a chunk, whose ``num_tokens`` tokens begin at ``start``.
+
+        Returns all of them when the prompt is complete. A part that neither begins the prompt nor follows the parts so
+        far was computed before a preemption, and is dropped.
+        """
+        if self.prompt_logprobs is None:
+            return None
+        if start == 0:
+            self.prompt_logprobs = part
+        elif start == len(self.prompt_logprobs.sampled):
+            self.prompt_logprobs.extend(part)
+        if start + num_tokens != self.num_prompt_tokens:
+            return None
+        whole, self.prompt_logprobs = self.prompt_logprobs, None
+        self.skip_reading_prefix_cache = bool(self.sampling_params.skip_reading_prefix_cache)
+        return whole
+
     def set_status(self, status: RequestStatus) -> None:
-        """The one place where a status changes."""
+        """Change the status; no other code does."""
         assert status in _TRANSITIONS[self.status], f"{self.request_id}: {self.status.name} cannot become {status.name}"
         self.status = status
 
 
 def finish_status(request: Request) -> RequestStatus | None:
-    """Whether the newest output token ends the request, and how. A stop token comes before a limit."""
+    """Return how the newest output token ends the request, or None. A stop token takes precedence over a limit."""
     if request.ends_with_stop_token:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
@@ -232,8 +254,21 @@ def finish_status(request: Request) -> RequestStatus | None:
     return None
 
 
+def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDetectionParams) -> bool:
+    """Return whether ``token_ids[start:]`` ends with one pattern, repeated as often as ``detection`` forbids."""
+    num_tokens = len(token_ids) - start
+    longest = min(detection.max_pattern_size, num_tokens // detection.min_count)
+    for size in range(detection.min_pattern_size, longest + 1):
+        # The first comparison rejects most sizes; a tail repeats a pattern of this size if it equals itself shifted.
+        if token_ids[-1] == token_ids[-1 - size]:
+            tail = token_ids[-size * detection.min_count :]
+            if tail[size:] == tail[:-size]:
+                return True
+    return False
+
+
 def mark_finished(output: EngineCoreOutput, request: Request, status: RequestStatus) -> None:
-    """Makes ``output`` the request's last."""
+    """Make ``output`` the last of the request."""
     output.finish_reason = FINISH_REASONS[status]
     if output.finish_reason is FinishReason.STOP and request.ends_with_stop_token:
         output.stop_token_id = request.all_token_ids[-1]

@@ -1,33 +1,35 @@
-"""Decides what each step computes: a token budget spent on letting every request catch up with its tokens."""
+"""Decides what each step computes: a token budget, spent so that every request catches up with its tokens."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from ..config import CacheConfig, SchedulerConfig
-from ..control.pausing import PauseState
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.kv_events import KVEventLog
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.manager import FIELD, StructuredOutputManager
-from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, SchedulerStats
+from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, Logprobs, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .constrained_requests import NO_CHOICE, ConstrainedRequests
-from .prompt_logprobs import collect_prompt_logprobs
 from .request import Request, RequestStatus, finish_status, mark_finished
-from .request_limits import check_config, refusal
-from .request_queue import SchedulingPolicy, make_queue
 from .stats_recorder import StatsRecorder
-from .step_planner import StepPlanner
+from .step_planner import PauseState, StepPlanner
 from .steps_in_flight import StepsInFlight
+from .waiting_requests import FCFSQueue, PriorityQueue, RequestQueue, SchedulingPolicy, check_config, refusal
+
+_IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_NO_CHOICE = (
+    "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
+    "structured_outputs forbid"
+)
 
 
 class Scheduler:
-    """In the order of its policy; running before waiting, preemption from the tail.
+    """Schedules requests in the order of its policy: running before waiting, preempting from the tail.
 
-    ``schedule`` and ``update_from_output`` alternate; requests are added and aborted between steps. No step costs time
-    in proportion to the length of a sequence.
+    ``schedule`` and ``update_from_output`` alternate; requests are added and aborted between steps. The time of a step
+    does not grow with the length of sequences.
     """
 
     def __init__(
@@ -41,18 +43,24 @@ class Scheduler:
         kv_policy: str = "recompute",
         grammars: StructuredOutputManager | None = None,
     ) -> None:
-        """``connector``: brings KV from elsewhere, offers it to others; ``kv_policy``: ``KVConfig.policy``;
-        ``grammars``: of structured outputs, which are refused without."""
+        """Raises ``ValueError`` naming a setting that does not work.
+
+        Args:
+            clock: Returns nanoseconds.
+            connector: Loads KV from other engines or tiers and offers it to others, if given.
+            kv_policy: As ``KVConfig.policy``.
+            grammars: Constrains structured outputs; without it they are refused.
+        """
         check_config(config, kv_cache.max_model_len)
         self.config = config
         self.max_model_len = kv_cache.max_model_len
         self.kv_events = KVEventLog(cache.block_size) if cache.kv_events else None
-        self.kv = KVCacheManager.of(cache, kv_cache.num_blocks, self.kv_events)
+        self.kv = KVCacheManager(kv_cache.num_blocks, cache, self.kv_events)
         self.requests: dict[str, Request] = {}
         self._policy = SchedulingPolicy(config.policy)
-        self.waiting = make_queue(self._policy)
+        self.waiting: RequestQueue = PriorityQueue() if self._policy is SchedulingPolicy.PRIORITY else FCFSQueue()
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
-        self.constrained = ConstrainedRequests(grammars)
+        self._grammars = grammars
         self.pause_state = PauseState.UNPAUSED
         self._is_stalled = False
         self._in_flight = StepsInFlight() if config.async_scheduling else None
@@ -62,15 +70,15 @@ class Scheduler:
         self.running = self._planner.running
         self._finished_req_ids: list[str] = []
         self._preempted_req_ids: list[str] = []
-        self._early_outputs: list[EngineCoreOutput] = []
+        self.early_outputs: list[EngineCoreOutput] = []
+        """Outputs of requests that ended without a step, until :meth:`take_early_outputs`."""
 
-    # Arrival and departure
+    # Requests come and go
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queues a request, or ends it at once: refused, or its accepted tokens meet an end condition."""
+        """Queue a request, or end it at once: it is refused, or its accepted tokens meet an end condition."""
         assert message.request_id not in self.requests, f"request {message.request_id} is live already"
         request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
-        self._is_stalled = False
         moves_kv = self._remote is not None
         if error := refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
             self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
@@ -78,24 +86,26 @@ class Scheduler:
             self._finish_early(request, status)
         else:
             self.requests[request.request_id] = request
-            self._recorder.queued(request)
-            if request.sampling_params.structured_output is None:
+            if self._recorder.log_events:
+                self._recorder.queued(request)
+            if request.sampling_params.structured_output is not None:
+                self._await_grammar(request)
+            else:
                 self.waiting.append(request)
-            elif refused := self.constrained.wait(request):
-                self._finish_early(request, RequestStatus.FINISHED_ERROR, refused.error, refused.field)
+                self._wake()
 
     def accept_tokens(self, message: AcceptTokens) -> None:
-        """Gives a request the tokens that it was added ahead of. Of an unknown id they are too late."""
+        """Give a request the tokens that it was added ahead of; for a request that has ended they are ignored."""
         request = self.requests.get(message.request_id)
         if request is None or request.remote is None or not request.remote.awaits_tokens:
             return
         assert self._remote is not None
-        self._is_stalled = False
+        self._wake()
         request.remote.awaits_tokens = False
         is_queued = request.status is RequestStatus.WAITING
         for token_id in message.token_ids:
             request.append_token(token_id)
-            self.waiting.note_growth(is_queued)
+            self.waiting.num_tokens += is_queued
             if status := finish_status(request):
                 if is_queued:
                     self.waiting.remove(request)
@@ -106,39 +116,37 @@ class Scheduler:
             self.waiting.prepend(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Ends requests without an output. Unknown ids are those that ended meanwhile."""
+        """End requests without an output. Unknown ids are requests that have ended meanwhile."""
         request_ids = set(request_ids)
         if not request_ids:
             return
-        self._is_stalled = False
         for request_id in request_ids:
             if request := self.requests.get(request_id):
-                if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                if request.status in _IN_QUEUE:
                     self.waiting.remove(request)
                 self._finish(request, RequestStatus.FINISHED_ABORTED)
             elif self._remote is not None:
                 self._remote.connector.request_aborted(request_id)
-        self.running[:] = [request for request in self.running if not request.is_finished]
-        self._early_outputs = [output for output in self._early_outputs if output.request_id not in request_ids]
+        self._drop_finished()
+        self.early_outputs = [output for output in self.early_outputs if output.request_id not in request_ids]
         self._recorder.forget(request_ids)
 
     def abort_all(self) -> None:
-        """Ends every request with ``FinishReason.ABORT`` as its output."""
-        self._is_stalled = False
+        """End every request, with ``FinishReason.ABORT`` as its output."""
         for request in list(self.requests.values()):
-            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            if request.status in _IN_QUEUE:
                 self.waiting.remove(request)
             self._finish_early(request, RequestStatus.FINISHED_ABORTED)
         self.running.clear()
 
     def set_pause_state(self, state: PauseState) -> None:
-        """What is to be planned from now on. Paused, requests are taken in and ended as ever."""
+        """Choose which requests are planned from now on. During a pause requests are still added and ended."""
         self.pause_state = state
-        self._is_stalled = False
+        self._wake()
 
     @property
     def is_advancing(self) -> bool:
-        """Whether anybody runs, or was preempted and may run again, in the present pause state."""
+        """Whether a request runs, or was preempted and may run again, in the present pause state."""
         if self._in_flight:
             return True
         if self.pause_state is PauseState.PAUSED_ALL:
@@ -146,39 +154,64 @@ class Scheduler:
         return bool(self.running) or any(request.status is RequestStatus.PREEMPTED for request in self.waiting)
 
     def has_work(self) -> bool:
-        """Whether a step would do anything. Not while every request waits for what only others can bring."""
-        if self._early_outputs or self.constrained.has_news():
+        """Return whether a step would do anything; False while every request waits for an external event."""
+        if self.early_outputs or (self._grammars is not None and self._grammars.done):
             return True
         return bool(self.requests) and not self._is_stalled
 
     def take_early_outputs(self) -> list[EngineCoreOutput]:
-        """Outputs of requests that ended without a step."""
-        outputs, self._early_outputs = self._early_outputs, []
-        self._recorder.tell(outputs)
+        """Return the outputs of requests that ended without a step, since the last call."""
+        outputs, self.early_outputs = self.early_outputs, []
+        self._recorder.attach_events(outputs)
         return outputs
 
     # A step
 
     def schedule(self) -> SchedulerOutput:
-        """Plans a step. It is empty only when no request can run: then :meth:`has_work` is false until news come."""
-        if self.constrained.has_news():
-            self._admit_compiled()
+        """Plan a step. It is empty only when no request can run: then :meth:`has_work` is False until that changes."""
+        if self._grammars is not None and self._grammars.done:
+            self._admit_compiled(self._grammars)
         plan = self._planner.plan(self.pause_state)
-        self._early_outputs += plan.early_outputs
-        if plan.num_scheduled_tokens:
-            # Without a step the worker hears of these with the next one.
-            plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
-            plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
-        else:
-            self._preempted_req_ids += plan.preempted_req_ids
-            self._is_stalled = not plan.preempted_req_ids
+        self.early_outputs += plan.early_outputs
+        self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
+        if not plan.num_scheduled_tokens:
+            self._preempted_req_ids += plan.preempted_req_ids  # the worker learns of them with the next step
+            return plan.output()
+        plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+        plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         scheduled = plan.output()
-        if self._in_flight is not None and plan.num_scheduled_tokens:
+        if self._in_flight is not None:
             self._in_flight.begin(scheduled, self.running)
         return scheduled
 
-    def end_constrained(self, ended: dict[str, str], field: str = FIELD) -> None:
-        """Ends requests whose text is complete with no token to say so, or, with an error, cannot go on."""
+    def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Process the result of a step. Returns one output for each request with new tokens."""
+        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
+        if self._in_flight is not None:
+            result = self._in_flight.end(result, self.requests)
+        prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
+        has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits)
+        outputs: list[EngineCoreOutput] = []
+        any_finished = False
+        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            if not token_ids or (request := self.requests.get(request_id)) is None:
+                continue  # its prompt is incomplete, or it was aborted while the step executed
+            output = self._accept_tokens(request, token_ids)
+            if has_details:
+                output.new_logprobs = result.logprobs.get(request_id)
+                output.new_prompt_logprobs = prompt_logprobs.get(request_id)
+                output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
+            any_finished |= output.finish_reason is not None
+            outputs.append(output)
+        if any_finished:
+            self._drop_finished()
+        if result.without_choice:
+            self.end_constrained(dict.fromkeys(result.without_choice, _NO_CHOICE), "allowed_token_ids")
+        self._recorder.attach_events(outputs)
+        return outputs
+
+    def end_constrained(self, ended: Mapping[str, str], field: str = FIELD) -> None:
+        """End requests whose text is complete without a stop token (""), or that fail with an error."""
         for request_id, error in ended.items():
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
@@ -186,45 +219,13 @@ class Scheduler:
                 self.running.remove(request)
             else:  # preempted while the step was in flight
                 self.waiting.remove(request)
-            if error:
-                self._finish_early(request, RequestStatus.FINISHED_ERROR, error, field)
-            else:
-                self._finish_early(request, RequestStatus.FINISHED_STOPPED)
-
-    def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
-        """Takes in what the step computed; returns what it produced, one output for each request with new tokens."""
-        outputs: list[EngineCoreOutput] = []
-        any_finished = False
-        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
-        if self._in_flight is not None:
-            self._is_stalled = False
-            result = self._in_flight.end(result, self.requests)
-        prompt_logprobs = collect_prompt_logprobs(self.requests, scheduled, result) if result.prompt_logprobs else {}
-        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            if (request := self.requests.get(request_id)) is None:
-                continue  # aborted while the step executed
-            if token_ids:
-                output = self._accept_tokens(request, token_ids)
-                any_finished |= output.finish_reason is not None
-                outputs.append(output)
-        if result.logprobs or prompt_logprobs:
-            for output in outputs:
-                output.new_logprobs = result.logprobs.get(output.request_id)
-                output.new_prompt_logprobs = prompt_logprobs.get(output.request_id)
-        if any_finished:
-            self.running[:] = [request for request in self.running if not request.is_finished]
-        if result.num_nans_in_logits:
-            for output in outputs:
-                output.num_nans_in_logits = result.num_nans_in_logits.get(output.request_id, 0)
-        if result.without_choice:
-            self.end_constrained(dict.fromkeys(result.without_choice, NO_CHOICE), "allowed_token_ids")
-        self._recorder.tell(outputs)
-        return outputs
+            status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
+            self._finish_early(request, status, error, field if error else "")
 
     def update_from_connector(self, output: KVConnectorOutput) -> None:
-        """Takes in what became of transfers: requests that waited go on, blocks that others read are free again."""
+        """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""
         assert self._remote is not None
-        self._is_stalled = False
+        self._wake()
         for request in reversed(self._remote.update(output)):
             if error := self._remote.failure_of(request):
                 self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
@@ -232,15 +233,14 @@ class Scheduler:
                 self.waiting.prepend(request)
 
     def recover_from_failed_step(self) -> None:
-        """Sends every request back to waiting, as if the worker had never known any, and forgets all cached blocks.
+        """Send every request back to waiting, as if the worker had never known any, and forget all cached blocks.
 
-        Blocks can be hit once they are scheduled, so after a step that failed nothing tells which of them were written.
+        Blocks can be hit once they are scheduled, so after a failed step it is unknown which of them were written.
         """
         if self._in_flight is not None:
             self._in_flight.abandon(self.requests.values())
-            # Steps behind the one that failed have run, and the worker may know requests again.
+            # Steps after the failed one have run, and the worker may know requests again.
             self._finished_req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
-            self._is_stalled = False
         for request in reversed(self.running):
             self._planner.requeue(request, RequestStatus.WAITING)
         self.running.clear()
@@ -253,14 +253,14 @@ class Scheduler:
         self.kv.pool.forget_all()
 
     def reset_prefix_cache(self, *, preempt_running: bool = False) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while requests run: they would go on caching.
+        """Forget all cached blocks. Returns False, and does nothing, while requests run: they would keep caching.
 
-        ``preempt_running`` sends those back to waiting first, to be computed anew; who waits for blocks from elsewhere
-        computes them too. Blocks leased to others stay theirs until the lease ends.
+        ``preempt_running`` preempts them first; requests that wait for blocks from other engines compute them, too.
+        Blocks leased to other engines remain theirs until the lease ends.
         """
         if (self.running or self._remote) and not preempt_running:
             return False
-        self._is_stalled = False
+        self._wake()
         for request in reversed(self.running):
             self._planner.requeue(request, RequestStatus.PREEMPTED)
             self._preempted_req_ids.append(request.request_id)
@@ -273,22 +273,35 @@ class Scheduler:
         return True
 
     def end_leases(self) -> None:
-        """Takes back what is held for other engines; they compute it themselves."""
+        """Take back all blocks that are leased to other engines, which then compute them themselves."""
         while self._remote is not None and self._remote.revoke_oldest():
             pass
 
     def stats(self) -> SchedulerStats:
-        """As it is now; counters grow over the scheduler's life."""
+        """Return the statistics as they are now; counters grow over the scheduler's life."""
         stats = self._recorder.stats(self.waiting, self.running, self.kv.pool)
-        stats.num_waiting += self.constrained.num_waiting
+        if self._grammars is not None:
+            stats.num_waiting += len(self._grammars.compiling)
         if self._remote is not None:
             self._remote.fill_stats(stats)
         return stats
 
-    def _admit_compiled(self) -> None:
-        """Whose grammar is there waits from now on like any other."""
+    # Parts
+
+    def _wake(self) -> None:
+        """Note a change after which a request may run that could not run before."""
         self._is_stalled = False
-        for compiled in self.constrained.take_compiled():
+
+    def _await_grammar(self, request: Request) -> None:
+        if self._grammars is None:
+            error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
+            self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+        elif error := self._grammars.compile(request):
+            self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
+
+    def _admit_compiled(self, grammars: StructuredOutputManager) -> None:
+        """Move requests whose grammar has compiled into the waiting queue."""
+        for compiled in grammars.take_compiled():
             request = self.requests[compiled.request_id]
             if compiled.error:
                 self._finish_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
@@ -296,7 +309,16 @@ class Scheduler:
                 request.set_status(RequestStatus.WAITING)
                 self.waiting.append(request)
 
-    # Parts of update_from_output() and add_request()
+    def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, Logprobs]:
+        """Hand each request its part of the step. Returns the prompts that are complete, by request id."""
+        starts = scheduled.num_computed_tokens()
+        complete: dict[str, Logprobs] = {}
+        for req_id, part in result.prompt_logprobs.items():
+            if (request := self.requests.get(req_id)) is not None and (
+                whole := request.take_prompt_logprobs(starts[req_id], scheduled.num_scheduled_tokens[req_id], part)
+            ) is not None:
+                complete[req_id] = whole
+        return complete
 
     def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
         output = EngineCoreOutput(request.request_id, token_ids, request.num_tokens - request.num_prompt_tokens)
@@ -307,7 +329,7 @@ class Scheduler:
                 mark_finished(output, request, status)
                 break
         if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
-            self.waiting.note_growth(len(output.new_token_ids))
+            self.waiting.num_tokens += len(output.new_token_ids)
             if status is not None:
                 self.waiting.remove(request)
         if status is not None:
@@ -318,8 +340,12 @@ class Scheduler:
             output.kv_wait_ns = request.kv_wait_ns
         return output
 
+    def _drop_finished(self) -> None:
+        self.running[:] = [request for request in self.running if not request.is_finished]
+
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Ends a request; the caller takes it out of ``running`` or ``waiting``."""
+        """End a request; the caller removes it from ``running`` or ``waiting``."""
+        self._wake()
         if request.is_known_to_worker:
             self._finished_req_ids.append(request.request_id)
         request.set_status(status)
@@ -328,11 +354,12 @@ class Scheduler:
         if self._remote is None or not self._remote.request_finished(request):
             self.kv.free(request)
         self.requests.pop(request.request_id, None)
-        self.constrained.finished(request)
+        if self._grammars is not None and request.sampling_params.structured_output is not None:
+            self._grammars.forget(request.request_id)
 
     def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
-        """Ends a request without a step; it is in no queue. ``field``: of the request, that is at fault."""
+        """End a request without a step; it is in no queue. ``field`` is the field of the request at fault, if any."""
         output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
         self._finish(request, status)
         mark_finished(output, request, status)
-        self._early_outputs.append(output)
+        self.early_outputs.append(output)

@@ -1,4 +1,4 @@
-"""What befalls requests on their way through the scheduler: counted, and told with their outputs to who wants it."""
+"""Counts what happens to requests in the scheduler, and attaches their events to their outputs."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -7,49 +7,57 @@ from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.block_pool import BlockPool
 from ..wire.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
 from .request import Request, RequestStatus
-from .request_queue import RequestQueue
+from .waiting_requests import RequestQueue
 
 
 class StatsRecorder:
-    """Called at the turns of a request's life, never for each of its tokens. Counters grow over the core's life."""
+    """Is called when the state of a request changes, never for each token. Counters grow over the core's life."""
 
     def __init__(self, clock: Callable[[], int], cache: CacheConfig, config: SchedulerConfig) -> None:
+        """``clock`` returns nanoseconds."""
+        self.log_events = config.log_events
         self._clock = clock
         self._enable_prefix_caching = cache.enable_prefix_caching
-        self._log_events = config.log_events
         self._counters = SchedulerStats()
         # Of live requests, since their last output.
         self._events: dict[str, list[EngineCoreEvent]] = {}
 
     def queued(self, request: Request) -> None:
-        """It waits for its turn, having arrived at ``arrival_ns``."""
-        if self._log_events:
-            self._note(request, EngineCoreEventType.QUEUED, request.arrival_ns)
+        """Record the event of a request that arrived at ``arrival_ns``."""
+        self._note(request, EngineCoreEventType.QUEUED, request.arrival_ns)
 
     def started(self, request: Request) -> None:
-        """It is about to run, for the first time or again, with the cached tokens that it found."""
+        """Record that a request is about to run, for the first time or again, with the cached tokens it found."""
         now = self._clock()
-        if self._log_events:
+        if self.log_events:
             self._note(request, EngineCoreEventType.SCHEDULED, now)
+        counters = self._counters
         if request.first_scheduled_ns is None:
             request.first_scheduled_ns = now
-            # Accepted tokens of an earlier attempt are looked up too, but it is the prompt that is counted.
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            num_external = request.remote.num_external_tokens if request.remote is not None else 0
-            request.num_external_cached_tokens = min(num_external, request.num_cached_tokens)
-            self._count_first(request)
+            # Accepted tokens of an earlier attempt are looked up too, but only the prompt is counted.
+            num_cached = request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            remote = request.remote
+            num_external = min(remote.num_external_tokens, num_cached) if remote is not None else 0
+            request.num_external_cached_tokens = num_external
+            if self._enable_prefix_caching and not request.skip_reading_prefix_cache:
+                counters.prefix_cache_requests += 1
+                counters.prefix_cache_queries += request.num_prompt_tokens
+                counters.prefix_cache_hits += num_cached - num_external
+            if remote is not None and not remote.lease_id:
+                counters.external_prefix_cache_queries += request.num_prompt_tokens - (num_cached - num_external)
+                counters.external_prefix_cache_hits += num_external
         elif request.status is RequestStatus.PREEMPTED and self._enable_prefix_caching:
-            self._counters.preempted_prefix_cache_queries += request.num_tokens
-            self._counters.preempted_prefix_cache_hits += request.num_computed_tokens
+            counters.preempted_prefix_cache_queries += request.num_tokens
+            counters.preempted_prefix_cache_hits += request.num_computed_tokens
 
     def preempted(self, request: Request) -> None:
-        """It lost its blocks."""
+        """Record that a request lost its blocks."""
         self._counters.num_preemptions += 1
-        if self._log_events:
+        if self.log_events:
             self._note(request, EngineCoreEventType.PREEMPTED, self._clock())
 
     def prefill_stats(self, request: Request) -> PrefillStats:
-        """Of a request whose first token is there."""
+        """Return the statistics of a request whose first token was just drawn."""
         assert request.first_scheduled_ns is not None
         return PrefillStats(
             num_prompt_tokens=request.num_prompt_tokens,
@@ -60,7 +68,7 @@ class StatsRecorder:
         )
 
     def stats(self, waiting: RequestQueue, running: Sequence[Request], pool: BlockPool) -> SchedulerStats:
-        """Who waits and runs now, and what was counted so far."""
+        """Return the counters, and gauges of the requests and blocks as they are now."""
         stats = copy.copy(self._counters)
         stats.num_waiting = len(waiting)
         stats.num_running = len(running)
@@ -69,29 +77,18 @@ class StatsRecorder:
         stats.num_free_blocks = pool.num_free
         return stats
 
-    def tell(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Moves what was noted into the outputs of the requests that it befell."""
+    def attach_events(self, outputs: Iterable[EngineCoreOutput]) -> None:
+        """Move the events of each request since its last output into its output."""
         if self._events:
             for output in outputs:
                 if (events := self._events.pop(output.request_id, None)) is not None:
                     output.events = events
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """They end without an output."""
+        """Drop the events of requests that end without an output."""
         if self._events:
             for request_id in request_ids:
                 self._events.pop(request_id, None)
-
-    def _count_first(self, request: Request) -> None:
-        counters = self._counters
-        num_local_hits = request.num_cached_tokens - request.num_external_cached_tokens
-        if self._enable_prefix_caching and not request.skip_reading_prefix_cache:
-            counters.prefix_cache_requests += 1
-            counters.prefix_cache_queries += request.num_prompt_tokens
-            counters.prefix_cache_hits += num_local_hits
-        if request.remote is not None and not request.remote.lease_id:
-            counters.external_prefix_cache_queries += request.num_prompt_tokens - num_local_hits
-            counters.external_prefix_cache_hits += request.num_external_cached_tokens
 
     def _note(self, request: Request, kind: EngineCoreEventType, timestamp_ns: int) -> None:
         self._events.setdefault(request.request_id, []).append(EngineCoreEvent(kind, timestamp_ns))

@@ -1,21 +1,103 @@
-"""Fills a step: who runs goes on, then the waiting begin, as far as tokens, rows and blocks reach."""
+"""Plans a step: running requests continue, then waiting ones begin, as far as tokens, rows and blocks reach."""
 
 import bisect
+import enum
 
 from ..config import SchedulerConfig
-from ..control.pausing import PauseState
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_transfer.remote_kv import RemoteKV
+from ..wire.messages import EngineCoreOutput
+from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from .request import Request, RequestStatus
-from .request_queue import RequestQueue, SchedulingPolicy, priority_key
 from .stats_recorder import StatsRecorder
-from .step_plan import StepPlan
-from .token_budget import TokenBudget
-from .waiting_admission import Admission
+from .waiting_requests import Admission, RequestQueue, SchedulingPolicy, priority_key
+
+
+class PauseState(enum.IntEnum):
+    """Which requests the scheduler still plans (names and values as in vLLM V1)."""
+
+    UNPAUSED = 0
+    PAUSED_NEW = 1
+    """Requests that have begun continue, preempted ones too; no other request begins."""
+    PAUSED_ALL = 2
+    """None."""
+
+
+class StepPlan:
+    """Collects, in columns, what the worker must know of a step, and keeps its token budget."""
+
+    __slots__ = (
+        "_budget_at_start",
+        "_computed",
+        "_new",
+        "_new_block_ids",
+        "_req_ids",
+        "_resumed",
+        "budget",
+        "early_outputs",
+        "finished_req_ids",
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+    )
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._budget_at_start = budget
+        self.num_scheduled_tokens: dict[str, int] = {}
+        self.preempted_req_ids: list[str] = []
+        self.finished_req_ids: list[str] = []
+        self.early_outputs: list[EngineCoreOutput] = []
+        self._new: list[NewRequestData] = []
+        self._req_ids: list[str] = []
+        self._new_block_ids: list[list[int]] = []
+        self._computed: list[int] = []
+        self._resumed: dict[str, list[int]] = {}
+
+    def add_running(self, request: Request, num_new_tokens: int, new_block_ids: list[int]) -> None:
+        """Add a request that has a row in the worker."""
+        request_id = request.request_id
+        self._req_ids.append(request_id)
+        self._new_block_ids.append(new_block_ids)
+        self._computed.append(request.num_computed_tokens)
+        request.num_computed_tokens += num_new_tokens
+        self.num_scheduled_tokens[request_id] = num_new_tokens
+        self.budget -= num_new_tokens
+
+    def add_resumed(self, request: Request, num_new_tokens: int) -> None:
+        """Add a request that was preempted: the worker builds its row anew."""
+        self._resumed[request.request_id] = request.all_token_ids.copy()
+        self.add_running(request, num_new_tokens, request.block_ids.copy())
+
+    def add_new(self, request: Request, num_new_tokens: int) -> None:
+        """Add a request that the worker has never seen."""
+        self._new.append(
+            NewRequestData(
+                req_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                output_token_ids=request.all_token_ids[request.num_prompt_tokens :],
+                sampling_params=request.sampling_params,
+                block_ids=request.block_ids.copy(),
+                num_computed_tokens=request.num_computed_tokens,
+                prompt_embeds=request.prompt_embeds,
+            )
+        )
+        request.num_computed_tokens += num_new_tokens
+        self.num_scheduled_tokens[request.request_id] = num_new_tokens
+        self.budget -= num_new_tokens
+
+    def output(self) -> SchedulerOutput:
+        return SchedulerOutput(
+            scheduled_new_reqs=self._new,
+            scheduled_cached_reqs=CachedRequestData(self._req_ids, self._new_block_ids, self._computed, self._resumed),
+            num_scheduled_tokens=self.num_scheduled_tokens,
+            total_num_scheduled_tokens=self._budget_at_start - self.budget,
+            finished_req_ids=self.finished_req_ids,
+            preempted_req_ids=self.preempted_req_ids,
+        )
 
 
 class StepPlanner:
-    """Moves requests between ``running`` and the queue; the last of the running are preempted first."""
+    """Moves requests between ``running`` and the queue; the last of the running requests are preempted first."""
 
     def __init__(
         self,
@@ -32,21 +114,22 @@ class StepPlanner:
         self._remote = remote
         self._recorder = recorder
         self._max_num_seqs = config.max_num_seqs
+        self._max_tokens = config.max_num_batched_tokens
+        self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self._beside_decode = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self._by_priority = SchedulingPolicy(config.policy) is SchedulingPolicy.PRIORITY
-        self._budget = TokenBudget(config)
         self._admission = Admission(waiting, kv, remote, config)
 
     def plan(self, pause_state: PauseState) -> StepPlan:
-        """Empty when nobody can run."""
-        budget = self._budget.of_step(self.running, len(self._waiting))
-        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else budget)
+        """Plan a step, which is empty when no request can run."""
+        plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
         self._plan_running(plan)
         if not plan.preempted_req_ids:
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
         return plan
 
     def requeue(self, request: Request, status: RequestStatus) -> None:
-        """Takes the blocks of a request, which the caller takes out of ``running``, back: it waits again."""
+        """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""
         if self._remote is not None:
             self._remote.connector.request_preempted(request)
         self._kv.free(request)
@@ -55,6 +138,26 @@ class StepPlanner:
             self._recorder.preempted(request)
         self._waiting.prepend(request)
 
+    def _token_budget(self) -> int:
+        """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
+        next token of every decoding request.
+
+        A larger budget speeds up all prompts that wait, so it grows with their number: one long prompt is computed in
+        small chunks, a burst of prompts at once.
+        """
+        if self._beside_decode is None:
+            return self._max_tokens
+        num_prompts = 0
+        for request in reversed(self.running):  # the last ones; with priorities, there may be a few among the others
+            if request.num_missing_tokens <= 1:
+                break
+            num_prompts += 1
+        num_decoding = len(self.running) - num_prompts
+        if not num_decoding:
+            return self._max_tokens
+        num_prompts += min(len(self._waiting), self._max_num_seqs - len(self.running))
+        return min(self._max_tokens, num_decoding + self._beside_decode * max(1, num_prompts))
+
     def _plan_running(self, plan: StepPlan) -> None:
         index = 0
         while index < len(self.running) and plan.budget > 0:
@@ -62,8 +165,10 @@ class StepPlanner:
             if request.num_output_placeholders and request.will_be_full:
                 index += 1
                 continue
-            num_after = len(self.running) - index - 1  # each of whom gets a token
-            num_new_tokens = self._budget.chunk(request, plan.budget - num_after)
+            num_new_tokens = request.num_missing_tokens
+            if num_new_tokens > 1:
+                num_after = len(self.running) - index - 1  # each of these gets at least one token
+                num_new_tokens = min(num_new_tokens, plan.budget - num_after, self._max_chunk)
             new_block_ids = self._kv.allocate(request, num_new_tokens)
             if new_block_ids is None and (new_block_ids := self._make_room(request, num_new_tokens, plan)) is None:
                 break
@@ -71,7 +176,8 @@ class StepPlanner:
             index += 1
 
     def _make_room(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Allocates at the cost of leases first, then of the tail of the running; None if that was itself."""
+        """Allocate blocks that leases, and then the last running requests, give up. Returns None if that preempted
+        ``request`` itself."""
         while True:
             if self._remote is None or not self._remote.revoke_oldest():
                 victim = self.running.pop()
@@ -83,14 +189,15 @@ class StepPlanner:
                 return new_block_ids
 
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
-        while plan.budget > 0 and len(self.running) < self._max_num_seqs:
+        # The number of waiting tokens is 0 exactly when the queue is empty.
+        while plan.budget > 0 and self._waiting.num_tokens and len(self.running) < self._max_num_seqs:
             request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)
             if request is None:
                 break
             self._start(request, plan)
 
     def _start(self, request: Request, plan: StepPlan) -> None:
-        num_new_tokens = self._budget.chunk(request, plan.budget)
+        num_new_tokens = min(request.num_missing_tokens, plan.budget, self._max_chunk)
         if self._remote is not None:
             plan.early_outputs += self._remote.starts(request, num_new_tokens)
         new_block_ids = self._kv.allocate(request, num_new_tokens)

@@ -1,8 +1,8 @@
 """Async scheduling, the scheduler's part: a step is planned before the tokens of the one before it are known.
 
-A request that draws a token in a step gets a placeholder for it, so that the next step can compute that token, which by
-then the worker has. What the token is, and whether it ends the request, is known one step later: a request that ended
-may have been scheduled once more, and what that step draws for it is dropped.
+A request that draws a token in a step gets a placeholder for it, so that the next step can compute that token, which
+the worker knows by then. The token itself, and whether it ends the request, is known one step later: a request that
+ended may have been scheduled once more, and the token of that step is dropped.
 """
 
 from collections import deque
@@ -13,29 +13,29 @@ from .request import Request
 
 
 class StepsInFlight:
-    """Which tokens steps that were scheduled are going to bring, and which of them nobody wants any more."""
+    """Tracks which tokens the scheduled steps will bring, and which of them will be dropped."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()  # bounded by the core's batch queue
+        self._steps: deque[tuple[SchedulerOutput, set[str]]] = deque()  # bounded by the core's steps in flight
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def begin(self, scheduled: SchedulerOutput, running: Iterable[Request]) -> None:
-        """A step was planned: of its requests, those whose tokens will all be computed draw one more."""
+        """Add a planned step, and a placeholder to each request whose tokens will all be computed: it draws one."""
         for request in running:
             if request.num_computed_tokens == request.num_tokens + request.num_output_placeholders:
                 request.num_output_placeholders += 1
         self._steps.append((scheduled, set()))
 
     def request_ended(self, request_id: str) -> None:
-        """Whatever the steps in flight draw for it is not wanted, not even by a request of the same id that comes."""
+        """Drop all tokens that the steps in flight draw for a request, even if a new request gets the same id."""
         for scheduled, unwanted in self._steps:
             if request_id in scheduled.num_scheduled_tokens:
                 unwanted.add(request_id)
 
     def end(self, result: ModelRunnerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:
-        """The oldest step has ended: what of its result is wanted. The placeholders of its tokens are gone."""
+        """End the oldest step: remove the placeholders of its tokens, and return what is wanted of its result."""
         _, unwanted = self._steps.popleft()
         if unwanted:
             result = _without(result, unwanted)
@@ -44,7 +44,7 @@ class StepsInFlight:
         return result
 
     def abandon(self, requests: Iterable[Request]) -> None:
-        """The steps are lost."""
+        """Forget all steps, which are lost, and the placeholders of ``requests``."""
         self._steps.clear()
         for request in requests:
             request.num_output_placeholders = 0

@@ -104,7 +104,7 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
     top: int = 0
     """k: alternatives per position."""
     token_ids: list[int] = []
-    """[n * k] the most likely tokens first (the lower id among equals), then those of ``logprob_token_ids``."""
+    """[n * k] the most likely tokens first (the lower id among equals), then those that the request names."""
     logprobs: list[float] = []
     """[n * k]"""
 

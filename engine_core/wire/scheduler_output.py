@@ -48,6 +48,13 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
     preempted_req_ids: list[str]
     """Requests that lost their blocks in this step; the worker forgets their rows."""
 
+    def num_computed_tokens(self) -> dict[str, int]:
+        """Return, for every request of the step, how many of its tokens were computed before it."""
+        cached = self.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in self.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        return computed
+
 
 class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
     """Holds the tokens that grammars allow in a step, for the requests that have a grammar and draw a token."""

@@ -1,24 +1,59 @@
-"""What the coordinator knows of one engine: its last report, and picks not yet acknowledged. No I/O."""
+"""What the coordinator knows of one engine: its last report, picks not yet acknowledged, cached prefixes. No I/O."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenloom.v1.coordinator_pb2 import EngineEntry, EngineIdentity, EngineReport, EngineState
 
-from .prefix_index import PrefixIndex
-
 WAITING_WEIGHT = 4
-"""A waiting request weighs four running ones: it will cost a prefill, and it says that there was no room."""
+"""A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 PICK_SECONDS = 2.0
 """How long a pick counts that the engine never acknowledges: its output processor died or placed elsewhere."""
 SILENT_SECONDS = 3.0
-"""An engine reports at least every second; after so long it is not well."""
+"""An engine reports at least every second; one that is silent for so long counts as dead."""
 STANDSTILL_SECONDS = 60.0
-"""How long a step may take, by far: a loop that stands still for longer with work to do hangs."""
+"""Far longer than any step: an engine with work to do whose step does not change for so long hangs."""
+MAX_HASHES = 256
+"""Block hashes considered of one prompt; more do not change a placement."""
+MAX_BLOCKS = 1 << 16
+"""Block hashes remembered of one engine: the least recently picked are forgotten first, as in the engine's cache."""
 
 _DEAD = EngineState.ENGINE_STATE_DEAD
 _PAUSED = EngineState.ENGINE_STATE_PAUSED
 _SERVING = EngineState.ENGINE_STATE_SERVING
+
+
+class PrefixIndex:
+    """Remembers which prefixes an engine probably has in its KV cache: those of its recent picks.
+
+    Keeps hashes of blocks, least recently used first. Hashes are chained: a block's stands for all of its prefix.
+    """
+
+    def __init__(self, num_kv_blocks: int) -> None:
+        """``num_kv_blocks``: blocks of the engine's cache; no more are remembered."""
+        self._max_blocks = min(num_kv_blocks, MAX_BLOCKS)
+        self._hashes: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """Return how many blocks at the beginning of a prompt are remembered."""
+        count = 0
+        for block_hash in hashes[:MAX_HASHES]:
+            if block_hash not in self._hashes:
+                break
+            count += 1
+        return count
+
+    def add(self, hashes: Sequence[int]) -> None:
+        """Remember a prompt that was placed. Its last block is forgotten first: it is of no use without the others."""
+        for block_hash in reversed(hashes[:MAX_HASHES]):
+            self._hashes[block_hash] = None
+            self._hashes.move_to_end(block_hash)
+        while len(self._hashes) > self._max_blocks:
+            self._hashes.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,96 +65,97 @@ class CountedPick:
 
 
 class EngineRecord:
-    """One incarnation of an engine. Times are seconds of one monotonic clock, given by the caller."""
+    """One incarnation of an engine. Times are seconds of one monotonic clock, given by the caller.
+
+    Attributes:
+        report: Its last report.
+        prefixes: What its KV cache probably holds.
+        last_turn: Number of the last pick that chose it: of equal engines, the one longest not chosen is next.
+        num_waiting: Requests that wait there, counted picks included.
+        score: The engine with the lowest is next: waiting * 4 + running.
+        free_tokens: Tokens that its free KV blocks hold once all waiting prompts are computed; may be negative.
+        max_tokens: Tokens of one request that its KV cache holds at most, were it empty.
+        state: What it reports, unless it fell silent or hangs.
+    """
 
     def __init__(self, identity: EngineIdentity, report: EngineReport, now: float) -> None:
         self.identity = identity
         self.report = report
+        self.prefixes = PrefixIndex(identity.num_kv_blocks)
         self.last_turn = 0
-        """Number of the last pick that chose it: of equals, the one longest not chosen is next."""
-        self._reported_at = now
-        self._progressed_at = now
+        size = identity.num_kv_blocks * identity.fingerprint.block_size
+        self.max_tokens = min(size, identity.limits.max_model_len or size)
+        self._shown = EngineReport()
+        self._reported_at = self._progressed_at = now
         # In order of expiry. As many as are picked within PICK_SECONDS.
         self._counted: dict[int, CountedPick] = {}
-        self._prefixes = PrefixIndex(identity.num_kv_blocks)
+        self._recount(now)
 
     @property
-    def score(self) -> int:
-        """Lowest is next: waiting * 4 + running, counted picks being waiting."""
-        return (self.report.waiting + len(self._counted)) * WAITING_WEIGHT + self.report.running
-
-    @property
-    def num_waiting(self) -> int:
-        return self.report.waiting + len(self._counted)
+    def is_serving(self) -> bool:
+        return self.state == _SERVING
 
     def update(self, report: EngineReport, coordinator_epoch: int, now: float) -> bool:
-        """Takes a report. False when nothing of interest changed: only the loop's step."""
+        """Take a report. Returns False when nothing of interest changed: only the number of the step."""
         previous, self.report = self.report, report
         if report.step != previous.step or report.running + report.waiting == 0 or previous.state == _PAUSED:
             self._progressed_at = now
         self._reported_at = now
-        before = len(self._counted)
+        before, shown = (self._shown, self.score), _shown(report)
+        self._shown = shown
         for pick in report.picks_arrived:
-            if pick.coordinator_epoch == coordinator_epoch:  # else of a coordinator before this one
+            if pick.coordinator_epoch == coordinator_epoch:  # otherwise a former coordinator's
                 self._counted.pop(pick.number, None)
-        return len(self._counted) != before or _shown(previous) != _shown(report)
+        self._recount(now)
+        return before != (shown, self.score)
 
     def count(self, number: int, prompt_tokens: int, now: float, prefix_hashes: Sequence[int] = ()) -> None:
-        """A leg was placed here: it counts until a report names exactly this pick, or its time is up. The KV of its
+        """Count a leg that was placed here, until a report names exactly this pick or its time is up. The KV of its
         prompt will be here."""
         self._counted[number] = CountedPick(prompt_tokens, now + PICK_SECONDS)
         self.last_turn = number
-        self._prefixes.add(prefix_hashes)
+        self.num_waiting += 1
+        self.score += WAITING_WEIGHT
+        self.free_tokens -= prompt_tokens
+        if prefix_hashes:
+            self.prefixes.add(prefix_hashes)
 
-    def cached_tokens(self, prefix_hashes: Sequence[int]) -> int:
-        """Tokens at the beginning of a prompt that recent picks have left in the KV cache."""
-        return self._prefixes.match(prefix_hashes) * self.identity.fingerprint.block_size
-
-    def expire(self, now: float) -> bool:
-        """Forgets picks that never arrived. True when there were any."""
-        late = [number for number, pick in self._counted.items() if pick.expires_at <= now]
-        for number in late:
+    def refresh(self, now: float) -> bool:
+        """Forget picks that never arrived, and notice silence and standstill. Returns whether anything changed."""
+        before = self.score, self.state
+        for number in [number for number, pick in self._counted.items() if pick.expires_at <= now]:
             del self._counted[number]
-        return bool(late)
+        self._recount(now)
+        return before != (self.score, self.state)
 
     def inherit(self, older: "EngineRecord") -> None:
-        """Takes over the picks of the same incarnation's earlier stream."""
+        """Take over the picks of the same incarnation's earlier stream; :meth:`update` must follow."""
         if older.identity.epoch == self.identity.epoch:
             self._counted |= older._counted
-            self._prefixes = older._prefixes
+            self.prefixes = older.prefixes
             self.last_turn = older.last_turn
 
-    def state(self, now: float) -> EngineState:
-        """What it says of itself, unless it fell silent or its loop stands still with work to do."""
-        if now - self._reported_at > SILENT_SECONDS:
-            return _DEAD
-        stands_still = now - self._progressed_at > STANDSTILL_SECONDS
-        return _DEAD if stands_still and self.report.state != _PAUSED else self.report.state
-
-    def is_serving(self, now: float) -> bool:
-        return bool(self.state(now) == _SERVING)
-
-    def can_hold(self, prompt_tokens: int) -> bool:
-        """Whether the KV cache, were it empty, holds the prompt and a first token."""
-        size = self.identity.num_kv_blocks * self.identity.fingerprint.block_size
-        return prompt_tokens + 1 <= min(size, self.identity.limits.max_model_len or size)
-
-    def has_room(self, prompt_tokens: int) -> bool:
-        """Whether the blocks that are free now hold the prompt, after all prompts that are ahead of it."""
-        free = self.report.free_kv_blocks * self.identity.fingerprint.block_size
-        ahead = self.report.waiting_tokens + sum(pick.prompt_tokens for pick in self._counted.values())
-        return ahead + prompt_tokens + 1 <= free
-
     def entry(self, now: float) -> EngineEntry:
-        """As snapshots show it."""
-        entry = EngineEntry(identity=self.identity, report=_shown(self.report), score=self.score)
-        entry.report.state = self.state(now)
+        """Return the engine as snapshots show it."""
+        entry = EngineEntry(identity=self.identity, report=self._shown, score=self.score)
+        entry.report.state = self.state
         entry.age.FromMilliseconds(round((now - self._reported_at) * 1000))
         return entry
 
+    def _recount(self, now: float) -> None:
+        report = self.report
+        self.num_waiting = report.waiting + len(self._counted)
+        self.score = self.num_waiting * WAITING_WEIGHT + report.running
+        ahead = report.waiting_tokens
+        for pick in self._counted.values():
+            ahead += pick.prompt_tokens
+        self.free_tokens = report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
+        hangs = now - self._progressed_at > STANDSTILL_SECONDS and report.state != _PAUSED
+        self.state = _DEAD if hangs or now - self._reported_at > SILENT_SECONDS else report.state
+
 
 def _shown(report: EngineReport) -> EngineReport:
-    """The report without what only the coordinator needs."""
+    """Return the report without what only the coordinator needs."""
     shown = EngineReport()
     shown.CopyFrom(report)
     for name in ("hello", "identity", "picks_arrived", "step"):

@@ -1,10 +1,10 @@
-"""The joined engines, and every pick among them. Soft state: a new coordinator rebuilds it from re-joins. No I/O."""
+"""Keeps the joined engines and picks among them. A new coordinator rebuilds this state from re-joins. No I/O."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from tokenloom.services.runtime.peers.pairing import missing_role
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, EngineState, PickRequest, PickResponse, Snapshot
+from tokenloom.services.runtime.peers.pairing import in_pool, missing_role
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineReport, PickRequest, PickResponse, Snapshot
 from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.types_pb2 import EngineRole
 
@@ -14,84 +14,81 @@ from .engine_record import EngineRecord
 log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 2.0
-"""How long a new coordinator waits for engines of a former one to re-join before it calls its view complete."""
+"""How long a new coordinator waits for engines to re-join before it calls its view complete."""
+
+
+_MAX_POOLS = 64
 
 
 class Registry:
-    """Joins, reports, picks and snapshots of one coordinator.
+    """Keeps joins, reports, picks and snapshots of one coordinator.
+
+    ``refresh`` notices what time alone changes. Picks and snapshots see the state of the last ``refresh``.
 
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
         clock: Monotonic seconds.
-        on_change: Called when the snapshot changed.
     """
 
     def __init__(
         self,
         epoch: int,
         clock: Callable[[], float],
-        on_change: Callable[[], None] = lambda: None,
         *,
         policy: engine_placement.Policy | None = None,
         settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self._epoch = epoch
         self._clock = clock
-        self._on_change = on_change
         self._policy = policy or engine_placement.Policy()
         self._complete_at = clock() + settle_seconds
+        self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
+        # Serving engines by the fingerprint and role that requests ask for: nearly all ask for the same.
+        self._pools: dict[tuple[bytes, EngineRole], list[EngineRecord]] = {}
         self._num_picks = 0
-        self._missing: EngineRole | None = None  # as last warned of
-        self._revision = 1
+        self._missing: EngineRole | None = None  # the last one that was logged
         self._snapshot: Snapshot | None = None
-        self._states: dict[str, EngineState] = {}  # as last shown, to see silence and standstill begin
-        self._was_complete = self.is_complete
+        self.revision = 1
+        """Grows with every change."""
 
     def __len__(self) -> int:
         return len(self._records)
 
-    @property
-    def revision(self) -> int:
-        """Grows with every change."""
-        return self._revision
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether engines of a former coordinator had time to re-join."""
-        return self._clock() >= self._complete_at
-
     def join(self, identity: EngineIdentity, report: EngineReport) -> EngineRecord:
-        """An engine opened a stream; it takes the place of an older one of its name."""
-        record = EngineRecord(identity, report, self._clock())
+        """Add an engine that opened a stream; it takes the place of an older one of its name."""
+        now = self._clock()
+        record = EngineRecord(identity, report, now)
         if (older := self._records.get(identity.engine_id)) is not None:
             record.inherit(older)
         self._records[identity.engine_id] = record
-        record.update(report, self._epoch, self._clock())
-        self._changed()
+        record.update(report, self._epoch, now)
+        self._regroup()
         return record
 
     def report(self, record: EngineRecord, report: EngineReport) -> None:
-        """A later message of that stream."""
+        """Take a later report of that engine."""
+        before = record.state, record.report.role
         if record.update(report, self._epoch, self._clock()):
-            self._changed()
+            self.revision += 1
+        if before != (record.state, report.role):
+            self._regroup()
 
     def leave(self, record: EngineRecord) -> None:
-        """The stream ended: the engine is gone at once, unless a newer join has its name."""
+        """Remove an engine whose stream ended, unless a newer join has its name."""
         if self._records.get(record.identity.engine_id) is record:
             del self._records[record.identity.engine_id]
-            self._changed()
+            self._regroup()
 
     def pick(self, request: PickRequest) -> PickResponse:
-        """Places one leg and counts it; errors as :func:`.placement.choose`."""
-        engine_placement.check_request(request)
-        self.refresh()
-        now = self._clock()
-        record, whole = engine_placement.choose(self._records.values(), request, now, self._policy)
-        self._warn_of_missing_role(now)
+        """Place one leg and count it. Raises what :func:`.engine_placement.choose` raises."""
+        key = request.fingerprint.SerializeToString(), request.role
+        if (pool := self._pools.get(key)) is None:
+            pool = self._pools[key] = self._gather(request)
+        record, whole = engine_placement.choose(pool, request, self._policy)
         self._num_picks += 1
-        record.count(self._num_picks, request.prompt_tokens, now, request.block_hash_prefixes)
-        self._changed()
+        record.count(self._num_picks, request.prompt_tokens, self._clock(), request.block_hash_prefixes)
+        self.revision += 1
         return PickResponse(
             engine=record.identity,
             whole_request=whole,
@@ -99,36 +96,45 @@ class Registry:
         )
 
     def refresh(self) -> None:
-        """Notices what time alone changes; to be called every second or so."""
+        """Notice what time alone changes. To be called several times a second."""
         now = self._clock()
-        expired = [record.expire(now) for record in self._records.values()]
-        states = {name: record.state(now) for name, record in self._records.items()}
-        if any(expired) or states != self._states or self.is_complete != self._was_complete:
-            self._states, self._was_complete = states, self.is_complete
-            self._changed()
+        is_complete = now >= self._complete_at
+        changed = [record for record in self._records.values() if record.refresh(now)]
+        if changed or is_complete != self._is_complete:
+            self._is_complete = is_complete
+            self._regroup()
 
     def snapshot(self) -> Snapshot:
-        """The registry now; the same object until something changes."""
-        if self._snapshot is None:
+        """Return the registry's view now; the same object until something changes."""
+        if self._snapshot is None or self._snapshot.revision != self.revision:
             now = self._clock()
             self._snapshot = Snapshot(
                 coordinator_epoch=self._epoch,
-                revision=self._revision,
-                complete=self.is_complete,
+                revision=self.revision,
+                complete=self._is_complete,
                 engines=[record.entry(now) for record in self._records.values()],
                 pd_threshold=self._policy.pd_threshold,
             )
         return self._snapshot
 
-    def _warn_of_missing_role(self, now: float) -> None:
-        """Once, when requests begin to do without engines of a role."""
-        missing = missing_role(record.report.role for record in self._records.values() if record.is_serving(now))
+    def _gather(self, request: PickRequest) -> list[EngineRecord]:
+        """Return the serving engines of the pool that a request asks for."""
+        if len(self._pools) >= _MAX_POOLS:
+            self._pools.clear()
+        serving = [record for record in self._records.values() if record.is_serving]
+        self._warn_of_missing_role(serving)
+        asked, role = request.fingerprint, request.role
+        return [record for record in serving if in_pool(asked, record.identity.fingerprint, role)]
+
+    def _warn_of_missing_role(self, serving: Sequence[EngineRecord]) -> None:
+        """Log, once, when requests begin to do without engines of a role."""
+        missing = missing_role(record.report.role for record in serving)
         if missing != self._missing and missing is not None:
             name = EngineRole.Name(missing).removeprefix("ENGINE_ROLE_").lower()
             log.warning("no %s engine is serving: every request stays on one engine", name)
         self._missing = missing
 
-    def _changed(self) -> None:
-        self._revision += 1
-        self._snapshot = None
-        self._on_change()
+    def _regroup(self) -> None:
+        """Note that an engine joined, left or changed its state or role, so that the pools are gathered again."""
+        self._pools.clear()
+        self.revision += 1

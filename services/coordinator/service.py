@@ -1,6 +1,5 @@
-"""The coordinator as a service: registry, servicer and the tick that notices what time changes."""
+"""Runs the coordinator as a service."""
 
-import asyncio
 import time
 
 from prometheus_client import Counter, Gauge
@@ -8,38 +7,37 @@ from prometheus_client import Counter, Gauge
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2_grpc
 
-from .coordinator_servicer import Changes, CoordinatorServicer
+from .coordinator_servicer import CoordinatorServicer
 from .coordinator_settings import CoordinatorSettings
 from .engine_placement import Policy
 from .engine_registry import Registry
 
-_REFRESH_SECONDS = 0.5
-
 
 class CoordinatorService:
-    """Off the data path and with soft state only, so it has nothing to drain."""
+    """Connects registry and servicer. No tokens pass the coordinator and its state is soft, so nothing is drained."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
         self.servicer: CoordinatorServicer | None = None
 
     async def start(self, host: Host) -> None:
-        changes = Changes()
         registry = Registry(
             host.epoch,
             time.monotonic,
-            changes.notify,
             policy=Policy(max_waiting=self._settings.max_waiting, pd_threshold=self._settings.pd_threshold),
             settle_seconds=self._settings.settle_seconds,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))
         picks = Counter(
-            "tokenloom_picks", "Legs to place: WHOLE, PREFILL, DECODE or why not.", ("outcome",), registry=host.metrics
+            "tokenloom_picks",
+            "Picks: WHOLE, PREFILL, DECODE or an error's reason.",
+            ("outcome",),
+            registry=host.metrics,
         )
-        self.servicer = CoordinatorServicer(registry, changes, self._settings.instance_id, host.epoch, picks)
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)
-        host.spawn(_refresh(registry), name="refresh")
+        self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self.servicer)
+        host.spawn(self.servicer.publish(), name="publish")
 
     async def drain(self) -> None:
         pass
@@ -47,9 +45,3 @@ class CoordinatorService:
     async def stop(self) -> None:
         if self.servicer is not None:
             self.servicer.close()
-
-
-async def _refresh(registry: Registry) -> None:
-    while True:
-        registry.refresh()
-        await asyncio.sleep(_REFRESH_SECONDS)

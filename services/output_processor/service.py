@@ -1,8 +1,8 @@
-"""The output processor as a service: joins its parts and follows the lifecycle of all services."""
+"""Runs the output processor as a service: connects its parts, and starts, drains and stops them."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
 from .metrics import Metrics
 from .output_processor_settings import OutputProcessorSettings
-from .placement.engine_link import INITIAL_CREDIT, EngineLinks
-from .placement.placement import Placer
-from .request_slots import Admission
-from .stream.gateway_session import Parts, Session
-from .text.detokenizer import Vocabulary
+from .placement.engine_link import INITIAL_CREDIT
+from .placement.placement import EngineLinks, Placer
+from .request.requests import Requests
+from .stream.gateway_session import Session
+from .text.vocabulary import Vocabulary
 
 
 class OutputProcessorService:
@@ -30,9 +30,8 @@ class OutputProcessorService:
 
     def __init__(self, settings: OutputProcessorSettings) -> None:
         self._settings = settings
-        self._admission = Admission(settings.max_requests)
-        self._links: EngineLinks | None = None
-        self._placer: Placer | None = None
+        self._draining = AsyncExitStack()
+        self._closing = AsyncExitStack()
 
     async def start(self, host: Host) -> None:
         settings = self._settings
@@ -49,41 +48,38 @@ class OutputProcessorService:
                 initial_credit=INITIAL_CREDIT,
             )
 
-        links = self._links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
-        placer = self._placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
-        metrics = Metrics(host.metrics, self._admission, links)
-        parts = Parts(
-            hello=make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint),
-            vocabulary=vocabulary,
-            eos_token_ids=frozenset(info.eos_token_ids),
-            placer=placer,
-            admission=self._admission,
-            metrics=metrics,
+        links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
+        placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
+        self._closing.push_async_callback(placer.close)
+        requests = Requests(
+            placer,
+            vocabulary,
+            frozenset(info.eos_token_ids),
+            Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
+            max_requests=settings.max_requests,
             tracer=host.tracer,
         )
+        self._draining.push_async_callback(requests.drain)
         host.spawn(placer.run(), name="coordinator")
-        add_OutputProcessorServicer_to_server(_Servicer(parts), host.server)
+        hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests))
 
     async def drain(self) -> None:
-        await self._admission.drain()
+        await self._draining.aclose()
 
     async def stop(self) -> None:
-        if self._links is not None:
-            await self._links.close()
-        if self._placer is not None:
-            await self._placer.close()
+        await self._closing.aclose()
 
 
 class _Servicer(OutputProcessorServicer):
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, hello: Hello, requests: Requests) -> None:
+        self._hello = hello
+        self._requests = requests
 
-    async def Process(  # type: ignore[override]  # it writes to the context: a frame passes one generator, not three
+    async def Process(  # type: ignore[override]  # it writes to the context, because a generator costs more per frame
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        async with aclosing(Session(self._parts).frames(request_iterator)) as frames:
-            async for frame in frames:
-                await context.write(frame)
+        await Session(self._hello, self._requests).run(request_iterator, context.write)
 
 
 def _load(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:

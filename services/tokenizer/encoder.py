@@ -1,4 +1,4 @@
-"""Text to ids and back, in threads: a long text never holds up the event loop."""
+"""Turns text into token ids and back, in threads, so that a long text never blocks the event loop."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,16 +12,16 @@ from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 MAX_WAITING = 1024
-"""Calls in threads or waiting for one; more are refused, to be tried again."""
+"""Calls that run in a thread or wait for one; more are refused with an error that invites a retry."""
 MAX_HASHES = 256
-"""Block hashes in a message: enough to place by."""
+"""Block hashes in a message: enough to choose an engine by."""
 _HASH_BYTES = 8
 
 T = TypeVar("T")
 
 
 class Encoder:
-    """A tokenizer and its threads."""
+    """Runs a tokenizer in its own threads."""
 
     def __init__(self, tokenizer: Tokenizer, *, block_size: int, max_text_bytes: int, num_threads: int) -> None:
         self._tokenizer = tokenizer
@@ -39,55 +39,55 @@ class Encoder:
         salt: bytes,
         want_token_strings: bool = False,
     ) -> list[TokenizedPrompt]:
-        """The ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
+        """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
 
-        Raises ``InvalidArgument`` for a text over the size limit or one that the tokenizer cannot take.
+        Raises ``InvalidArgument`` for a text over the size limit or one that makes the tokenizer fail,
+        ``ResourceExhausted`` when too many calls wait.
         """
         for text in texts:
             # A character has at most four bytes: most texts need not be measured.
             if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
-                raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes", "prompt")
-
-        def work() -> list[TokenizedPrompt]:
-            return [self._encode(text, add_special_tokens, want_hashes, salt, want_token_strings) for text in texts]
-
-        return await self._in_thread(work)
+                raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
+        return await self._in_thread(self._encode, texts, add_special_tokens, want_hashes, salt, want_token_strings)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a complete sequence; ids that the tokenizer does not know have none."""
-        return await self._in_thread(lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
+        return await self._in_thread(self._tokenizer.decode, token_ids, skip_special_tokens)
 
     def close(self) -> None:
-        """Lets running calls end; waiting ones are dropped."""
+        """Let running calls end, and drop the waiting ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(
-        self, text: str, add_special_tokens: bool, want_hashes: bool, salt: bytes, want_token_strings: bool
-    ) -> TokenizedPrompt:
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        token_ids = encoding.ids
-        hashes: list[bytes] = []
-        if want_hashes:
-            hashes = block_hashes(token_ids[: MAX_HASHES * self._block_size], self._block_size, salt=salt)
-        prefixes = [int.from_bytes(digest[:_HASH_BYTES], "little") for digest in hashes]
-        strings = encoding.tokens if want_token_strings else ()
-        return TokenizedPrompt(token_ids=token_ids, block_hash_prefixes=prefixes, token_strings=strings)
+        self, texts: Sequence[str], add_special_tokens: bool, want_hashes: bool, salt: bytes, want_token_strings: bool
+    ) -> list[TokenizedPrompt]:
+        prompts = []
+        for text in texts:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            prompt = TokenizedPrompt(
+                token_ids=encoding.ids, token_strings=encoding.tokens if want_token_strings else ()
+            )
+            if want_hashes:
+                hashes = block_hashes(encoding.ids[: MAX_HASHES * self._block_size], self._block_size, salt=salt)
+                prompt.block_hash_prefixes.extend([int.from_bytes(each[:_HASH_BYTES], "little") for each in hashes])
+            prompts.append(prompt)
+        return prompts
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         if self._waiting >= MAX_WAITING:
-            raise errors.ResourceExhausted(f"{MAX_WAITING} texts wait to be tokenized; try again")
+            raise errors.ResourceExhausted(f"{MAX_WAITING} texts already wait to be tokenized; retry.")
         self._waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, _contain, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, _contain, work, arguments)
         finally:
             self._waiting -= 1
 
 
-def _contain(work: Callable[[], T]) -> T:
-    """The library panics on some inputs with a BaseException, which would pass every handler."""
+def _contain(work: Callable[..., T], arguments: Sequence[object]) -> T:
+    """Call the library, which panics on some inputs with a BaseException that no other handler would catch."""
     try:
-        return work()
+        return work(*arguments)
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
             raise
-        raise errors.InvalidArgument("prompt: the tokenizer cannot take this text", "prompt") from error
+        raise errors.InvalidArgument("prompt: the tokenizer fails on this text.", "prompt") from error

@@ -1,33 +1,20 @@
-"""What a tokenizer counts."""
-
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""The metrics of a tokenizer."""
 
 from prometheus_client import CollectorRegistry
 
 from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 
-METHODS = ("encode", "encode_chat", "decode")
-
 
 class Metrics:
-    """Calls that were answered, by method, and their tokens."""
+    """Counts tokens, and measures the calls that were answered, by method."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "tokenloom_tokenizer_"
-        self.tokens = Counter(registry, name + "tokens", "Tokens that came out of encoding, or went into decoding.", {})
-        self._seconds = {
-            method: Histogram(
-                registry, f"{name}{method}_seconds", f"From a call of {method} to its answer.", {}, LATENCY_SECONDS
+        self.tokens = Counter(registry, name + "tokens", "Tokens that encoding made or that were decoded.", {})
+        self.encode, self.encode_chat, self.decode = (
+            Histogram(
+                registry, f"{name}{method}_seconds", f"Seconds that a call of {method} took.", {}, LATENCY_SECONDS
             )
-            for method in METHODS
-        }
-
-    @contextmanager
-    def call(self, method: str) -> Iterator[None]:
-        """Measures a call, unless it fails. ``method``: one of ``METHODS``."""
-        started = time.monotonic()
-        yield
-        self._seconds[method].observe(time.monotonic() - started)
+            for method in ("encode", "encode_chat", "decode")
+        )

@@ -1,27 +1,85 @@
-"""Renders chat templates in processes that can be killed, so that no template holds up or brings down the service."""
+"""Renders chat templates in processes that can be killed, so that no template blocks or brings down the service."""
 
 import asyncio
+import json
+import socket
+import subprocess
+import sys
+from typing import Self
 
 from tokenloom.request import errors
 
-from .render_process import RenderProcess
-from .render_worker import Job, Reply, Setup, pack
+from .render_worker import LENGTH, Job, Reply, Setup, pack
 
 MAX_WAITING = 256
-"""Conversations that wait for a worker; more are refused, to be tried again."""
+"""Conversations that wait for a worker; more are refused with an error that invites a retry."""
 _MEMORY_BYTES = 1 << 30
+_START_SECONDS = 20.0
+
+
+class RenderProcess:
+    """Runs one worker: a child process that answers one message with one message."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def start(cls, setup: Setup) -> Self:
+        """Start a worker. Raises ``Unavailable`` when it does not start, ``InvalidArgument`` for a wrong template."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = await asyncio.to_thread(_spawn, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        worker = cls(process, *await asyncio.open_unix_connection(sock=ours))
+        try:
+            reply = await worker.exchange(pack(setup), _START_SECONDS)
+        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+            await worker.kill()
+            raise errors.Unavailable("The process that renders chat templates does not start.") from error
+        except asyncio.CancelledError:
+            await worker.kill()
+            raise
+        if "refused" in reply:
+            await worker.kill()
+            raise errors.InvalidArgument(reply["refused"], "model")
+        return worker
+
+    async def exchange(self, request: bytes, seconds: float) -> Reply:
+        """Send a packed message and return the answer. When this is cut short, :meth:`kill` the process.
+
+        Raises ``TimeoutError`` after ``seconds``, ``IncompleteReadError`` or ``ConnectionError`` if the process ended.
+        """
+        async with asyncio.timeout(seconds):
+            self._writer.write(request)
+            await self._writer.drain()
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            reply: Reply = json.loads(await self._reader.readexactly(length))
+            return reply
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._writer.close()
+        await asyncio.to_thread(self._process.wait)
 
 
 class Renderer:
-    """A few worker processes; one that runs out of time or memory is killed and replaced when next needed."""
+    """Shares a few workers; one that runs out of time or memory is killed, and replaced when it is next needed."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], *, num_workers: int, seconds: float) -> None:
-        """``source``: the template, ``special_tokens``: by name, as it uses them, ``seconds``: of each rendering."""
+        """``special_tokens``: by the name that the template uses. ``seconds``: limit of each rendering."""
         self._setup = Setup(
             source=source,
             special_tokens=special_tokens,
             memory_bytes=_MEMORY_BYTES,
-            seconds=2 * seconds,  # only for when this process is no longer there to kill it
+            seconds=2 * seconds,  # applies only if this process ended and cannot kill it
         )
         self._seconds = seconds
         self._waiting = 0
@@ -30,60 +88,60 @@ class Renderer:
             self._idle.put_nowait(None)
 
     async def start(self) -> None:
-        """Starts the workers; raises ``InvalidArgument`` when the template is not valid."""
+        """Start the workers. Raises ``InvalidArgument`` when the template is not valid."""
         for _ in range(self._idle.qsize()):
             worker = self._idle.get_nowait()
             self._idle.put_nowait(worker or await RenderProcess.start(self._setup))
 
     async def render(self, job: Job) -> str:
-        """The rendered conversation.
+        """Return the rendered conversation.
 
-        Raises ``InvalidArgument`` when the template refuses it, ``ResourceExhausted`` when it grows past its cap or too
-        many wait, ``DeadlineExceeded`` when it takes too long.
+        Raises ``InvalidArgument`` when the template refuses it, ``ResourceExhausted`` when it grows past its limit or
+        too many conversations wait, ``DeadlineExceeded`` when it takes too long.
         """
         request = pack(job)
-        if self._waiting >= MAX_WAITING:
-            raise errors.ResourceExhausted(f"{MAX_WAITING} conversations wait to be rendered; try again")
-        self._waiting += 1
-        try:
-            worker = await self._idle.get()
-        finally:
-            self._waiting -= 1
+        worker = await self._take()
         kept: RenderProcess | None = None
         try:
             worker = worker or await RenderProcess.start(self._setup)
-            reply = await self._exchange(worker, request)
+            reply = await worker.exchange(request, self._seconds)
             kept = worker
+        except TimeoutError:
+            message = f"Rendering the conversation took longer than {self._seconds:g} s and was stopped."
+            raise errors.DeadlineExceeded(message) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise errors.ResourceExhausted(
+                "Rendering the conversation took too much memory.", retry_after=None
+            ) from None
         finally:
-            # Whatever went wrong, cancellation included: the worker may be amid a job, so it is given up.
+            # After any failure, cancellation included, the worker may be in the middle of a job, so it is given up.
             self._idle.put_nowait(kept)
             if worker is not None and kept is None:
                 await worker.kill()
-        return _text(reply)
+        if "refused" in reply:
+            raise errors.InvalidArgument(reply["refused"], "messages")
+        if "too_long" in reply:
+            raise errors.ResourceExhausted(reply["too_long"], retry_after=None)
+        return reply["text"]
 
     async def close(self) -> None:
-        """Ends the workers. Call when nothing renders any more."""
+        """End the workers. Call this when nothing renders any more."""
         while not self._idle.empty():
             if (worker := self._idle.get_nowait()) is not None:
                 await worker.kill()
 
-    async def _exchange(self, worker: RenderProcess, request: bytes) -> Reply:
+    async def _take(self) -> RenderProcess | None:
+        """Wait for a worker; None for one that has to be started."""
+        if self._waiting >= MAX_WAITING:
+            raise errors.ResourceExhausted(f"{MAX_WAITING} conversations already wait to be rendered; retry.")
+        self._waiting += 1
         try:
-            async with asyncio.timeout(self._seconds):
-                return await worker.exchange(request)
-        except TimeoutError:
-            raise errors.DeadlineExceeded(
-                f"rendering the conversation took longer than {self._seconds:g} s and was cut off"
-            ) from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            raise errors.ResourceExhausted(
-                "rendering the conversation took too much memory", retry_after=None
-            ) from None
+            return await self._idle.get()
+        finally:
+            self._waiting -= 1
 
 
-def _text(reply: Reply) -> str:
-    if "refused" in reply:
-        raise errors.InvalidArgument(reply["refused"], "messages")
-    if "too_long" in reply:
-        raise errors.ResourceExhausted(reply["too_long"], retry_after=None)
-    return reply["text"]
+def _spawn(theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    # Not through the event loop: uvloop forks, which gRPC's threads do not take well; subprocess uses vfork.
+    command = [sys.executable, "-m", f"{__package__}.render_worker"]
+    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())

@@ -1,5 +1,6 @@
-"""``Tokenizer``: encode, chat, decode, and what callers must know of the tokenizer."""
+"""Serves ``Tokenizer``: encodes texts and chats, decodes, and describes the tokenizer."""
 
+import time
 from typing import Any
 
 import grpc.aio
@@ -27,7 +28,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TokenizerServicer(TokenizerServicerBase):
-    """Stateless: any replica answers, any call may be retried."""
+    """Answers calls without state: any replica can answer, and any call may be retried."""
 
     def __init__(
         self, encoder: Encoder, renderer: Renderer | None, info: GetTokenizerInfoResponse, metrics: Metrics
@@ -39,36 +40,39 @@ class TokenizerServicer(TokenizerServicerBase):
         self._metrics = metrics
 
     async def Encode(self, request: EncodeRequest, context: _Context) -> EncodeResponse:
-        with self._metrics.call("encode"):
-            prompts = await self._encoder.encode(
-                request.texts,
-                add_special_tokens=request.add_special_tokens,
-                want_hashes=request.want_hashes,
-                salt=request.cache_salt,
-                want_token_strings=request.want_token_strings,
-            )
+        started = time.monotonic()
+        prompts = await self._encoder.encode(
+            request.texts,
+            add_special_tokens=request.add_special_tokens,
+            want_hashes=request.want_hashes,
+            salt=request.cache_salt,
+            want_token_strings=request.want_token_strings,
+        )
+        self._metrics.encode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
         return EncodeResponse(prompts=prompts)
 
     async def EncodeChat(self, request: EncodeChatRequest, context: _Context) -> EncodeChatResponse:
         if self._renderer is None:
-            raise errors.InvalidArgument("this model has no chat template; send a plain prompt instead", "messages")
-        with self._metrics.call("encode_chat"):
-            text = await self._renderer.render(_job(request))
-            (prompt,) = await self._encoder.encode(
-                [text],
-                add_special_tokens=False,  # the template has written them
-                want_hashes=request.want_hashes,
-                salt=request.cache_salt,
-                want_token_strings=request.want_token_strings,
-            )
+            raise errors.InvalidArgument("This model has no chat template; send a plain prompt instead.", "messages")
+        started = time.monotonic()
+        text = await self._renderer.render(_job(request))
+        (prompt,) = await self._encoder.encode(
+            [text],
+            add_special_tokens=False,  # the template has written them
+            want_hashes=request.want_hashes,
+            salt=request.cache_salt,
+            want_token_strings=request.want_token_strings,
+        )
+        self._metrics.encode_chat.observe(time.monotonic() - started)
         prompt.opens_reasoning = request.add_generation_prompt and opens_reasoning(text)
         self._metrics.tokens.inc(len(prompt.token_ids))
         return EncodeChatResponse(prompt=prompt)
 
     async def Decode(self, request: DecodeRequest, context: _Context) -> DecodeResponse:
-        with self._metrics.call("decode"):
-            text = await self._encoder.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
+        started = time.monotonic()
+        text = await self._encoder.decode(request.token_ids, skip_special_tokens=request.skip_special_tokens)
+        self._metrics.decode.observe(time.monotonic() - started)
         self._metrics.tokens.inc(len(request.token_ids))
         return DecodeResponse(text=text)
 
@@ -77,16 +81,20 @@ class TokenizerServicer(TokenizerServicerBase):
 
 
 def _job(request: EncodeChatRequest) -> Job:
+    texts = []
+    for field, data in (
+        ("messages", request.messages_json),
+        ("tools", request.tools_json),
+        ("chat_template_kwargs", request.template_kwargs_json),
+    ):
+        try:
+            texts.append(data.decode())
+        except UnicodeDecodeError:
+            raise errors.InvalidArgument(f"{field} is not UTF-8.", field) from None
+    messages, tools, template_kwargs = texts
     return Job(
-        messages_json=_utf8(request.messages_json, "messages"),
-        tools_json=_utf8(request.tools_json, "tools"),
-        template_kwargs_json=_utf8(request.template_kwargs_json, "chat_template_kwargs"),
+        messages_json=messages,
+        tools_json=tools,
+        template_kwargs_json=template_kwargs,
         add_generation_prompt=request.add_generation_prompt,
     )
-
-
-def _utf8(data: bytes, field: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise errors.InvalidArgument(f"{field} is not UTF-8", field) from None

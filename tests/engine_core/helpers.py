@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest

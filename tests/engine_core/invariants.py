@@ -7,8 +7,8 @@ from itertools import zip_longest
 from tokenloom.engine_core.kv_cache.block_hash import block_hashes
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.scheduling.request import Request, RequestStatus
-from tokenloom.engine_core.scheduling.request_queue import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.scheduling.waiting_requests import priority_key
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -57,7 +57,7 @@ def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]
     tables = [request.block_ids for request in holders] + list(lent)
     held = Counter(block_id for block_ids in tables for block_id in block_ids)
     assert pool.ref_counts == [held[block_id] for block_id in range(pool.num_blocks)]
-    free = list(pool._free)
+    free = [*reversed(pool._blank), *pool._cached]
     assert len(free) == pool.num_free == pool.num_blocks - len(held)
     assert set(free) == set(range(pool.num_blocks)) - set(held)
     registered = {block_id: block_hash for block_id, block_hash in enumerate(pool._hashes) if block_hash is not None}

@@ -1,11 +1,9 @@
 """Async scheduling over a real model: whatever a request carries and whatever befalls it, on and off say the same."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
-from tokenloom.engine_core.wire.core_sampling_params import RepetitionDetection
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.offline.sampling_params import RepetitionDetectionParams
@@ -101,8 +99,8 @@ def test_on_and_off_say_the_same(pair, name):
     for llm in pair:
         stats = core_of(llm).scheduler.stats()
         assert stats.num_free_blocks == core_of(llm).ready.num_kv_blocks
-    assert core_of(pair[0])._batch_queue is not None
-    assert core_of(pair[1])._batch_queue is None
+    assert core_of(pair[0])._max_in_flight == 2
+    assert core_of(pair[1])._max_in_flight == 1
 
 
 def test_requests_of_every_kind_together_say_the_same(pair):
@@ -214,7 +212,7 @@ def test_sessions(roomy):
     for llm in roomy:
         run = Followed(llm)
         first, *others = (token_ids(llm, index) for index in (0, 2, 4))
-        repetition = RepetitionDetection(max_pattern_size=3, min_pattern_size=1, min_count=3)
+        repetition = RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=1, min_count=3)
         run.add("s", first, resumable=True, temperature=0.0, repetition_detection=repetition)
         run.add("other", token_ids(llm, 3))
         for prompt in others:

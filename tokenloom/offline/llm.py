@@ -11,10 +11,11 @@ from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
 from tokenloom.engine_core.client.core_client import InprocClient
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.gpu_worker.platform.devices import make_worker
 from tokenloom.request import validation
 from tokenloom.request.errors import TokenloomError
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.v1 import types_pb2
 
@@ -107,7 +108,7 @@ class LLM:
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_gpu_blocks_override=num_gpu_blocks_override,
         )
-        self._client = InprocClient(config, make_executor(config, make_worker))
+        self._client = InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

@@ -1,1 +1,1 @@
-"""One module for each engine."""
+"""The adapters, one module for each engine."""

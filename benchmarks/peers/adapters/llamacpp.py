@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's C interface: many sequences in one batch. Reads ``MODEL-<type>.gguf``."""
+"""Runs llama.cpp through llama-cpp-python's C interface: many sequences in one batch. Reads ``MODEL-<type>.gguf``."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ class LlamaCpp:
         self._lib: Any = importlib.import_module("llama_cpp")
         lib = self._lib
         lib.llama_backend_init()
-        self._quiet = lib.llama_log_callback(lambda level, text, data: None)  # kept alive for the library
+        self._quiet = lib.llama_log_callback(lambda level, text, data: None)  # the library needs it to stay alive
         lib.llama_log_set(self._quiet, None)
         config = json.loads((Path(model) / "config.json").read_text())
         kind = options.get("type") or _TYPES[config.get("dtype") or config["torch_dtype"]]
@@ -65,7 +65,7 @@ class LlamaCpp:
         return parameters
 
     def _share_prefix(self, workload: Workload, prompts: list[list[int]]) -> None:
-        """Computes the common tokens once and lets every sequence have them."""
+        """Compute the common tokens once and share them with every sequence."""
         for start in range(0, workload.shared, _BATCH):
             part = prompts[0][start : min(start + _BATCH, workload.shared)]
             self._decode([(token, start + index, 0, False) for index, token in enumerate(part)])
@@ -73,7 +73,7 @@ class LlamaCpp:
             self._lib.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
     def _prefill(self, workload: Workload, prompts: list[list[int]]) -> list[int]:
-        """As many whole prompts at once as fit; the first token of each."""
+        """Compute as many whole prompts at once as fit, and return the first token of each."""
         last: list[int] = []
         per_batch = max(1, _BATCH // workload.unique)
         end = workload.prompt_len - 1
@@ -93,7 +93,7 @@ class LlamaCpp:
         return int(self._lib.llama_sampler_sample(self._greedy, self._context, row))
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
-        """``rows``: token, position, sequence, whether its logits are wanted."""
+        """``rows`` hold token, position, sequence, and whether its logits are needed."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for index, (token, position, sequence, wanted) in enumerate(rows):

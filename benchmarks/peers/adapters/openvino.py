@@ -1,4 +1,5 @@
-"""OpenVINO GenAI's continuous batching on the CPU. Reads ``MODEL-ov``, which ``optimum-cli export openvino`` writes."""
+"""Runs OpenVINO GenAI's continuous batching on the CPU. Reads ``MODEL-ov``, which ``optimum-cli export openvino``
+writes."""
 
 import importlib
 import time

@@ -1,4 +1,4 @@
-"""Tokenloom's offline API."""
+"""Runs Tokenloom's offline API."""
 
 import importlib
 import time
@@ -20,7 +20,7 @@ class Tokenloom:
     def run(self, workload: Workload, prompts: list[list[int]]) -> Timing:
         if workload.requests > 1:
             return self._generate(prompts, workload.output)
-        # No stream offline: the first token is timed alone, without help of the prefix cache.
+        # The offline API has no stream, so the first token is timed alone, without the prefix cache.
         first = self._generate(prompts, 1)
         self._llm.reset_prefix_cache()
         whole = self._generate(prompts, workload.output)

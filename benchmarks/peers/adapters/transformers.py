@@ -1,4 +1,4 @@
-"""Hugging Face transformers: `generate` on one static batch. It has no prefix cache."""
+"""Runs Hugging Face transformers: `generate` on one static batch. It has no prefix cache."""
 
 import importlib
 import time

@@ -1,4 +1,4 @@
-"""vLLM's V1 engine, its CPU build."""
+"""Runs the CPU build of vLLM's V1 engine."""
 
 import importlib
 import json
@@ -11,14 +11,14 @@ from ..workloads import Timing, Workload
 
 class VLLM:
     """Options: `eager=1` (no compilation); read before the start: `bind` (cores of its OpenMP threads), `kv_gib`,
-    `preload` (libraries that its guide recommends, parted by colons)."""
+    `preload` (libraries that its guide recommends, separated by colons)."""
 
     def __init__(self, model: str, threads: int, workloads: list[Workload], options: dict[str, str]) -> None:
         self._vllm: Any = importlib.import_module("vllm")
         self._llm = self._vllm.LLM(
             model=model,
             max_model_len=max(2048, *(w.prompt_len + w.output for w in workloads)),
-            dtype=_checkpoint_dtype(model),  # its own default turns fp32 into bf16
+            dtype=_checkpoint_dtype(model),  # vLLM's default turns fp32 into bf16
             max_num_seqs=64,
             enable_prefix_caching=True,
             enforce_eager=options.get("eager") == "1",

@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 from tokenloom.engine_core.config import EngineConfig
-from tokenloom.engine_core.executor.executor_choice import make_executor
-from tokenloom.engine_core.executor.worker_launch import WORKER_COMMAND
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.process.core_process import run_engine_core
 from tokenloom.services.runtime.peers.tls import CertificateFiles, MeshTLS
 from tokenloom.services.runtime.telemetry import logs
 
-from .workers import make_worker
+from .workers import WORKER_COMMAND, make_worker
 
 
 def make_transports(config: EngineConfig) -> list[KVTransport]:

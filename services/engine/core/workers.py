@@ -1,9 +1,13 @@
 """Makes the worker that a configuration names."""
 
+import sys
 from collections.abc import Callable
 
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.worker import Worker
+
+WORKER_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.worker_main")
+"""Starts a worker's process; the executor appends ``--address ADDRESS``."""
 
 
 def make_worker(config: EngineConfig) -> Worker:

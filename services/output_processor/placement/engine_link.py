@@ -1,8 +1,9 @@
-"""The stream to one incarnation of an engine: attempts go out by slot, tokens come back by step."""
+"""Holds the stream to one incarnation of an engine: sends attempts by slot, receives tokens by step."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc.aio
@@ -12,109 +13,134 @@ from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import SILENCE_SECONDS, check_hello
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
-from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, SlotLogprobs
+from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, EngineInput, Finished, KVSource, PickId, SlotLogprobs
 from tokenloom.v1.engine_pb2_grpc import EngineStub
 from tokenloom.v1.types_pb2 import Hello, Logprobs
+
+from .last_snapshot import EngineKey
 
 log = logging.getLogger(__name__)
 
 INITIAL_CREDIT = 64
-"""Frames in flight: over a second of steps, so that a pause of this process does not make the engine merge."""
+"""Frames in flight: over a second of steps, so that a pause of this process does not make the engine merge steps."""
 CONNECT_SECONDS = 2.0
 _TICK_SECONDS = 0.25
 _SILENT_TICKS = int(SILENCE_SECONDS / _TICK_SECONDS)
 
 
-class AttemptSink(Protocol):
-    """Takes what an engine says of one attempt. Never called again after ``on_finished`` or ``on_lost``."""
+class AttemptOwner(Protocol):
+    """Receives what an engine reports of its attempts. No call follows ``on_finished`` or ``on_lost``."""
 
-    def on_kv_granted(self, kv: KVSource) -> None:
-        """The prefill takes more steps; its KV may be read meanwhile."""
+    def on_kv_granted(self, attempt: "Attempt", kv: KVSource) -> None:
+        """Called when the prefill takes more steps: its KV may be read meanwhile."""
 
-    def on_prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> None:
-        """Log probabilities of prompt tokens from this position on."""
+    def on_prompt_logprobs(self, attempt: "Attempt", token_index: int, logprobs: Logprobs) -> None:
+        """Called with log probabilities of prompt tokens, from this position on."""
 
-    def on_tokens(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> None:
-        """New tokens; ``token_index`` counts from the first of the whole output. ``logprobs``: theirs, if asked for."""
+    def on_tokens(
+        self, attempt: "Attempt", token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
+    ) -> None:
+        """Called with new tokens; ``token_index`` is the position of the first of them in the whole output."""
 
-    def on_finished(self, finished: Finished) -> None:
-        """The attempt ended."""
+    def on_finished(self, attempt: "Attempt", finished: Finished) -> None:
+        """Called when the attempt has ended."""
 
-    def on_lost(self) -> None:
-        """The engine is gone, or silent, or stands still."""
+    def on_lost(self, attempt: "Attempt") -> None:
+        """Called when the engine died, fell silent or hangs."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """Describes one attempt at a request, or at its beginning, on one engine.
+
+    Attributes:
+        link: The open stream to the engine.
+        pick: The coordinator's pick, which the engine acknowledges; None when the coordinator was away.
+        whole_request: Whether the engine does the whole request rather than only the leg that was asked for.
+        is_counted: Whether the last snapshot counts it, until it is released.
+        num_accepted: Output tokens that the engine was given with it.
+        has_output: Whether the engine has sent any.
+        slot: Its number on the link; 0 until it is sent.
+        owner: Set when it is sent.
+    """
+
+    link: "EngineLink"
+    pick: PickId | None = None
+    whole_request: bool = True
+    is_counted: bool = False
+    num_accepted: int = 0
+    has_output: bool = False
+    slot: int = 0
+    owner: AttemptOwner = field(init=False)
 
 
 class EngineLink:
-    """Opened by ``run``; dead as soon as ``run`` returns, and then never used again."""
+    """Connects to an engine in ``run``. When ``run`` returns the link is dead, and is never used again."""
 
     def __init__(self, identity: EngineIdentity, hello: Hello, channels: Channels, *, hang_seconds: float) -> None:
-        """``hello``: ours, naming this engine as the peer. ``hang_seconds``: how long its step may stand still."""
+        """``hello`` names this engine as the peer. ``hang_seconds``: how long a step may last while there is work."""
         self.identity = identity
+        self.key = EngineKey(identity.engine_id, identity.epoch)
         self._hello = hello
         self._channels = channels
         self._hang_ticks = max(1, round(hang_seconds / _TICK_SECONDS))
         self._opened = asyncio.Event()
-        self._error: errors.TokenloomError | None = None
+        self.error: errors.TokenloomError | None = None
+        """Why the link is dead; None while it is not."""
         self._call: grpc.aio.StreamStreamCall[EngineInput, EngineFrame] | None = None
-        self._sinks: dict[int, AttemptSink] = {}  # live attempts: as many as this process admits requests
+        self._attempts: dict[int, Attempt] = {}  # live attempts: as many as this process admits requests
         self._last_slot = 0
-        self._outgoing = EngineInput()  # bounded likewise: the writer takes it whole
+        self._outgoing = EngineInput()  # bounded by the same number: the writer takes it whole
         self._wake = asyncio.Event()
         self._ungranted = 0
         self._step = 0
         self._silent_ticks = 0
         self._still_ticks = 0
 
-    @property
-    def is_dead(self) -> bool:
-        return self._error is not None
-
-    @property
-    def num_live(self) -> int:
-        return len(self._sinks)
-
     async def opened(self) -> None:
-        """Returns once both sides said hello; raises ``Unavailable`` if that fails."""
+        """Return when both sides have said hello. Raises ``Unavailable`` if that fails."""
         await self._opened.wait()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
-    def add(self, request: AddRequest, sink: AttemptSink) -> int:
-        """Sends an attempt and returns its slot, which is filled in here; ``Unavailable`` if the engine just died."""
-        if self._error is not None:
-            raise self._error
-        if not self._sinks:
+    def add(self, request: AddRequest, attempt: Attempt, owner: AttemptOwner) -> None:
+        """Send an attempt; its slot is filled in here. Raises ``Unavailable`` if the engine just died."""
+        if self.error is not None:
+            raise self.error
+        if not self._attempts:
             self._silent_ticks = self._still_ticks = 0
         self._last_slot += 1
-        request.slot = self._last_slot
-        self._sinks[self._last_slot] = sink
+        request.slot = attempt.slot = self._last_slot
+        attempt.owner = owner
+        self._attempts[self._last_slot] = attempt
         self._outgoing.add.append(request)
         self._wake.set()
-        return self._last_slot
 
-    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
-        """The first tokens of an attempt that was added ahead of them: it may go on from there."""
-        self._outgoing.accept.add(slot=slot, token_ids=token_ids)
-        self._wake.set()
-
-    def stop_at(self, slot: int, num_tokens: int) -> None:
-        """A stop string was found: the attempt ends with so many output tokens, which its ``on_finished`` confirms."""
-        self._outgoing.stop_at.add(slot=slot, num_tokens=num_tokens)
-        self._wake.set()
-
-    def abort(self, slot: int) -> None:
-        """Ends an attempt; its sink hears no more of it."""
-        if self._sinks.pop(slot, None) is not None:
-            self._outgoing.abort_slots.append(slot)
+    def accept(self, attempt: Attempt, token_ids: Sequence[int]) -> None:
+        """Send the first tokens of an attempt that was added ahead of them: it may continue from there."""
+        if attempt.slot in self._attempts:
+            self._outgoing.accept.add(slot=attempt.slot, token_ids=token_ids)
             self._wake.set()
 
-    def drop_kv(self, slot: int) -> None:
-        """Nobody will read the KV that a finished prefill left; without effect once somebody does."""
-        self._outgoing.abort_slots.append(slot)
+    def stop_at(self, attempt: Attempt, num_tokens: int) -> None:
+        """Make the attempt end with so many output tokens, because a stop string was found; the engine confirms it."""
+        if attempt.slot in self._attempts:
+            self._outgoing.stop_at.add(slot=attempt.slot, num_tokens=num_tokens)
+            self._wake.set()
+
+    def abort(self, attempt: Attempt) -> None:
+        """End an attempt, if it is live; its owner receives no more of it."""
+        if self._attempts.pop(attempt.slot, None) is not None:
+            self.drop_kv(attempt)
+
+    def drop_kv(self, attempt: Attempt) -> None:
+        """Release the KV that a finished prefill left. This has no effect once another engine reads it."""
+        self._outgoing.abort_slots.append(attempt.slot)
         self._wake.set()
 
     async def run(self) -> None:
-        """Connects and serves until either side ends; every live attempt is then lost. Raises nothing of the peer's."""
+        """Connect and serve until either side ends, then report every live attempt as lost. A failure of the engine is
+        logged, not raised."""
         helpers = Tasks(self._end)
         async with self._channels.open(self.identity.address, "engine") as channel:
             self._call = EngineStub(channel).Connect()
@@ -127,7 +153,7 @@ class EngineLink:
                 self._end(error)
             except asyncio.CancelledError:
                 # Reading from a call that _end cancelled ends like this too.
-                if self._error is None or _is_cancelling():
+                if self.error is None or _is_cancelling():
                     raise
             finally:
                 self._end(errors.Unavailable("the stream was closed"))
@@ -160,17 +186,18 @@ class EngineLink:
         raise errors.Unavailable("the engine ended the stream")
 
     async def _watch(self) -> None:
-        """Counts ticks rather than time: a pause of this process is one tick, however long."""
+        """End the link when the engine is silent or hangs. Ticks are counted rather than time, so that a pause of this
+        process counts as one tick, however long it was."""
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            if not self._sinks:
+            if not self._attempts:
                 continue
             self._silent_ticks += 1
             self._still_ticks += 1
             if self._silent_ticks > _SILENT_TICKS:
                 raise errors.Unavailable(f"no frame for {SILENCE_SECONDS:g} s")
             if self._still_ticks > self._hang_ticks:
-                raise errors.Unavailable(f"step {self._step} stands still with work to do")
+                raise errors.Unavailable(f"step {self._step} lasts too long")
 
     def _receive(self, frame: EngineFrame) -> None:
         self._silent_ticks = 0
@@ -178,44 +205,42 @@ class EngineLink:
             self._step = frame.step
             self._still_ticks = 0
         for grant in frame.kv_granted:
-            if (sink := self._sinks.get(grant.slot)) is not None:
-                sink.on_kv_granted(grant.kv)
+            if (attempt := self._attempts.get(grant.slot)) is not None:
+                attempt.owner.on_kv_granted(attempt, grant.kv)
         self._deal(frame)
         for finished in frame.finished:
-            if (sink := self._sinks.pop(finished.slot, None)) is not None:
-                sink.on_finished(finished)
+            if (attempt := self._attempts.pop(finished.slot, None)) is not None:
+                attempt.owner.on_finished(attempt, finished)
         self._grant()
 
     def _deal(self, frame: EngineFrame) -> None:
-        """Hands the columns out; columns that do not fit together end the stream."""
+        """Pass the frame's columns to the attempts. Columns whose lengths do not match end the stream."""
         slots, token_ids = list(frame.slot), list(frame.token_ids)
         counts = frame.num_tokens or [1] * len(slots)
         if not len(slots) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
-            raise errors.Unavailable("a frame's columns do not fit together")
-        told = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
+            raise errors.Unavailable("the columns of a frame differ in length")
+        logprobs = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         start = 0
         for slot, index, count in zip(slots, frame.token_index, counts, strict=True):
-            if (sink := self._sinks.get(slot)) is not None:
-                if told and slot in told:
-                    sink.on_tokens(index, token_ids[start : start + count], _of_tokens(told[slot], index, count))
-                else:
-                    sink.on_tokens(index, token_ids[start : start + count])
+            if (attempt := self._attempts.get(slot)) is not None:
+                columns = _of_tokens(logprobs[slot], index, count) if logprobs and slot in logprobs else None
+                attempt.owner.on_tokens(attempt, index, token_ids[start : start + count], columns)
             start += count
 
     def _deal_prompts(self, logprobs: Sequence[SlotLogprobs]) -> dict[int, SlotLogprobs]:
-        """Hands out what is told of prompts; returns what is told of tokens, by slot."""
-        told: dict[int, SlotLogprobs] = {}
+        """Pass the log probabilities of prompts to the attempts, and return those of output tokens by slot."""
+        of_tokens: dict[int, SlotLogprobs] = {}
         for each in logprobs:
             if not logprob_columns.fit_together(each.logprobs):
-                raise errors.Unavailable("a frame's log probabilities do not fit together")
+                raise errors.Unavailable("the log probabilities of a frame differ in length")
             if not each.prompt:
-                told[each.slot] = each
-            elif (sink := self._sinks.get(each.slot)) is not None:
-                sink.on_prompt_logprobs(each.token_index, each.logprobs)
-        return told
+                of_tokens[each.slot] = each
+            elif (attempt := self._attempts.get(each.slot)) is not None:
+                attempt.owner.on_prompt_logprobs(attempt, each.token_index, each.logprobs)
+        return of_tokens
 
     def _grant(self) -> None:
-        """Grants what was used up, a quarter at a time; heartbeats too, which cost nothing: the excess is harmless."""
+        """Grant the credit that was used, a quarter at a time. Heartbeats use none but count too, which is harmless."""
         self._ungranted += 1
         if self._ungranted >= INITIAL_CREDIT // 4:
             self._outgoing.credit += self._ungranted
@@ -223,70 +248,24 @@ class EngineLink:
             self._wake.set()
 
     def _end(self, cause: BaseException) -> None:
-        """Ends once: all attempts are lost, whoever waits for the hello hears of it."""
-        if self._error is not None:
+        """End the link, once: all attempts are lost, and placements that wait for the hello fail."""
+        if self.error is not None:
             return
-        log.log(
-            logging.WARNING if self._sinks else logging.INFO, "engine %s: %s", self.identity.engine_id, _tell(cause)
-        )
-        self._error = errors.Unavailable("the engine is gone; try again")
+        level = logging.WARNING if self._attempts else logging.INFO
+        log.log(level, "engine %s: %s", self.identity.engine_id, _describe(cause))
+        self.error = errors.Unavailable("The engine became unavailable; retry.")
         self._opened.set()
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
-            sink.on_lost()
+        attempts, self._attempts = self._attempts, {}
+        for attempt in attempts.values():
+            attempt.owner.on_lost(attempt)
         if self._call is not None:
             self._call.cancel()  # dropping a call does not end it
 
 
-class EngineLinks:
-    """The links of this process, one for each incarnation of an engine, opened when first needed."""
-
-    def __init__(
-        self,
-        make_hello: Callable[[EngineIdentity], Hello],
-        on_failure: Callable[[BaseException], None],
-        channels: Channels,
-        *,
-        hang_seconds: float,
-    ) -> None:
-        """``on_failure``: a link ended by a bug of ours, so that nobody may hear of its requests any more."""
-        self._make_hello = make_hello
-        self._channels = channels
-        self._hang_seconds = hang_seconds
-        self._links: dict[tuple[str, int], EngineLink] = {}  # as many as engines in the registry; the dead leave
-        self._tasks = Tasks(on_failure)
-
-    @property
-    def num_open(self) -> int:
-        return len(self._links)
-
-    async def get(self, identity: EngineIdentity) -> EngineLink:
-        """An open link; ``Unavailable`` when the engine does not answer or is another than expected."""
-        key = (identity.engine_id, identity.epoch)
-        link = self._links.get(key)
-        if link is None or link.is_dead:
-            link = EngineLink(identity, self._make_hello(identity), self._channels, hang_seconds=self._hang_seconds)
-            self._links[key] = link
-            self._tasks.spawn(self._run(key, link), name=f"engine-link {identity.engine_id}")
-        await link.opened()
-        return link
-
-    async def close(self) -> None:
-        """Ends every link; the engines abort what was live on them."""
-        await self._tasks.close()
-
-    async def _run(self, key: tuple[str, int], link: EngineLink) -> None:
-        try:
-            await link.run()
-        finally:
-            if self._links.get(key) is link:
-                del self._links[key]
-
-
-def _of_tokens(told: SlotLogprobs, token_index: int, count: int) -> Logprobs:
-    if told.token_index != token_index or logprob_columns.num_positions(told.logprobs) != count:
-        raise errors.Unavailable("a frame's log probabilities are not those of its tokens")
-    return told.logprobs
+def _of_tokens(columns: SlotLogprobs, token_index: int, count: int) -> Logprobs:
+    if columns.token_index != token_index or logprob_columns.num_positions(columns.logprobs) != count:
+        raise errors.Unavailable("the log probabilities of a frame are not those of its tokens")
+    return columns.logprobs
 
 
 def _is_cancelling() -> bool:
@@ -294,7 +273,7 @@ def _is_cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _tell(cause: BaseException) -> str:
+def _describe(cause: BaseException) -> str:
     if isinstance(cause, grpc.aio.AioRpcError):
         return f"{cause.code().name}: {cause.details()}"
     return str(cause) or type(cause).__name__

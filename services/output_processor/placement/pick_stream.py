@@ -1,5 +1,4 @@
-"""The stream of picks to the coordinator: those of one moment in one message, answered in the order in which they were
-asked."""
+"""Asks the coordinator for picks over one stream, several in one message; answers come in the order of the picks."""
 
 import asyncio
 import logging
@@ -18,23 +17,19 @@ _REOPEN_SECONDS = 0.2
 
 
 class PickStream:
-    """Reopened for as long as ``run`` runs. What waits when it ends fails."""
+    """Keeps the stream open while ``run`` runs. When the stream ends, waiting picks fail and it is opened again."""
 
     def __init__(self, stub: "coordinator_pb2_grpc.CoordinatorAsyncStub") -> None:
         self._stub = stub
         self._waiting: deque[asyncio.Future[PickResponse]] = deque()  # as many as requests wait to be placed
-        self._batch = PickBatch()  # bounded likewise: the writer takes it whole
+        self._batch = PickBatch()  # bounded by the same number: the writer takes it whole
         self._wake = asyncio.Event()
-        self._is_open = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether :meth:`pick` may be called: the coordinator takes picks."""
-        return self._is_open
+        self.is_open = False
+        """Whether the coordinator takes picks; only then may :meth:`pick` be called."""
 
     def pick(self, request: PickRequest) -> asyncio.Future[PickResponse]:
-        """As the coordinator's ``Pick``: what it answers or raises, ``Unavailable`` also when the stream ends."""
-        assert self._is_open
+        """Return a future for the coordinator's answer or error. It fails with ``Unavailable`` if the stream ends."""
+        assert self.is_open
         future: asyncio.Future[PickResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         self._batch.pick.append(request)
@@ -42,12 +37,12 @@ class PickStream:
         return future
 
     async def run(self) -> None:
-        """Keeps the stream open, for ever."""
+        """Keep the stream open until cancelled."""
         while True:
             call = self._stub.PickStream()
             try:
-                await _next(call)  # the coordinator is there
-                self._is_open = True
+                _check(await call.read())  # the coordinator is there
+                self.is_open = True
                 await first_of(self._write(call), self._read(call))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, errors.TokenloomError) as error:
                 log.debug(
@@ -67,37 +62,36 @@ class PickStream:
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[PickBatch, PickResults]") -> None:
         while True:
-            for result in (await _next(call)).result:
+            for result in _check(await call.read()).result:
                 self._settle(result)
 
     def _settle(self, result: PickResult) -> None:
         if not self._waiting:
-            raise errors.Internal("the coordinator answered a pick that nobody asked for")
+            raise errors.Internal("the coordinator sent more answers than it was asked for")
         future = self._waiting.popleft()
         if future.done():
-            return  # whoever asked has given up
+            return  # the request ended meanwhile
         if result.HasField("error"):
             _fail(future, errors.from_proto(result.error))
         else:
             future.set_result(result.response)
 
     def _close(self) -> None:
-        self._is_open = False
+        self.is_open = False
         self._batch = PickBatch()
         self._wake.clear()
         waiting, self._waiting = self._waiting, deque()
         for future in waiting:
             if not future.done():
-                _fail(future, errors.Unavailable("the coordinator went away"))
+                _fail(future, errors.Unavailable("The coordinator became unavailable; retry."))
 
 
 def _fail(future: asyncio.Future[PickResponse], error: errors.TokenloomError) -> None:
     future.set_exception(error)
-    future.exception()  # seen, though whoever asked may have ended before it waits
+    future.exception()  # marks it as seen: the request may have ended, and then nothing awaits it
 
 
-async def _next(call: "grpc.aio.StreamStreamCall[PickBatch, PickResults]") -> PickResults:
-    message = await call.read()
+def _check(message: object) -> PickResults:
     if not isinstance(message, PickResults):
         raise errors.Unavailable("the coordinator ended the stream")
     return message

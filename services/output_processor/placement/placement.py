@@ -1,96 +1,62 @@
-"""Where a leg of a request goes: the coordinator's pick, or the last snapshot's while the coordinator is away."""
+"""Places legs: asks the coordinator for an engine, or the last snapshot while the coordinator is away."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
 
 import grpc.aio
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.host.tasks import first_of
-from tokenloom.services.runtime.telemetry.tracing import Headers
+from tokenloom.services.runtime.host.tasks import Tasks, first_of
+from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineRef, PickRequest, PickResponse, WatchRequest
 from tokenloom.v1.coordinator_pb2_grpc import CoordinatorStub
-from tokenloom.v1.engine_pb2 import PickId
 from tokenloom.v1.output_processor_pb2 import Submit
-from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Hello
 
-from .engine_link import EngineLink, EngineLinks
+from .engine_link import Attempt, EngineLink
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import PickStream
 
 log = logging.getLogger(__name__)
 
-_PICK_SECONDS = 1.0  # a coordinator that takes longer is as good as away
+_PICK_SECONDS = 1.0  # a coordinator that takes longer counts as away
 _MAX_PICKS = 3  # engines that do not answer before a request is given up
 _REWATCH_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """An engine with an open stream."""
-
-    link: EngineLink
-    pick: PickId | None
-    """To be acknowledged by the engine; None when the coordinator was away."""
-    whole_request: bool = True
-    """Not only the leg that was asked for."""
-    is_counted: bool = False
-    """In the last snapshot, until it is released."""
-
-    @property
-    def key(self) -> EngineKey:
-        """Which engine."""
-        return EngineKey.of(self.link.identity)
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
-    """A pick that is on its way."""
+    """Holds a pick that the coordinator was asked for."""
 
     request: PickRequest
-    response: asyncio.Future[PickResponse]
+    response: Awaitable[PickResponse]
 
 
 class Placer:
     """Places legs of requests on engines that answer."""
 
-    def __init__(self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: EngineLinks) -> None:
-        """``coordinator``: a channel to it, closed by :meth:`close`."""
+    def __init__(self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: "EngineLinks") -> None:
+        """``coordinator``: a channel to the coordinator; :meth:`close` closes it and ``links``."""
         self._channel = coordinator
-        self._stub = CoordinatorStub(self._channel)
+        self._stub = CoordinatorStub(coordinator)
         self._picks = PickStream(self._stub)
         self._fingerprint = fingerprint
         self._links = links
         self._snapshot = LastSnapshot(fingerprint)
-        self._known = asyncio.Event()
-
-    @property
-    def limits(self) -> ModelLimits | None:
-        """What the engines can take; None before the first of them was heard of."""
-        return self._snapshot.limits
-
-    async def wait_limits(self, seconds: float) -> None:
-        """Returns when the limits are known, or after ``seconds``."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._known.wait()
 
     async def run(self) -> None:
-        """Stays in touch with the coordinator, for ever."""
+        """Stay in touch with the coordinator until cancelled."""
         await first_of(self._watch(), self._picks.run())
 
     async def _watch(self) -> None:
-        """Follows the coordinator's snapshots, for ever: while it is away the last one stands."""
+        """Follow the coordinator's snapshots. The last one stays in use while the coordinator is away."""
         while True:
             call = self._stub.Watch(WatchRequest())
             try:
                 async for snapshot in call:
                     self._snapshot.update(snapshot)
-                    if self._snapshot.limits is not None:
-                        self._known.set()
             except grpc.aio.AioRpcError as error:
                 log.debug("coordinator: %s %s", error.code().name, error.details())
             finally:
@@ -98,8 +64,11 @@ class Placer:
             await asyncio.sleep(_REWATCH_SECONDS)
 
     def ask(self, submit: Submit) -> Asked | None:
-        """Asks for the first engine of a request before that is begun: making it takes no time of its own then. None
-        when that has to wait for :meth:`place`: it goes on from tokens or is traced, or nobody answers."""
+        """Ask for the first engine of a request, so that the request can be made while the coordinator answers.
+
+        Returns None when only :meth:`place` can ask: the request continues from tokens or is traced, or the coordinator
+        is away.
+        """
         if submit.accepted_token_ids or submit.trace_headers or not self._picks.is_open:
             return None
         request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint)
@@ -114,84 +83,119 @@ class Placer:
         pool: Fingerprint | None = None,
         exclude: Collection[EngineKey] = (),
         asked: Asked | None = None,
-    ) -> Placement:
-        """Places one leg, ``PREFILL`` for the beginning of a request.
+    ) -> Attempt:
+        """Place one leg, ``PREFILL`` for the beginning of a request. The attempt is not sent yet.
 
         Args:
-            num_output_tokens: Output tokens that there are already; the engine has to compute their KV too.
-            pool: What the engine of an earlier leg serves, when this one has to go on from there.
+            num_output_tokens: Output tokens so far; the engine has to compute their KV too.
+            pool: What the engine of an earlier leg serves, when this leg continues from there.
             exclude: Engines that failed this request.
-            asked: What :meth:`ask` gave for this very leg.
+            asked: What :meth:`ask` returned for this very leg.
 
         Raises ``ResourceExhausted`` when every engine is full, ``Unavailable`` when none can be reached.
         """
-        if asked is not None:
-            request = asked.request
-        else:
-            request = _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
+        request = asked.request if asked else _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
+        response = asked.response if asked else None
         unreached = list(exclude)
         for _ in range(_MAX_PICKS):
-            engine, pick, whole = await self._pick(request, unreached, submit.trace_headers, asked)
-            asked = None
+            picked = await self._picked(request, unreached, response or self._ask(request, unreached, submit))
+            response = None
             try:
-                return Placement(await self._links.get(engine), pick, whole, is_counted=pick is None)
+                link = await self._links.get(picked.engine)
             except errors.Unavailable:
-                key = EngineKey.of(engine)
-                if pick is None:
-                    self._snapshot.release(key)
-                unreached.append(key)
-        raise errors.Unavailable("no engine answers; try again")
+                unreached.append(EngineKey(picked.engine.engine_id, picked.engine.epoch))
+                if not picked.HasField("pick"):
+                    self._snapshot.release(unreached[-1])
+                continue
+            pick = picked.pick if picked.HasField("pick") else None
+            return Attempt(link, pick, picked.whole_request, is_counted=pick is None)
+        raise errors.Unavailable("No engine answers; retry.")
 
-    def release(self, placement: Placement) -> None:
-        """The placed leg ended."""
-        if placement.is_counted:
-            self._snapshot.release(placement.key)
+    def release(self, attempt: Attempt) -> None:
+        """Note that an attempt ended or is not needed. A second call has no effect."""
+        if attempt.is_counted:
+            attempt.is_counted = False
+            self._snapshot.release(attempt.link.key)
 
-    def share(self, placement: Placement) -> Placement:
-        """The same engine for all of one more sample; its pick is acknowledged with the first, its end is its own."""
-        if placement.is_counted:
-            self._snapshot.count(placement.key)
-        return replace(placement, pick=None, whole_request=True)
+    def share(self, attempt: Attempt) -> Attempt:
+        """Return an attempt at one more sample on the same engine; its pick is acknowledged with the first."""
+        if attempt.is_counted:
+            self._snapshot.count(attempt.link.key)
+        return Attempt(attempt.link, is_counted=attempt.is_counted)
 
     async def close(self) -> None:
-        """Closes the channel; cancel :meth:`run` before."""
+        """Close the links and the channel. :meth:`run` must be cancelled before."""
+        await self._links.close()
         await self._channel.close()
 
-    async def _pick(
-        self, request: PickRequest, exclude: Collection[EngineKey], trace_headers: Headers, asked: Asked | None
-    ) -> tuple[EngineIdentity, PickId | None, bool]:
+    def _ask(self, request: PickRequest, exclude: Collection[EngineKey], submit: Submit) -> Awaitable[PickResponse]:
+        """Ask over the stream of picks, or by a call of its own if the request is traced or the stream is not open."""
+        del request.exclude[:]
+        request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
+        if submit.trace_headers or not self._picks.is_open:
+            metadata = tuple(submit.trace_headers.items())
+            return self._stub.Pick(request, timeout=_PICK_SECONDS, metadata=metadata)
+        return self._picks.pick(request)
+
+    async def _picked(
+        self, request: PickRequest, exclude: Collection[EngineKey], response: Awaitable[PickResponse]
+    ) -> PickResponse:
+        """Return the coordinator's answer or, while the coordinator is away, the last snapshot's, which has no pick."""
         try:
-            if asked is not None:
-                response = await _answer(asked.response)
-            else:
-                del request.exclude[:]
-                request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
-                response = await self._response(request, tuple(trace_headers.items()))
-        except errors.TokenloomError as error:
-            if error.code not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise
-            identity, whole = self._snapshot.pick(
-                request.role, request.prompt_tokens, pool=request.fingerprint, exclude=exclude
-            )
-            return identity, None, whole
-        return response.engine, response.pick, response.whole_request
-
-    async def _response(self, request: PickRequest, metadata: tuple[tuple[str, str], ...]) -> PickResponse:
-        """By a call of its own where a trace goes with it, or before the stream is open."""
-        if metadata or not self._picks.is_open:
-            try:
-                return await self._stub.Pick(request, timeout=_PICK_SECONDS, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                raise errors.from_rpc(error) from None
-        return await _answer(self._picks.pick(request))
+            async with asyncio.timeout(_PICK_SECONDS):
+                return await response
+        except grpc.aio.AioRpcError as failure:
+            error = errors.from_rpc(failure)
+            if not isinstance(error, errors.Unavailable | errors.DeadlineExceeded):
+                raise error from None
+        except (errors.Unavailable, errors.DeadlineExceeded, TimeoutError):
+            pass
+        return self._snapshot.pick(request, exclude)
 
 
-async def _answer(response: asyncio.Future[PickResponse]) -> PickResponse:
-    try:
-        async with asyncio.timeout(_PICK_SECONDS):
-            return await response
-    except TimeoutError:
-        raise errors.DeadlineExceeded("the coordinator does not answer") from None
+class EngineLinks:
+    """Holds the links of this process: one for each incarnation of an engine, opened when it is first needed."""
+
+    def __init__(
+        self,
+        make_hello: Callable[[EngineIdentity], Hello],
+        on_failure: Callable[[BaseException], None],
+        channels: Channels,
+        *,
+        hang_seconds: float,
+    ) -> None:
+        """``on_failure``: called when a bug ended a link, because its requests may then never end."""
+        self._make_hello = make_hello
+        self._channels = channels
+        self._hang_seconds = hang_seconds
+        self._links: dict[EngineKey, EngineLink] = {}  # one for each live engine; dead links are removed
+        self._tasks = Tasks(on_failure)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._links)
+
+    async def get(self, identity: EngineIdentity) -> EngineLink:
+        """Return an open link. Raises ``Unavailable`` when the engine does not answer or is not the one expected."""
+        key = EngineKey(identity.engine_id, identity.epoch)
+        link = self._links.get(key)
+        if link is None or link.error is not None:
+            link = EngineLink(identity, self._make_hello(identity), self._channels, hang_seconds=self._hang_seconds)
+            self._links[key] = link
+            self._tasks.spawn(self._run(link), name=f"engine-link {identity.engine_id}")
+        await link.opened()
+        return link
+
+    async def close(self) -> None:
+        """End every link; the engines abort the requests that were live on them."""
+        await self._tasks.close()
+
+    async def _run(self, link: EngineLink) -> None:
+        try:
+            await link.run()
+        finally:
+            if self._links.get(link.key) is link:
+                del self._links[link.key]
 
 
 def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint) -> PickRequest:

@@ -1,9 +1,8 @@
-"""The legs of one request: one engine does all of it, or one its prompt and first token and another what follows."""
+"""Runs one sample on an engine, or in two legs: one engine computes the prompt and first token, another the rest."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -11,199 +10,168 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
-from tokenloom.v1.output_processor_pb2 import Submit
+from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, SamplingParams
 
+from ..placement.engine_link import Attempt
 from ..placement.last_snapshot import EngineKey
-from ..placement.placement import Asked, Placement, Placer
-from .leg import Leg
-from .request_state import RequestState
+from ..placement.placement import Asked, Placer
+from .sample_output import SampleOutput
 
 log = logging.getLogger(__name__)
 
 MAX_ENGINE_DEATHS = 2
-"""Engines that may die with a request on them: then it may be what kills them, and ends."""
+"""Engines that may die while they run a request. Then it ends, because the request itself may kill them."""
 
 _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 
 
-class LegsOwner(Protocol):
-    """The request whose legs these are. It closes them when it ends."""
-
-    @property
-    def state(self) -> RequestState: ...
-
-    def on_prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> None:
-        """Of prompt tokens; a leg that replaces another tells them again."""
-
-    def on_tokens(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None) -> None:
-        """New tokens, of whichever leg."""
-
-    def on_finished(self, finished: Finished) -> None:
-        """The last leg ended."""
-
-    def on_retry(self) -> None:
-        """An engine died; another does its part."""
-
-    def on_lost(self) -> None:
-        """An engine died and no other can do its part."""
-
-    def fail(self, error: BaseException) -> None:
-        """It cannot go on."""
-
-
 class Legs:
-    """From ``start`` to ``close``. A request is prefilled, handed over and decoded:
+    """Runs one sample, from ``start`` or ``begin_on`` to its end. It is prefilled, handed over and decoded:
 
     - The prefill leg ends with the first token and leaves the prompt's KV under a lease. The decode leg is placed then,
       or as soon as the KV is granted when the prefill takes more than a step: it pulls while the rest is computed.
-    - Should the engine of the prefill leg be the best to decode too, the decode leg finds the KV in its prefix cache.
+    - If the engine of the prefill leg is the best one to decode too, the decode leg finds the KV in its prefix cache.
     - An engine that dies before its leg is over is replaced, as long as no token would have to be taken back.
+
+    Fulfils ``AttemptOwner``. The first reason to end wins, and frees what is held on every engine.
     """
 
     def __init__(
         self,
         submit: Submit,
-        owner: LegsOwner,
+        params: SamplingParams,
+        output: SampleOutput,
         placer: Placer,
         tasks: Tasks,
-        deadline: float | None,
-        *,
-        params: SamplingParams | None = None,
-        on_settled: Callable[[Placement], None] | None = None,
+        on_end: Callable[["Legs", RequestFinished], None],
+        deadline: float | None = None,
     ) -> None:
-        """``tasks`` own the placements. ``deadline``: monotonic seconds. ``params``: of this sample, by default the
-        request's. ``on_settled``: told, once, the engine that has the prompt's KV, or is computing it, and goes on from
-        there; other samples of the prompt may join."""
+        """``tasks`` own the placements. ``on_end`` is called once. ``deadline``: monotonic seconds."""
         self._submit = submit
-        self._params = params or submit.sampling_params
-        self._on_settled = on_settled
-        self._owner = owner
+        self._params = params
+        self._output = output
         self._placer = placer
         self._tasks = tasks
+        self._on_end = on_end
+        self._on_settled: Callable[[Attempt], None] | None = None
         self._deadline = deadline
-        self._prefill: Leg | None = None  # or the whole request's
-        self._decode: Leg | None = None
-        self._next: Placement | None = None  # of a decode leg on the engine that still prefills
+        self._prefill: Attempt | None = None  # or the attempt that does the whole request
+        self._decode: Attempt | None = None
+        self._next: Attempt | None = None  # a decode leg that waits, because its engine still prefills
         self._kv: KVSource | None = None
         self._handed_over = False
-        self._holds_kv = False  # on the prefill leg's engine, for nobody else to end
+        self._holds_kv = False  # the prefill leg's engine keeps it until it is read or dropped
         self._placing = 0  # number of the placement under way; 0: none
         self._num_placements = 0
         self._deaths = submit.engine_deaths
         self._exclude: list[EngineKey] = []  # engines that died with it: bounded like the deaths
         self._pool: Fingerprint | None = None
+        self.ended = False
 
-    def start(self, asked: Asked | None = None) -> None:
-        """Finds an engine for the beginning, or for all of it. ``asked``: the coordinator knows already."""
+    def start(self, asked: Asked | None = None, on_settled: Callable[[Attempt], None] | None = None) -> None:
+        """Begin with the tokens of earlier attempts, which may already hold a stop string; then find an engine.
+
+        Args:
+            asked: The pick for the first leg, if the coordinator was asked already.
+            on_settled: Called once, with the attempt whose engine has or computes the prompt's KV and decodes from it.
+                Other samples of the prompt may run there.
+        """
+        self._on_settled = on_settled
+        if self._submit.accepted_token_ids:
+            self._output.replay()
+            if self._output.stop_match is not None:
+                self._end(self._output.stop)
+                return
         self._place(_PREFILL, asked)
 
-    def join(self, placement: Placement) -> None:
-        """Does all of it where another sample of the prompt has settled."""
-        self._place_prefill(placement)
+    def cancel(self) -> None:
+        """End because the gateway wants no more output."""
+        self._end(self._output.abort)
 
-    def stop_at(self, num_tokens: int) -> None:
-        """A stop string was found in the output."""
-        if (leg := self._decode if self._handed_over else self._prefill) is not None:
-            leg.stop_at(num_tokens)
-
-    def close(self) -> None:
-        """Frees what is held, on every engine. Nothing is heard of any leg any more."""
-        self._placing = 0
-        self._end_decode()
-        if self._prefill is not None:
-            self._end(self._prefill)
-        self._drop_kv()
-
-    # Placing
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self._end(self._output.fail, error)
 
     def _place(self, role: EngineRole, asked: Asked | None = None) -> None:
-        """Begins a placement; one that was under way comes to nothing."""
+        """Begin a placement. If another one is under way, its result will be released."""
         self._num_placements += 1
         self._placing = self._num_placements
         name = f"place {self._submit.request_id}"
         self._tasks.spawn(self._run_placement(role, self._placing, asked), name=name)
 
     async def _run_placement(self, role: EngineRole, number: int, asked: Asked | None) -> None:
-        """Whatever goes wrong is this request's end, not the stream's."""
+        """Find an engine and send the leg. A failure ends this sample, never the gateway's stream."""
         started = time.monotonic_ns()
-        state = self._owner.state
+        output = self._output
         is_ahead = role == _DECODE and not self._handed_over
         try:
-            placement = await self._placer.place(
+            attempt = await self._placer.place(
                 self._submit,
                 role,
-                num_output_tokens=len(state.token_ids),
-                pool=self._pool if role == _DECODE or state.token_ids else None,
+                num_output_tokens=len(output.token_ids),
+                pool=self._pool if role == _DECODE or output.token_ids else None,
                 exclude=self._exclude,
                 asked=asked,
             )
-            if number != self._placing:  # ended or begun anew meanwhile
-                self._placer.release(placement)
+            if number != self._placing:  # meanwhile the sample ended or another placement began
+                self._placer.release(attempt)
                 return
             self._placing = 0
-            state.timeline.placement_ns += time.monotonic_ns() - started
-            self._place_decode(placement) if role == _DECODE else self._place_prefill(placement)
-            request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
-            request_log.debug("%s placed on %s", EngineRole.Name(role), placement.link.identity.engine_id)
+            output.timeline.placement_ns += time.monotonic_ns() - started
+            self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
+            if log.isEnabledFor(logging.DEBUG):
+                request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
+                request_log.debug("%s placed on %s", EngineRole.Name(role), attempt.link.identity.engine_id)
         except Exception as error:
             if not is_ahead:
-                self._owner.fail(error)
-            elif number == self._placing:  # tried again when it is due
+                self.fail(error)
+            elif number == self._placing:  # it is placed again when it is due
                 self._placing = 0
                 if self._handed_over:
                     self._place(_DECODE)
 
-    def _place_prefill(self, placement: Placement) -> None:
-        timeline, identity = self._owner.state.timeline, placement.link.identity
+    def begin_on(self, attempt: Attempt) -> None:
+        """Send the prefill leg, or all of the sample, to an engine."""
+        timeline, identity = self._output.timeline, attempt.link.identity
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
         self._pool = identity.fingerprint
-        accepted = self._owner.state.token_ids
-        self._prefill = Leg(self, placement, len(accepted))
-        self._send(self._prefill, self._request(placement, accepted, hold_kv=not placement.whole_request))
-        # What is told of the prompt comes before any sample's tokens.
-        if placement.whole_request and not self._params.HasField("prompt_logprobs"):
-            self._settle(placement)
+        self._prefill = attempt
+        self._send(attempt, self._output.token_ids, hold_kv=not attempt.whole_request)
+        # Log probabilities of the prompt come before any sample's tokens.
+        if self._on_settled is not None and attempt.whole_request and not self._params.HasField("prompt_logprobs"):
+            self._settle(attempt)
 
-    def _place_decode(self, placement: Placement) -> None:
-        prefill, journal = self._prefill, self._owner.state.token_ids
+    def _send_decode(self, attempt: Attempt) -> None:
+        prefill, journal = self._prefill, self._output.token_ids
         assert prefill is not None
-        self._owner.state.timeline.decode_engine = placement.link.identity.engine_id
-        is_same = placement.key == prefill.placement.key
+        self._output.timeline.decode_engine = attempt.link.identity.engine_id
+        is_same = attempt.link.key == prefill.link.key
         if is_same and not self._handed_over:
-            self._next = placement
+            self._next = attempt
             return
-        # One that comes ahead gets the tokens of the prefill leg, all of them, when that is over.
+        self._decode = attempt
+        # If it is sent before the prefill leg has ended, it gets all tokens of that leg then.
         accepted = journal if self._handed_over else journal[: prefill.num_accepted]
-        self._decode = Leg(self, placement, len(accepted))
-        request = self._request(
-            placement, accepted, kv_source=None if is_same else self._kv, awaits_tokens=not self._handed_over
-        )
-        self._send(self._decode, request)
+        kv_source = None if is_same else self._kv
+        self._send(attempt, accepted, kv_source=kv_source, awaits_tokens=not self._handed_over)
         if is_same:
-            self._drop_kv()  # of which the prefix cache has a share
+            self._drop_kv()  # the prefix cache has a share of it
 
-    def _send(self, leg: Leg, request: AddRequest) -> None:
-        try:
-            leg.send(request)
-        except errors.Unavailable:
-            self.on_lost(leg)
-
-    def _request(
+    def _send(
         self,
-        placement: Placement,
+        attempt: Attempt,
         accepted: Sequence[int],
         *,
         hold_kv: bool = False,
         kv_source: KVSource | None = None,
         awaits_tokens: bool = False,
-    ) -> AddRequest:
-        timeout = None
+    ) -> None:
+        submit, timeout = self._submit, None
         if self._deadline is not None:
             timeout = Duration()
             timeout.FromNanoseconds(max(0, int((self._deadline - time.monotonic()) * 1e9)))
-        submit = self._submit
-        return AddRequest(
+        request = AddRequest(
             request_id=submit.request_id,
             prompt=submit.prompt,
             accepted_token_ids=accepted,
@@ -213,56 +181,68 @@ class Legs:
             hold_kv=hold_kv,
             kv_source=kv_source,
             awaits_tokens=awaits_tokens,
-            pick=placement.pick,
+            pick=attempt.pick,
             trace_headers=submit.trace_headers,
         )
+        attempt.num_accepted = len(accepted)
+        try:
+            attempt.link.add(request, attempt, self)
+        except errors.Unavailable:
+            self.on_lost(attempt)
 
-    def _settle(self, placement: Placement) -> None:
+    def _settle(self, attempt: Attempt) -> None:
         if self._on_settled is not None:
             on_settled, self._on_settled = self._on_settled, None
-            on_settled(placement)
+            on_settled(attempt)
 
-    # What the engines say
-
-    def on_kv_granted(self, leg: Leg, kv: KVSource) -> None:
-        """The prefill takes a while: the decode leg may begin to read."""
-        if self._kv is None and leg is self._prefill:
+    def on_kv_granted(self, attempt: Attempt, kv: KVSource) -> None:
+        """Place the decode leg, which reads while the rest of the prompt is computed."""
+        if self._kv is None and attempt is self._prefill:
             self._kv = kv
             self._place(_DECODE)
 
-    def on_prompt_logprobs(self, leg: Leg, token_index: int, logprobs: Logprobs) -> None:
-        self._owner.on_prompt_logprobs(token_index, logprobs)
+    def on_prompt_logprobs(self, attempt: Attempt, token_index: int, logprobs: Logprobs) -> None:
+        try:
+            self._output.add_prompt_logprobs(token_index, logprobs)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
 
-    def on_tokens(self, leg: Leg, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None) -> None:
-        if leg is self._decode:
-            self._holds_kv = False  # whoever decodes has read it
-            self._settle(leg.placement)  # and verified it: whoever joins hits it
-        elif self._on_settled is not None and leg.placement.whole_request:
-            self._settle(leg.placement)
-        self._owner.on_tokens(token_index, token_ids, logprobs)
-
-    def on_finished(self, leg: Leg, finished: Finished) -> None:
-        self._placer.release(leg.placement)
-        if finished.reason != FinishReason.FINISH_REASON_PREFILLED:
-            self._owner.on_finished(finished)
+    def on_tokens(
+        self, attempt: Attempt, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
+    ) -> None:
+        attempt.has_output = True
+        if attempt is self._decode:
+            self._holds_kv = False  # the engine that decodes has read it
+        if self._on_settled is not None and (attempt is self._decode or attempt.whole_request):
+            self._settle(attempt)  # the KV is verified: samples that join will hit it
+        try:
+            match = self._output.add(token_index, token_ids, logprobs)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
             return
-        self._holds_kv = leg is self._prefill
-        if self._owner.state.stop_match is not None:
-            self._owner.on_finished(finished)
+        if match is not None:
+            attempt.link.stop_at(attempt, match.num_tokens)
+
+    def on_finished(self, attempt: Attempt, finished: Finished) -> None:
+        self._placer.release(attempt)
+        is_prefilled = finished.reason == FinishReason.FINISH_REASON_PREFILLED
+        self._holds_kv = self._holds_kv or (is_prefilled and attempt is self._prefill)
+        if is_prefilled and self._output.stop_match is None:
+            self._hand_over(attempt, finished)
         else:
-            self._hand_over(leg, finished)
+            self._end(self._output.finish, finished)
 
-    def on_lost(self, leg: Leg) -> None:
-        self._placer.release(leg.placement)
+    def on_lost(self, attempt: Attempt) -> None:
+        self._placer.release(attempt)
         self._deaths += 1
-        is_decoding = leg is self._decode and leg.has_output
-        is_final = leg.placement.whole_request or is_decoding or self._deaths >= MAX_ENGINE_DEATHS
-        if is_final or self._owner.state.stop_match is not None:
-            self._owner.on_lost()
+        is_decoding = attempt is self._decode and attempt.has_output
+        is_final = attempt.whole_request or is_decoding or self._deaths >= MAX_ENGINE_DEATHS
+        if is_final or self._output.stop_match is not None:
+            self._end(self._output.lose)
             return
-        self._owner.on_retry()
-        self._exclude.append(leg.placement.key)
-        if leg is self._decode:
+        self._output.retry()
+        self._exclude.append(attempt.link.key)
+        if attempt is self._decode:
             self._decode = None
             self._place(_DECODE)
         else:
@@ -270,39 +250,47 @@ class Legs:
             self._kv = None
             self._place(_PREFILL)
 
-    def _hand_over(self, leg: Leg, finished: Finished) -> None:
-        """The first token is there: it goes on where its decode leg is, or will be."""
-        state = self._owner.state
-        if leg is not self._prefill or not leg.num_accepted < len(state.token_ids) == finished.num_output_tokens:
-            self._owner.fail(errors.Internal("the engine's first token is missing"))
+    def _hand_over(self, attempt: Attempt, finished: Finished) -> None:
+        """Continue on the engine of the decode leg, or place that leg: the first token has arrived."""
+        output = self._output
+        is_complete = attempt.num_accepted < len(output.token_ids) == finished.num_output_tokens
+        if attempt is not self._prefill or not is_complete:
+            self.fail(errors.Internal("the engine's first token is missing"))
             return
-        state.prefilled(finished)
+        output.prefilled(finished)
         self._handed_over = True
         self._kv = finished.kv if finished.HasField("kv") else None
         if self._decode is not None:
-            self._decode.accept(state.token_ids[leg.num_accepted :])
+            self._decode.link.accept(self._decode, output.token_ids[attempt.num_accepted :])
         elif self._next is not None:
-            placement, self._next = self._next, None
-            self._place_decode(placement)
+            following, self._next = self._next, None
+            self._send_decode(following)
         elif not self._placing:
             self._place(_DECODE)
 
-    # Ending
-
-    def _end(self, leg: Leg) -> None:
-        if leg.is_live:
-            leg.abort()
-            self._placer.release(leg.placement)
+    def _end(self, end_output: Callable[..., RequestFinished], *reason: object) -> None:
+        """Free what is held on every engine, then report the end that ``end_output`` returns for ``reason``."""
+        if self.ended:
+            return
+        self.ended = True
+        self._placing = 0
+        self._end_decode()
+        if self._prefill is not None:
+            self._release(self._prefill)
+        self._drop_kv()
+        self._on_end(self, end_output(*reason))
 
     def _end_decode(self) -> None:
-        if self._decode is not None:
-            self._end(self._decode)
-            self._decode = None
-        if self._next is not None:
-            self._placer.release(self._next)
-            self._next = None
+        for attempt in (self._decode, self._next):
+            if attempt is not None:
+                self._release(attempt)
+        self._decode = self._next = None
+
+    def _release(self, attempt: Attempt) -> None:
+        attempt.link.abort(attempt)
+        self._placer.release(attempt)
 
     def _drop_kv(self) -> None:
         if self._holds_kv and self._prefill is not None:
             self._holds_kv = False
-            self._prefill.drop_kv()
+            self._prefill.link.drop_kv(self._prefill)

@@ -1,20 +1,20 @@
-"""What one gateway has to be told, between two frames: columns, with the deltas of a slot merged. No I/O."""
+"""Collects output for one gateway between two frames: columns, with the deltas of a slot merged. No I/O."""
 
 from collections.abc import Callable, Sequence
 
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SlotTextLogprobs
 
 Key = tuple[int, int]
-"""A slot, and which of its samples."""
+"""A slot, and the index of one of its samples."""
 
 
 class Outbox:
-    """Collects until ``take``. Bounded by what the live requests can produce while the gateway gives no credit, for
-    which it has five seconds.
+    """Collects output until ``take``. It holds at most what the live requests produce while the gateway grants no
+    credit, which the session allows for five seconds.
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
-        """``on_news``: called when there is something to take, once until it is taken."""
+        """``on_news``: called when output was added; for text and tokens only once until they are taken."""
         self._on_news = on_news
         self._rows: dict[Key, tuple[str, int, Sequence[int]]] = {}
         self._logprobs: list[SlotTextLogprobs] = []
@@ -25,7 +25,7 @@ class Outbox:
         return bool(self._rows or self._finished or self._engine_deaths or self._logprobs)
 
     def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
-        """New text and tokens of a sample; they follow what was added before."""
+        """Add new text and tokens of a sample; they follow what was added before."""
         rows = self._rows
         if not rows:
             self._on_news()
@@ -33,24 +33,24 @@ class Outbox:
             text, token_index, token_ids = row[0] + text, row[1], [*row[2], *token_ids]
         rows[key] = (text, token_index, token_ids)
 
-    def tell(self, key: Key, logprobs: SlotTextLogprobs) -> None:
-        """Log probabilities of a sample's newest tokens, or of its prompt."""
+    def add_logprobs(self, key: Key, logprobs: SlotTextLogprobs) -> None:
+        """Add log probabilities of a sample's newest tokens, or of its prompt."""
         logprobs.slot, logprobs.sample_index = key
         self._logprobs.append(logprobs)
         self._on_news()
 
     def finish(self, finished: RequestFinished) -> None:
-        """A sample ended; nothing is added for it any more."""
+        """Add the end of a sample; nothing may be added for it after that."""
         self._finished.append(finished)
         self._on_news()
 
     def engine_died(self, slot: int) -> None:
-        """The slot's engine died."""
+        """Report that the engine of this slot died."""
         self._engine_deaths.append(slot)
         self._on_news()
 
     def take(self) -> ProcessFrame:
-        """Everything collected, as one frame."""
+        """Return everything that was collected, as one frame."""
         rows = self._rows
         slots, samples = zip(*rows, strict=True) if rows else ((), ())
         texts, indices, ids = zip(*rows.values(), strict=True) if rows else ((), (), ())
@@ -68,3 +68,39 @@ class Outbox:
         )
         self._rows, self._logprobs, self._finished, self._engine_deaths = {}, [], [], []
         return frame
+
+
+class PacedOutbox:
+    """Holds back the output of one sample whose client wants larger pieces (``stream_interval``): passes on its first
+    token, then every ``interval`` tokens, and the rest at its end."""
+
+    def __init__(self, outbox: Outbox, interval: int) -> None:
+        self._outbox = outbox
+        self._interval = interval
+        self._due = 1  # output tokens that make the next piece
+        self._rows: list[tuple[Key, str, int, Sequence[int]]] = []  # bounded by the interval and the output itself
+        self._logprobs: list[tuple[Key, SlotTextLogprobs]] = []
+
+    def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
+        """Add as to an outbox."""
+        self._rows.append((key, text, token_index, token_ids))
+        num_tokens = token_index + len(token_ids)
+        if num_tokens >= self._due:
+            self._due = num_tokens + self._interval
+            self._pass_on()
+
+    def add_logprobs(self, key: Key, logprobs: SlotTextLogprobs) -> None:
+        """Add as to an outbox."""
+        self._logprobs.append((key, logprobs))
+
+    def finish(self, finished: RequestFinished) -> None:
+        """Pass on all that was held back, and the end."""
+        self._pass_on()
+        self._outbox.finish(finished)
+
+    def _pass_on(self) -> None:
+        for row in self._rows:
+            self._outbox.add(*row)
+        for key, logprobs in self._logprobs:
+            self._outbox.add_logprobs(key, logprobs)
+        self._rows, self._logprobs = [], []

@@ -3,6 +3,7 @@ away, every output processor. No I/O."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from tokenloom.request.errors import ResourceExhausted
@@ -18,6 +19,8 @@ PAIR_FIELDS = (*POOL_FIELDS, "kv_layout")
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 
 T = TypeVar("T")
+
+_RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,15 @@ def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: in
     """
     decoders = [candidate for candidate in candidates if candidate.role in (_BOTH, _DECODE)]
     if leg == _DECODE:
-        return _first(decoders or candidates).engine, False
+        return min(decoders or candidates, key=_RANK).engine, False
     if leg == _BOTH:
-        return _first(_open(decoders or candidates)).engine, True
+        return _best_open(decoders or candidates).engine, True
     if decoders:
-        straight = _first(_open(decoders))
+        straight = _best_open(decoders)
         if straight.uncached_tokens < pd_threshold:
             return straight.engine, True
     prefillers = [each for each in candidates if each.role == _BOTH or _can_hand_over(each, decoders)]
-    chosen = _first(_open(prefillers or candidates))
+    chosen = _best_open(prefillers or candidates)
     return chosen.engine, not _can_hand_over(chosen, decoders)
 
 
@@ -87,11 +90,11 @@ def _can_hand_over(prefill: Candidate[T], decoders: Iterable[Candidate[T]]) -> b
     )
 
 
-def _open(candidates: Sequence[Candidate[T]]) -> list[Candidate[T]]:
-    if not (able := [candidate for candidate in candidates if not candidate.is_full]):
+def _best_open(candidates: Sequence[Candidate[T]]) -> Candidate[T]:
+    best = None
+    for candidate in candidates:
+        if not candidate.is_full and (best is None or candidate.rank < best.rank):
+            best = candidate
+    if best is None:
         raise ResourceExhausted("every engine's queue is full; try again later")
-    return able
-
-
-def _first(candidates: Iterable[Candidate[T]]) -> Candidate[T]:
-    return min(candidates, key=lambda candidate: candidate.rank)
+    return best

@@ -69,7 +69,7 @@ def test_utilities(client: SyncClient) -> None:
     client.get_output()
     assert client.call_utility("reset_prefix_cache") is False  # and the steps of the meantime are not lost
     assert collect(client, 1)["a"].token_index == 199
-    with pytest.raises(UtilityError, match="no utility 'eval'"):
+    with pytest.raises(UtilityError, match="unknown utility 'eval'"):
         client.call_utility("eval", "1 + 1")
     with pytest.raises(UtilityError, match="argument"):
         client.call_utility("reset_prefix_cache", True, 1)

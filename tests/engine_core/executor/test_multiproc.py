@@ -21,6 +21,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, ExecutorFailedError
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 FAILING_WORKER = """
 import argparse, os, sys
@@ -42,7 +43,8 @@ import sys
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import make_config
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
-executor = MultiprocExecutor(make_config())
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
+executor = MultiprocExecutor(make_config(), WORKER_COMMAND)
 print(executor.workers[0].pid, flush=True)
 sys.stdin.read()
 """
@@ -50,7 +52,9 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module", params=[1, 2])
 def executor(request: pytest.FixtureRequest) -> Iterator[MultiprocExecutor]:
-    executor = MultiprocExecutor(make_config(async_scheduling=True, num_blocks=40), world_size=request.param)
+    executor = MultiprocExecutor(
+        make_config(async_scheduling=True, num_blocks=40), WORKER_COMMAND, world_size=request.param
+    )
     yield executor
     executor.shutdown()
     executor.shutdown()
@@ -105,7 +109,7 @@ def test_a_failed_step_is_the_callers_to_hear_of(tmp_path: Path) -> None:
 
 def test_a_killed_worker_fails_the_step_that_waits_for_it_and_tells_who_sleeps() -> None:
     told = threading.Event()
-    executor = MultiprocExecutor(make_config())
+    executor = MultiprocExecutor(make_config(), WORKER_COMMAND)
     core = EngineCore(make_config(), executor)
     executor.on_failure(told.set)
     core.add_request(make_request("a", [1, 2], 200))
@@ -121,15 +125,15 @@ def test_what_a_worker_refuses_at_start_is_the_configurations() -> None:
     config = make_config()
     wrong = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, worker="absent"))
     with pytest.raises(ValueError, match="'absent' is unknown"):
-        MultiprocExecutor(wrong)
+        MultiprocExecutor(wrong, WORKER_COMMAND)
     with pytest.raises(ExecutorFailedError, match="worker 0 ended with status 3 while it started"):
         MultiprocExecutor(config, [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 def test_kv_that_moves_is_refused() -> None:
     config = msgspec.structs.replace(make_config(), kv=KVConfig(transports=("shm",)))
-    with pytest.raises(ValueError, match="distributed_executor_backend mp does not work where KV moves"):
-        MultiprocExecutor(config)
+    with pytest.raises(ValueError, match="distributed_executor_backend mp does not work with kv_transports"):
+        MultiprocExecutor(config, WORKER_COMMAND)
 
 
 def test_a_worker_dies_with_its_parent() -> None:
@@ -165,5 +169,5 @@ def test_a_core_whose_worker_is_killed_while_it_sleeps_gives_up() -> None:
 
 def test_an_unknown_backend_is_refused_by_name() -> None:
     config = msgspec.structs.replace(make_config(), parallel=ParallelConfig(distributed_executor_backend="ray"))
-    with pytest.raises(EngineConfigError, match="distributed_executor_backend is 'ray'; there are uni and mp"):
+    with pytest.raises(EngineConfigError, match="distributed_executor_backend is 'ray'; use uni or mp"):
         SyncMPClient(config)

@@ -6,7 +6,7 @@ import pytest
 from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor.executor_choice import make_executor
+from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.executor.timed import TimedExecutor
 from tokenloom.engine_core.fake_workers.timed_worker import TimedWorker
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, SchedulerOutput

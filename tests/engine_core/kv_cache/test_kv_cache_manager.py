@@ -2,6 +2,7 @@ import pytest
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
+from tokenloom.engine_core.config import CacheConfig
 from tokenloom.engine_core.kv_cache import kv_cache_manager
 from tokenloom.engine_core.kv_cache.block_hash import hash_block
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
@@ -13,13 +14,17 @@ def make_request_of(prompt: list[int], salt: bytes = b"", request_id: str = "r")
     return Request(make_request(request_id, prompt, 50, salt=salt), 100, 0)
 
 
+def make_kv(num_blocks: int, *, caching: bool = True, events: KVEventLog | None = None) -> KVCacheManager:
+    return KVCacheManager(num_blocks, CacheConfig(block_size=4, enable_prefix_caching=caching), events)
+
+
 def compute(kv: KVCacheManager, request: Request, num_tokens: int) -> None:
     assert kv.allocate(request, num_tokens) is not None
     request.num_computed_tokens += num_tokens
 
 
 def test_blocks_come_as_tokens_need_them() -> None:
-    kv = KVCacheManager(8, 4)
+    kv = make_kv(8)
     request = make_request_of([1] * 20)
     assert len(kv.allocate(request, 5) or []) == 2
     request.num_computed_tokens = 5
@@ -31,7 +36,7 @@ def test_blocks_come_as_tokens_need_them() -> None:
 
 
 def test_too_few_blocks_change_nothing() -> None:
-    kv = KVCacheManager(2, 4)
+    kv = make_kv(2)
     request = make_request_of([1] * 20)
     assert kv.allocate(request, 9) is None
     assert request.block_ids == []
@@ -39,7 +44,7 @@ def test_too_few_blocks_change_nothing() -> None:
 
 
 def test_a_scheduled_block_can_be_hit_before_it_is_computed() -> None:
-    kv = KVCacheManager(8, 4)
+    kv = make_kv(8)
     first, second = make_request_of([1] * 10), make_request_of([1] * 10)
     assert kv.find_cached_blocks(second) == []
     kv.allocate(first, 10)
@@ -47,7 +52,7 @@ def test_a_scheduled_block_can_be_hit_before_it_is_computed() -> None:
 
 
 def test_a_full_hit_leaves_the_last_block_to_compute() -> None:
-    kv = KVCacheManager(8, 4)
+    kv = make_kv(8)
     first, same, longer = make_request_of([1] * 8), make_request_of([1] * 8), make_request_of([1] * 9)
     compute(kv, first, 8)
     assert kv.find_cached_blocks(same) == first.block_ids[:1]
@@ -55,7 +60,7 @@ def test_a_full_hit_leaves_the_last_block_to_compute() -> None:
 
 
 def test_who_skips_the_cache_finds_nothing_and_is_found() -> None:
-    kv = KVCacheManager(8, 4)
+    kv = make_kv(8)
     first, second = make_request_of([1] * 10), make_request_of([1] * 10)
     first.skip_reading_prefix_cache = second.skip_reading_prefix_cache = True
     compute(kv, first, 10)
@@ -65,7 +70,7 @@ def test_who_skips_the_cache_finds_nothing_and_is_found() -> None:
 
 
 def test_admission_shares_and_counts_what_is_computed() -> None:
-    kv = KVCacheManager(8, 4)
+    kv = make_kv(8)
     first, second = make_request_of([1] * 10), make_request_of([1] * 8 + [2, 2])
     compute(kv, first, 10)
     kv.admit(second, kv.find_cached_blocks(second))
@@ -77,7 +82,7 @@ def test_admission_shares_and_counts_what_is_computed() -> None:
 
 
 def test_a_free_hit_needs_room_too() -> None:
-    kv = KVCacheManager(4, 4)
+    kv = make_kv(4)
     first = make_request_of([1] * 8)
     compute(kv, first, 8)
     kv.free(first)
@@ -94,7 +99,7 @@ def test_a_free_hit_needs_room_too() -> None:
 
 
 def test_freed_blocks_are_hit_until_they_are_needed() -> None:
-    kv = KVCacheManager(3, 4)
+    kv = make_kv(3)
     first = make_request_of([1] * 12)
     compute(kv, first, 12)
     blocks = first.block_ids
@@ -108,7 +113,7 @@ def test_freed_blocks_are_hit_until_they_are_needed() -> None:
 
 def test_an_equal_block_is_found_when_the_first_one_has_gone() -> None:
     events = KVEventLog(4)
-    kv = KVCacheManager(3, 4, events=events)
+    kv = make_kv(3, events=events)
     first, second = make_request_of([1] * 4 + [2]), make_request_of([1] * 4 + [3] * 5, request_id="s")
     compute(kv, first, 4)
     compute(kv, second, 4)
@@ -124,13 +129,13 @@ def test_an_equal_block_is_found_when_the_first_one_has_gone() -> None:
 
 @pytest.mark.parametrize(("mine", "theirs", "hits"), [(b"a", b"a", 2), (b"a", b"b", 0), (b"a", b"", 0)])
 def test_salts_never_share(mine: bytes, theirs: bytes, hits: int) -> None:
-    kv = KVCacheManager(8, 4)
+    kv = make_kv(8)
     compute(kv, make_request_of([1] * 10, mine), 10)
     assert len(kv.find_cached_blocks(make_request_of([1] * 10, theirs))) == hits
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    kv = KVCacheManager(8, 4, enable_prefix_caching=False)
+    kv = make_kv(8, caching=False)
     compute(kv, make_request_of([1] * 10), 10)
     request = make_request_of([1] * 10)
     assert kv.find_cached_blocks(request) == []
@@ -145,7 +150,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return hash_block(parent, token_ids, salt)
 
     monkeypatch.setattr(kv_cache_manager, "hash_block", count)
-    kv = KVCacheManager(30, 4)
+    kv = make_kv(30)
     request = make_request_of(list(range(20)))
     for _ in range(3):
         kv.find_cached_blocks(request)

@@ -14,7 +14,7 @@ def test_accepted_tokens_are_output() -> None:
     request = request_of([1, 2], accepted=[8, 9])
     assert request.num_tokens == 4
     assert request.num_output_tokens == 2
-    assert request.output_token_ids == [8, 9]
+    assert request.all_token_ids == [1, 2, 8, 9]
     assert request.prompt_token_ids == [1, 2]
 
 

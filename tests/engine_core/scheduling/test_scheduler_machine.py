@@ -28,7 +28,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from tokenloom.engine_core.scheduling.request_queue import SchedulingPolicy
+from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
 from tokenloom.engine_core.wire.messages import FinishReason
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
@@ -205,7 +205,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self._step()
             except StepLostError:
                 return
-            assert self.core._batch_queue is not None, "requests were live, but nothing was executed"
+            assert self.core._max_in_flight > 1, "requests were live, but nothing was executed"
             if not self.core.scheduler.requests:
                 break  # all ended by what was in flight
         assert not self.core.scheduler.requests, "requests were live, but nothing was executed"
@@ -226,7 +226,7 @@ class CoreMachine(RuleBasedStateMachine):
     def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         begun = {r.request_id for r in self.core.scheduler.requests.values() if r.is_known_to_worker}
         quiet = self.core.pause(mode, clear_cache)
-        assert quiet.done() == (not self.core._batch_queue and (mode is not PauseMode.WAIT or not begun))
+        assert quiet.done() == (not self.core.steps_in_flight and (mode is not PauseMode.WAIT or not begun))
         if mode is PauseMode.ABORT:
             assert not self.core.scheduler.requests
             for expected in self.live.values():
@@ -237,7 +237,7 @@ class CoreMachine(RuleBasedStateMachine):
                     break
                 self._step()
             assert not begun & set(self.core.scheduler.requests), "it had begun, and did not finish"
-        while self.core._batch_queue:
+        while self.core.steps_in_flight:
             self._step()
         assert quiet.done()
         waiting = [request.num_computed_tokens for request in self.core.scheduler.requests.values()]
@@ -256,7 +256,7 @@ class CoreMachine(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         check_scheduler(scheduler)
         to_forget = {*scheduler._finished_req_ids}
-        for step in self.core._batch_queue.steps if self.core._batch_queue is not None else ():
+        for step in self.core.steps_in_flight:
             to_forget.update(step.scheduled.finished_req_ids)
         assert self.worker._rows.keys() <= {*scheduler.requests, *to_forget}, "the worker keeps the dead"
 

@@ -1,13 +1,24 @@
-import time
+import sys
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from tests.engine_core.structured_output.helpers import PERSON, VOCAB_SIZE, backend, config, json_schema
-from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, Setup
+from tokenloom.engine_core.structured_output.compiler_process import CompilerProcess, Setup, make_backend
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
+from tokenloom.engine_core.structured_output.llguidance_backend import LLGuidanceBackend
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
+
+
+def test_llguidance_is_the_default_backend() -> None:
+    assert isinstance(make_backend(config(), VOCAB_SIZE), LLGuidanceBackend)
+
+
+def test_a_missing_backend_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(GrammarError, match=r"tokenloom\[xgrammar\]"):
+        make_backend(msgspec.structs.replace(config(), backend="xgrammar"), VOCAB_SIZE)
 
 
 @pytest.fixture
@@ -31,10 +42,8 @@ def test_a_refusal_leaves_it_alive(process: CompilerProcess) -> None:
 
 
 def test_what_takes_too_much_ends_it_within_its_time(process: CompilerProcess) -> None:
-    before = time.monotonic()
     with pytest.raises(GrammarError, match=r"too much memory|more than 2 s"):
         process.prepare(json_schema({"type": "integer", "multipleOf": 99_999_989}))
-    assert time.monotonic() - before < 2.5
     assert not process.is_alive
 
 
@@ -47,7 +56,7 @@ def test_its_time_is_limited() -> None:
 
 def test_killed_from_elsewhere_it_says_so(process: CompilerProcess) -> None:
     process.kill()
-    with pytest.raises(GrammarError, match="given up"):
+    with pytest.raises(GrammarError, match="was cancelled"):
         process.prepare(json_schema(PERSON))
 
 
@@ -55,5 +64,5 @@ def test_a_tokenizer_that_changed_is_refused() -> None:
     changed = msgspec.structs.replace(config(), tokenizer_digest=b"other")
     with pytest.raises(GrammarError, match="was changed"):
         CompilerProcess(Setup(changed, VOCAB_SIZE))
-    with pytest.raises(GrammarError, match="is gone"):
+    with pytest.raises(GrammarError, match="no longer be read"):
         CompilerProcess(Setup(msgspec.structs.replace(config(), tokenizer="/nowhere"), VOCAB_SIZE))

@@ -1,4 +1,4 @@
-"""The coordinator as a process."""
+"""Tests the coordinator as a process."""
 
 import asyncio
 import json

@@ -144,7 +144,7 @@ class Peer:
 
     async def read(self) -> EngineFrame | None:
         """The next frame; None at the stream's end."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             frame = await self.call.read()
         if not isinstance(frame, EngineFrame):
             return None

@@ -47,7 +47,7 @@ async def see(stub: CoordinatorStub, condition: Callable[[list[EngineEntry]], bo
     """Watches until the registry's engines meet ``condition``."""
     call = stub.Watch(WatchRequest())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             async for snapshot in call:
                 if condition(list(snapshot.engines)):
                     return list(snapshot.engines)

@@ -93,7 +93,7 @@ async def test_who_leaves_cancels_the_request(mesh: FakeMesh, client: AsyncClien
     submitted.send("Hi", [1, 2])
     if leaving == "task":
         listening.cancel()
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
     await asyncio.wait([listening])
     assert listening.cancelled() == (leaving == "task")
@@ -143,7 +143,7 @@ async def test_the_deadline_holds(mesh: FakeMesh, client: AsyncClient) -> None:
     submitted = await mesh.outputs.next_request()
     with pytest.raises(errors.DeadlineExceeded):
         await asking
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
 
 

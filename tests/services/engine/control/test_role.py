@@ -40,7 +40,7 @@ class Mesh:
         """The registry's entry, once it has this role."""
         channel = await self._stack.enter_async_context(open_channel(self._address))
         call = CoordinatorStub(channel).Watch(WatchRequest())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while isinstance(snapshot := await call.read(), Snapshot):
                 for entry in snapshot.engines:
                     if entry.report.role == role:

@@ -36,7 +36,7 @@ async def peer(host: Host) -> AsyncIterator[Peer]:
 
 
 async def wait_for_idle(address: str) -> None:
-    async with open_channel(address) as channel, asyncio.timeout(1):
+    async with open_channel(address) as channel, asyncio.timeout(30):
         admin = EngineAdminStub(channel)
         while (info := await admin.GetEngineInfo(GetEngineInfoRequest())).waiting + info.running:
             pass
@@ -338,5 +338,5 @@ async def test_when_the_core_dies_every_live_request_hears_of_it(socket_dir: Pat
             assert isinstance(error, errors.Unavailable)
             assert error.retry_after is not None
         assert (await peer.status())[0] is grpc.StatusCode.UNAVAILABLE
-        async with asyncio.timeout(1):
-            assert isinstance(await host.wait_failed(), errors.Unavailable), "not a bug: no traceback in the log"
+        async with asyncio.timeout(30):
+            assert isinstance(await host.failure.take(), errors.Unavailable), "not a bug: no traceback in the log"

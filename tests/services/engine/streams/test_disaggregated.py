@@ -55,7 +55,7 @@ class Pair:
 
     async def until_idle(self) -> None:
         """Neither engine holds a block, nor a lease."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             for host in (self._prefill_host, self._decode_host):
                 labels = {"engine": host.settings.instance_id, "model_name": "tokenloom-demo"}
                 for gauge in ("vllm:kv_cache_usage_perc", "vllm:num_requests_running", "tokenloom_kv_leases"):
@@ -195,7 +195,7 @@ async def test_aborts_leave_nothing_behind(socket_dir: Path, stage: str) -> None
             await pair.decode.send(accept=[AcceptTokens(slot=1, token_ids=first)])
             await pair.decode.read_tokens()
         if stage == "acquired":
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while not pair.counted("kv_transfer_blocks"):  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
         await pair.prefill.send(abort_slots=[1])

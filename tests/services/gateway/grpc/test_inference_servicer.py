@@ -60,7 +60,7 @@ async def test_cancelling_the_call_cancels_the_request(mesh: FakeMesh) -> None:
         call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"))
         submitted = await mesh.outputs.next_request()
         call.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
@@ -72,7 +72,7 @@ async def test_the_calls_deadline_travels(mesh: FakeMesh) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(call))
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
@@ -190,7 +190,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         await call.write(turn(text="abc"))
         submitted = await mesh.outputs.next_request()
         call.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
@@ -201,7 +201,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         ({"chat": inference_pb2.ChatPrompt()}, "text or token_ids, not chat"),
         ({"parts": inference_pb2.PromptParts()}, "text or token_ids, not parts"),
         ({"text": "a", "n": 2}, "n must be 1 in a session"),
-        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens does not go with a session"),
+        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported in a session"),
         ({"text": "a", "model": "other"}, "other"),
         ({"text": ""}, "text is empty"),
         ({"token_ids": types_pb2.TokenIds()}, "token_ids is empty"),
@@ -234,6 +234,6 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
             await idle.read()
             other = stub.GenerateSession()
             assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            with pytest.raises(grpc.aio.AioRpcError, match=r"next turn did not come in 0\.3 s") as ended:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"no turn arrived within 0\.3 s") as ended:
                 await read_on()
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -41,7 +41,7 @@ async def test_a_bug_is_told_without_its_cause(
     def broken(*_: object) -> None:
         raise RuntimeError("at /secret/path, 0xdeadbeef")
 
-    monkeypatch.setattr("tokenloom.services.gateway.generation.generation._resolve", broken)
+    monkeypatch.setattr("tokenloom.services.gateway.generation.preparation._resolve", broken)
     response = await http.post("/v1/completions", json=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error"
@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_is_cancelled(mesh: FakeMesh, http: httpx.Asy
     request = await mesh.outputs.next_request()
     request.send("some", [1])
     task.cancel()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(30):
         await request.cancelled.wait()
 
 

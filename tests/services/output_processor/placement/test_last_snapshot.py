@@ -1,21 +1,20 @@
-"""Placement while the coordinator is away."""
+"""Tests placement while the coordinator is away."""
 
 import pytest
 
 from tests.services.output_processor.fakes import entry
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey, LastSnapshot
-from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, Snapshot
-from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, ModelLimits
+from tokenloom.v1.coordinator_pb2 import EngineIdentity, EngineState, PickRequest, Snapshot
+from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 BOTH, PREFILL, DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 OURS = Fingerprint(model="m", tokenizer=b"t")
 
 
-def identity(name: str, *, max_model_len: int = 100, **fingerprint: object) -> EngineIdentity:
+def identity(name: str, **fingerprint: object) -> EngineIdentity:
     served = Fingerprint(**{"model": "m", "tokenizer": b"t", **fingerprint})
-    limits = ModelLimits(max_model_len=max_model_len)
-    return EngineIdentity(engine_id=name, epoch=1, fingerprint=served, limits=limits)
+    return EngineIdentity(engine_id=name, epoch=1, fingerprint=served)
 
 
 def fleet(*entries: object, complete: bool = True, pd_threshold: int = 0) -> LastSnapshot:
@@ -29,8 +28,9 @@ def pick(
 ) -> str:
     """The engine's name, with a ``*`` when it does the whole request."""
     keys = [EngineKey(name, 1) for name in exclude]
-    engine, whole = snapshot.pick(leg, prompt_tokens, pool=pool, exclude=keys)
-    return engine.engine_id + "*" * whole
+    picked = snapshot.pick(PickRequest(role=leg, prompt_tokens=prompt_tokens, fingerprint=pool), keys)
+    assert not picked.HasField("pick")
+    return picked.engine.engine_id + "*" * picked.whole_request
 
 
 def test_lowest_score_with_its_own_picks_then_in_turn() -> None:
@@ -52,7 +52,7 @@ def test_a_decode_leg_stays_in_the_pool_of_the_first() -> None:
     assert {pick(snapshot, DECODE, pool=new.fingerprint) for _ in range(3)} == {"new"}
 
 
-def test_nobody_left() -> None:
+def test_without_a_serving_engine_a_pick_is_unavailable() -> None:
     snapshot = fleet(entry(identity("other", model="x")), entry(identity("a"), state=EngineState.ENGINE_STATE_DRAINING))
     with pytest.raises(Unavailable) as caught:
         pick(snapshot, PREFILL)
@@ -60,12 +60,12 @@ def test_nobody_left() -> None:
 
 
 def test_a_complete_view_is_kept_while_engines_rejoin() -> None:
-    snapshot = fleet(entry(identity("a", max_model_len=7)))
+    snapshot = fleet(entry(identity("a")))
     snapshot.update(Snapshot(complete=False))
     assert pick(snapshot, PREFILL) == "a*"
-    assert snapshot.limits == ModelLimits(max_model_len=7)
     snapshot.update(Snapshot(complete=True))
-    assert snapshot.limits is None
+    with pytest.raises(Unavailable):
+        pick(snapshot, PREFILL)
 
 
 def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
@@ -80,13 +80,3 @@ def test_a_coordinator_that_is_replaced_while_young_is_remembered() -> None:
 
 def test_before_a_complete_one_an_incomplete_snapshot_is_better_than_none() -> None:
     assert pick(fleet(entry(identity("a")), complete=False), PREFILL) == "a*"
-
-
-def test_limits_are_the_widest_engines() -> None:
-    limits = fleet(
-        entry(identity("a", max_model_len=50)),
-        entry(identity("b", max_model_len=80)),
-        entry(identity("c", model="n", max_model_len=99)),
-    ).limits
-    assert limits is not None
-    assert limits.max_model_len == 80

@@ -1,4 +1,4 @@
-"""A request in two legs: prefill, hand-over, decode; and what becomes of it when nobody wants it."""
+"""Runs requests in two legs: prefill, hand-over, decode; and cancels them at every stage."""
 
 import pytest
 from google.protobuf.duration_pb2 import Duration

@@ -1,4 +1,4 @@
-"""Any life of a request in two legs: it ends once, its tokens are exact, and no engine is left holding anything."""
+"""Runs requests through any sequence of events: each ends once with exact tokens, and no engine keeps anything."""
 
 from collections.abc import Coroutine, Generator, Sequence
 from functools import cache
@@ -11,13 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.services.output_processor.fakes import submit
 from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
 from tokenloom.request.errors import Unavailable
-from tokenloom.services.output_processor.placement.placement import Placement
-from tokenloom.services.output_processor.request.leg import Leg
+from tokenloom.services.output_processor.placement.engine_link import Attempt, AttemptOwner
+from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.request.legs import Legs
-from tokenloom.services.output_processor.request.live_request import LiveRequest
-from tokenloom.services.output_processor.request.request_state import RequestState
+from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.stream.outbox import Outbox
-from tokenloom.services.output_processor.text.detokenizer import Vocabulary
+from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.v1.coordinator_pb2 import EngineIdentity
 from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished
@@ -37,11 +36,11 @@ def vocabulary() -> tuple[Vocabulary, list[int]]:
     return Vocabulary(tokenizer), tokenizer.encode(TEXT, add_special_tokens=False).ids
 
 
-class Attempt:
+class Sent:
     """An Add as its engine sees it."""
 
-    def __init__(self, engine: "Engine", add: AddRequest, leg: Leg) -> None:
-        self.engine, self.add, self.leg = engine, add, leg
+    def __init__(self, engine: "Engine", add: AddRequest, attempt: Attempt) -> None:
+        self.engine, self.add, self.attempt = engine, add, attempt
         self.awaits = add.awaits_tokens
         self.granted = False
         self.num_tokens = len(add.accepted_token_ids)
@@ -57,63 +56,64 @@ class Engine:
 
     def __init__(self, number: int) -> None:
         self.identity = EngineIdentity(engine_id=f"engine-{number}", epoch=number)
+        self.key = EngineKey(f"engine-{number}", number)
         self.dead = False
-        self.live: dict[int, Attempt] = {}
+        self.live: dict[int, Sent] = {}
         self.leases: set[int] = set()
         self.last_slot = 0
 
-    def add(self, request: AddRequest, leg: Leg) -> int:
+    def add(self, request: AddRequest, attempt: Attempt, owner: AttemptOwner) -> None:
         if self.dead:
             raise Unavailable("dead")
         assert not request.HasField("kv_source") or request.kv_source.engine_epoch != self.identity.epoch
         self.last_slot += 1
-        request.slot = self.last_slot
-        self.live[self.last_slot] = Attempt(self, request, leg)
-        return self.last_slot
+        request.slot = attempt.slot = self.last_slot
+        attempt.owner = owner
+        self.live[self.last_slot] = Sent(self, request, attempt)
 
-    def accept(self, slot: int, token_ids: Sequence[int]) -> None:
-        attempt = self.live[slot]
-        assert attempt.awaits
-        assert len(token_ids) > 0
-        attempt.awaits = False
-        attempt.add.accepted_token_ids.extend(token_ids)
-        attempt.num_tokens += len(token_ids)
+    def accept(self, attempt: Attempt, token_ids: Sequence[int]) -> None:
+        if (sent := self.live.get(attempt.slot)) is not None:
+            assert sent.awaits
+            assert len(token_ids) > 0
+            sent.awaits = False
+            sent.add.accepted_token_ids.extend(token_ids)
+            sent.num_tokens += len(token_ids)
 
-    def stop_at(self, slot: int, num_tokens: int) -> None:
-        if (attempt := self.live.get(slot)) is not None:
-            attempt.stop_at = num_tokens
+    def stop_at(self, attempt: Attempt, num_tokens: int) -> None:
+        if (sent := self.live.get(attempt.slot)) is not None:
+            sent.stop_at = num_tokens
 
-    def abort(self, slot: int) -> None:
-        if self.live.pop(slot, None) is not None:
-            self.leases.discard(slot)
+    def abort(self, attempt: Attempt) -> None:
+        if self.live.pop(attempt.slot, None) is not None:
+            self.leases.discard(attempt.slot)
 
-    def drop_kv(self, slot: int) -> None:
-        assert slot not in self.live
-        self.leases.discard(slot)
+    def drop_kv(self, attempt: Attempt) -> None:
+        assert attempt.slot not in self.live
+        self.leases.discard(attempt.slot)
 
-    def finish(self, attempt: Attempt, reason: FinishReason, **fields: Any) -> None:
-        num_tokens = attempt.num_tokens if attempt.stop_at is None else attempt.stop_at
-        finished = Finished(slot=attempt.add.slot, reason=reason, num_output_tokens=num_tokens, **fields)
-        del self.live[attempt.add.slot]
+    def finish(self, sent: Sent, reason: FinishReason, **fields: Any) -> None:
+        num_tokens = sent.num_tokens if sent.stop_at is None else sent.stop_at
+        finished = Finished(slot=sent.add.slot, reason=reason, num_output_tokens=num_tokens, **fields)
+        del self.live[sent.add.slot]
         if reason != PREFILLED:
-            self.leases.discard(attempt.add.slot)
-        attempt.leg.on_finished(finished)
+            self.leases.discard(sent.add.slot)
+        sent.attempt.owner.on_finished(sent.attempt, finished)
 
     def die(self) -> None:
         self.dead = True
         self.leases.clear()
         live, self.live = self.live, {}
-        for attempt in live.values():
-            attempt.leg.on_lost()
+        for sent in live.values():
+            sent.attempt.owner.on_lost(sent.attempt)
 
 
 class Later:
     """Awaited until the test decides."""
 
     def __init__(self) -> None:
-        self.result: Placement | Exception | None = None
+        self.result: Attempt | Exception | None = None
 
-    def __await__(self) -> Generator[None, None, Placement]:
+    def __await__(self) -> Generator[None, None, Attempt]:
         while self.result is None:
             yield
         if isinstance(self.result, Exception):
@@ -129,22 +129,24 @@ class Placements:
         self.coroutines: list[Coroutine[Any, Any, None]] = []
         self.num_out = 0
 
-    async def place(self, request: object, role: EngineRole, **_: object) -> Placement:
+    async def place(self, request: object, role: EngineRole, **_: object) -> Attempt:
         later = Later()
         self.waiting.append((role, later))
         return await later
 
-    def release(self, placement: Placement) -> None:
-        self.num_out -= 1
+    def release(self, attempt: Attempt) -> None:
+        if attempt.is_counted:
+            attempt.is_counted = False
+            self.num_out -= 1
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
         self.coroutines.append(coroutine)
         self.run()
 
-    def resolve(self, index: int, result: Placement | Exception) -> None:
+    def resolve(self, index: int, result: Attempt | Exception) -> None:
         _, later = self.waiting.pop(index)
         later.result = result
-        self.num_out += isinstance(result, Placement)
+        self.num_out += isinstance(result, Attempt)
         self.run()
 
     def run(self) -> None:
@@ -178,14 +180,21 @@ class LegsMachine(RuleBasedStateMachine):
         self.sent: list[int] = []
         self.ends: list[RequestFinished] = []
         request = submit(1, max_tokens=max_tokens, stop=[stop] if stop else [])
-        state = RequestState(request, words, frozenset())
-        self.live = LiveRequest((1, 0), state, self.outbox, lambda live, end: self.ends.append(end))
-        legs = Legs(request, self.live, self.placements, self.placements, None)  # type: ignore[arg-type]
-        self.live.start(legs)
+        output = SampleOutput(request, words, frozenset(), self.outbox)
+        placer = tasks = self.placements
+        self.live = Legs(
+            request,
+            request.sampling_params,
+            output,
+            placer,  # type: ignore[arg-type]
+            tasks,  # type: ignore[arg-type]
+            lambda live, end: self.ends.append(end),
+        )
+        self.live.start()
 
     @property
-    def attempts(self) -> list[Attempt]:
-        return [attempt for engine in self.engines for attempt in engine.live.values()]
+    def attempts(self) -> list[Sent]:
+        return [sent for engine in self.engines for sent in engine.live.values()]
 
     # Placement
 
@@ -195,7 +204,7 @@ class LegsMachine(RuleBasedStateMachine):
         index %= len(self.placements.waiting)
         role, _ = self.placements.waiting[index]
         whole = whole and role != EngineRole.ENGINE_ROLE_DECODE
-        placement = Placement(self.engines[number], None, whole)  # type: ignore[arg-type]
+        placement = Attempt(self.engines[number], None, whole, is_counted=True)  # type: ignore[arg-type]
         self.placements.resolve(index, placement)
 
     @precondition(lambda self: self.placements.waiting)
@@ -209,46 +218,46 @@ class LegsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attempts)
     @rule(index=st.integers(0, 3))
     def grant(self, index: int) -> None:
-        attempt = self.attempts[index % len(self.attempts)]
-        if attempt.add.hold_kv and not attempt.granted and attempt.num_tokens == len(attempt.add.accepted_token_ids):
-            attempt.granted = True
-            attempt.engine.leases.add(attempt.add.slot)
-            attempt.leg.on_kv_granted(self.kv(attempt))
+        sent = self.attempts[index % len(self.attempts)]
+        if sent.add.hold_kv and not sent.granted and sent.num_tokens == len(sent.add.accepted_token_ids):
+            sent.granted = True
+            sent.engine.leases.add(sent.add.slot)
+            sent.attempt.owner.on_kv_granted(sent.attempt, self.kv(sent))
 
     @precondition(lambda self: self.attempts)
     @rule(index=st.integers(0, 3), ends_now=st.booleans())
     def step(self, index: int, ends_now: bool) -> None:
         """One token, or what ends the attempt; ``ends_now``: in the frame of its token."""
-        attempt = self.attempts[index % len(self.attempts)]
-        if attempt.awaits:
+        sent = self.attempts[index % len(self.attempts)]
+        if sent.awaits:
             return
-        has_token = attempt.num_tokens > len(attempt.add.accepted_token_ids)
-        if attempt.num_tokens < self.max_tokens and attempt.stop_at is None and not (attempt.add.hold_kv and has_token):
-            self.send_token(attempt)
+        has_token = sent.num_tokens > len(sent.add.accepted_token_ids)
+        if sent.num_tokens < self.max_tokens and sent.stop_at is None and not (sent.add.hold_kv and has_token):
+            self.send_token(sent)
             if not ends_now:
                 return
-        if not attempt.is_live:
+        if not sent.is_live:
             return
-        if attempt.stop_at is not None:
-            attempt.engine.finish(attempt, STOP)
-        elif attempt.num_tokens >= self.max_tokens:
-            attempt.engine.finish(attempt, LENGTH)
-        elif attempt.add.hold_kv:
-            attempt.engine.leases.add(attempt.add.slot)
-            attempt.engine.finish(attempt, PREFILLED, kv=self.kv(attempt))
+        if sent.stop_at is not None:
+            sent.engine.finish(sent, STOP)
+        elif sent.num_tokens >= self.max_tokens:
+            sent.engine.finish(sent, LENGTH)
+        elif sent.add.hold_kv:
+            sent.engine.leases.add(sent.add.slot)
+            sent.engine.finish(sent, PREFILLED, kv=self.kv(sent))
 
-    def send_token(self, attempt: Attempt) -> None:
-        index = attempt.num_tokens
-        assert list(attempt.add.accepted_token_ids) == self.ids[: len(attempt.add.accepted_token_ids)]
-        attempt.num_tokens += 1
-        if attempt.add.HasField("kv_source"):  # was read, and is released
-            owner = self.engines[attempt.add.kv_source.engine_epoch - 1]
-            owner.leases.discard(attempt.add.kv_source.lease_id[0])
-        attempt.leg.on_tokens(index, self.ids[index : index + 1])
+    def send_token(self, sent: Sent) -> None:
+        index = sent.num_tokens
+        assert list(sent.add.accepted_token_ids) == self.ids[: len(sent.add.accepted_token_ids)]
+        sent.num_tokens += 1
+        if sent.add.HasField("kv_source"):  # was read, and is released
+            owner = self.engines[sent.add.kv_source.engine_epoch - 1]
+            owner.leases.discard(sent.add.kv_source.lease_id[0])
+        sent.attempt.owner.on_tokens(sent.attempt, index, self.ids[index : index + 1], None)
 
-    def kv(self, attempt: Attempt) -> KVSource:
-        epoch = attempt.engine.identity.epoch
-        return KVSource(engine_id=f"engine-{epoch}", engine_epoch=epoch, lease_id=bytes([attempt.add.slot]))
+    def kv(self, sent: Sent) -> KVSource:
+        epoch = sent.engine.identity.epoch
+        return KVSource(engine_id=f"engine-{epoch}", engine_epoch=epoch, lease_id=bytes([sent.add.slot]))
 
     @precondition(lambda self: self.attempts)
     @rule(index=st.integers(0, 3), now=SELDOM)
@@ -260,8 +269,8 @@ class LegsMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3), now=SELDOM)
     def refuse(self, index: int, now: bool) -> None:
         if now:
-            attempt = self.attempts[index % len(self.attempts)]
-            attempt.engine.finish(attempt, ERROR, error={"code": 14, "reason": "UNAVAILABLE", "message": "full"})
+            sent = self.attempts[index % len(self.attempts)]
+            sent.engine.finish(sent, ERROR, error={"code": 14, "reason": "UNAVAILABLE", "message": "full"})
 
     @precondition(lambda self: hasattr(self, "live") and not self.live.ended)
     @rule(now=SELDOM)
@@ -284,7 +293,7 @@ class LegsMachine(RuleBasedStateMachine):
             assert self.ends[0].completion_tokens == len(self.sent)
             self.check_freed()
         else:
-            assert self.attempts or self.placements.waiting, "somebody works for it"
+            assert self.attempts or self.placements.waiting, "an engine or a placement works for it"
 
     def check_freed(self) -> None:
         assert not self.attempts
@@ -295,7 +304,7 @@ class LegsMachine(RuleBasedStateMachine):
         if hasattr(self, "live"):
             self.live.cancel()
             while self.placements.waiting:
-                self.placements.resolve(0, Placement(self.engines[0], None))  # type: ignore[arg-type]
+                self.placements.resolve(0, Attempt(self.engines[0], is_counted=True))  # type: ignore[arg-type]
             self.check_freed()
 
 

@@ -1,10 +1,10 @@
-"""Columns of a frame: parallel, merged by slot, complete after any sequence."""
+"""Tests that the columns of a frame are parallel, merged by slot and complete after any sequence of calls."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.services.output_processor.stream.outbox import Outbox
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished
+from tokenloom.services.output_processor.stream.outbox import Outbox, PacedOutbox
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, SlotTextLogprobs
 
 additions = st.lists(st.tuples(st.integers(1, 4), st.text(max_size=3), st.lists(st.integers(0, 9), max_size=3)))
 
@@ -46,7 +46,7 @@ def test_one_token_each_needs_no_counts() -> None:
     assert outbox.take() == ProcessFrame(slot=[1, 2], text=["a", "b"], token_index=[0, 3], token_ids=[5, 6])
 
 
-def test_news_are_told_and_ends_come_with_the_rows() -> None:
+def test_every_kind_of_news_is_announced_and_ends_come_with_the_rows() -> None:
     news: list[int] = []
     outbox = Outbox(lambda: news.append(1))
     assert not outbox
@@ -57,3 +57,20 @@ def test_news_are_told_and_ends_come_with_the_rows() -> None:
     assert outbox
     frame = outbox.take()
     assert (list(frame.slot), list(frame.engine_death_slots), len(frame.finished)) == ([1], [1], 1)
+
+
+def test_a_paced_outbox_passes_on_the_first_token_then_every_so_many_then_the_rest() -> None:
+    outbox = Outbox(lambda: None)
+    paced = PacedOutbox(outbox, 3)
+    pieces: list[tuple[str, list[int], int]] = []
+    for index, text in enumerate("abcdefg"):
+        paced.add_logprobs((1, 0), SlotTextLogprobs(token_index=index))
+        paced.add((1, 0), text, index, [index])
+        if outbox:
+            frame = outbox.take()
+            pieces.append((frame.text[0], list(frame.token_ids), len(frame.logprobs)))
+    paced.add((1, 0), "h", 7, [7])
+    paced.finish(RequestFinished(slot=1))
+    last = outbox.take()
+    assert pieces == [("a", [0], 1), ("bcd", [1, 2, 3], 3), ("efg", [4, 5, 6], 3)]
+    assert (list(last.text), list(last.token_ids), len(last.finished)) == (["h"], [7], 1)

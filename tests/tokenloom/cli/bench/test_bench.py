@@ -21,7 +21,7 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_ways_that_blocks_cannot_go() -> None:
     result = CliRunner().invoke(app, ["bench", "kv", "pigeon"])
     assert result.exit_code == 1
-    assert "no way 'pigeon' works here; there are shm, " in result.output
+    assert "the way 'pigeon' does not work on this machine; available: shm, " in result.output
 
 
 def test_objectives_may_follow_each_other_as_in_vllm() -> None:

@@ -1,0 +1,261 @@
+"""Keeps the requests that wait, and decides which requests may enter the queue and which may begin."""
+
+import bisect
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..config import SchedulerConfig
+from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_transfer.remote_kv import RemoteKV
+from .request import Request, RequestStatus
+
+
+class SchedulingPolicy(enum.StrEnum):
+    """Names the order in which requests run (names as in vLLM)."""
+
+    FCFS = "fcfs"
+    """First come, first served; preempted requests before all others."""
+    PRIORITY = "priority"
+    """The lowest ``priority`` first; among equals first come, first served."""
+
+
+def priority_key(request: Request) -> tuple[int, int, str]:
+    """Return a key to sort by priority: the smallest runs first, the largest is preempted first."""
+    return request.priority, request.arrival_ns, request.request_id
+
+
+class FCFSQueue:
+    """Keeps waiting requests in the order in which they may begin; a request that comes back goes to the head.
+
+    It is bounded by the callers: the engine's front accepts no more requests than it has slots.
+    """
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self.num_tokens = 0
+        """Of all requests here. None is computed, except for requests that loaded blocks."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def append(self, request: Request) -> None:
+        """Add a new request."""
+        self._requests[request.request_id] = request
+        self.num_tokens += request.num_tokens
+
+    def prepend(self, request: Request) -> None:
+        """Add a request that has waited before, here or for something else."""
+        self.append(request)
+        self._requests.move_to_end(request.request_id, last=False)
+
+    def peek(self) -> Request | None:
+        """Return the head, or None if the queue is empty."""
+        return next(iter(self._requests.values()), None)
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is here."""
+        del self._requests[request.request_id]
+        self.num_tokens -= request.num_tokens
+
+
+class PriorityQueue:
+    """Offers the same as :class:`FCFSQueue`, sorted by :func:`priority_key`.
+
+    It is a list, because a heap would have to be searched for a request that is aborted.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def append(self, request: Request) -> None:
+        bisect.insort(self._requests, request, key=priority_key)
+        self.num_tokens += request.num_tokens
+
+    prepend = append
+
+    def peek(self) -> Request | None:
+        return self._requests[0] if self._requests else None
+
+    def remove(self, request: Request) -> None:
+        index = bisect.bisect_left(self._requests, priority_key(request), key=priority_key)
+        assert self._requests[index] is request
+        del self._requests[index]
+        self.num_tokens -= request.num_tokens
+
+
+RequestQueue = FCFSQueue | PriorityQueue
+
+
+def check_config(config: SchedulerConfig, max_model_len: int) -> None:
+    """Raise ``ValueError``, naming the setting, for limits under which the scheduler could stop making progress."""
+    if config.max_num_seqs < 1:
+        raise ValueError(f"max_num_seqs is {config.max_num_seqs}; it must be at least 1")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens} is below max_num_seqs {config.max_num_seqs}: "
+            "a step could not serve every running request"
+        )
+    if config.policy not in list(SchedulingPolicy):
+        raise ValueError(f"policy {config.policy!r} is unknown; use one of {', '.join(SchedulingPolicy)}")
+    if config.long_prefill_token_threshold < 0:
+        raise ValueError(
+            f"long_prefill_token_threshold is {config.long_prefill_token_threshold}; it must be positive, or 0 for no "
+            "limit"
+        )
+    if config.long_prefill_token_threshold and not config.enable_chunked_prefill:
+        raise ValueError("long_prefill_token_threshold needs chunked prefill")
+    if not 0 <= config.watermark < 1:
+        raise ValueError(f"watermark is {config.watermark}; it must be a share of the blocks: at least 0 and below 1")
+    if config.prefill_tokens_beside_decode is not None and config.prefill_tokens_beside_decode < 1:
+        raise ValueError(
+            f"prefill_tokens_beside_decode is {config.prefill_tokens_beside_decode}; it must be at least 1"
+        )
+    if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ValueError(
+            f"without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
+            f"must reach max_model_len ({max_model_len})"
+        )
+
+
+def refusal(
+    request: Request, policy: SchedulingPolicy, kv: KVCacheManager, max_model_len: int, *, moves_kv: bool
+) -> str:
+    """Return why a request can never run; empty if it can."""
+    if request.priority and policy is not SchedulingPolicy.PRIORITY:
+        return f"priority is {request.priority}, but the engine's scheduling policy is {policy}"
+    if request.remote is not None and not moves_kv:
+        return "this engine does not exchange KV with others"
+    if not request.num_prompt_tokens:
+        return "prompt is empty"
+    if request.num_prompt_tokens >= max_model_len:
+        return (
+            f"prompt has {request.num_prompt_tokens} tokens; "
+            f"with at least one of output the context holds {max_model_len}"
+        )
+    # The last token's KV is never computed.
+    if not kv.can_ever_hold(request.max_num_tokens - 1):
+        num_slots = kv.pool.num_blocks * kv.block_size
+        return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {num_slots}"
+    return ""
+
+
+class _Blocked(NamedTuple):
+    """Describes the head of the queue at the time when it did not fit."""
+
+    request: Request
+    num_free: int
+    num_hits: int
+
+
+class Admission:
+    """Admits the head of the queue when its tokens fit into the KV cache. No request overtakes the head."""
+
+    def __init__(
+        self, queue: RequestQueue, kv: KVCacheManager, remote: RemoteKV | None, config: SchedulerConfig
+    ) -> None:
+        self._queue = queue
+        self._kv = kv
+        self._remote = remote
+        self._chunked = config.enable_chunked_prefill
+        self._reserve_full_prompt = config.reserve_full_prompt
+        self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        # Free blocks kept for the running requests, so that their next tokens do not preempt the new one.
+        self._watermark = int(kv.pool.num_blocks * config.watermark)
+        self._blocked: _Blocked | None = None
+
+    def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
+        """Remove the next request that may run from the queue, and give it the blocks that hold its beginning.
+
+        Requests at the head whose KV is on another engine are sent to wait for it. Returns None if no request may run
+        with ``max_tokens`` left in the step. ``only_begun`` admits only requests that were preempted.
+        """
+        while (request := self._head_begun() if only_begun else self._queue.peek()) is not None:
+            # A request with a placeholder comes back with a token that was drawn before it was preempted.
+            if request.num_output_placeholders or (others_run and self._is_still_blocked(request)):
+                return None
+            hits = [] if request.block_ids else self._kv.find_cached_blocks(request)
+            num_here = request.num_computed_tokens or len(hits) * self._kv.block_size
+            num_external = 0 if self._remote is None else self._num_external_tokens(request, num_here)
+            if num_external is None:
+                return None
+            if not num_external and request.remote is not None and request.remote.awaits_tokens:
+                assert self._remote is not None
+                self._queue.remove(request)
+                self._remote.wait(request)
+                continue
+            if not self._chunked and request.num_tokens - num_here - num_external > max_tokens:
+                return None
+            num_tokens = request.num_tokens
+            if not self._reserve_full_prompt and request.remote is None and not num_external:
+                num_tokens = min(num_tokens, num_here + min(max_tokens, self._max_chunk))
+            if self._admit(request, hits, num_tokens, others_run=others_run):
+                if not num_external:
+                    return request
+                assert self._remote is not None
+                self._remote.load(request, num_external)
+            elif others_run or not self._make_room():
+                self._blocked = _Blocked(request, self._kv.pool.num_free, len(hits))
+                return None
+        return None
+
+    def _head_begun(self) -> Request | None:
+        return next((request for request in self._queue if request.status is RequestStatus.PREEMPTED), None)
+
+    def _admit(self, request: Request, hits: list[int], num_tokens: int, *, others_run: bool) -> bool:
+        """Take a request out of the queue, with the cached blocks it shares, if ``num_tokens`` of its tokens fit."""
+        keeps_spare = others_run or (self._remote is not None and self._remote.holds_blocks)
+        if not self._kv.can_admit(request, hits, num_tokens, self._watermark if keeps_spare else 0):
+            return False
+        self._blocked = None
+        self._queue.remove(request)
+        if not request.block_ids:
+            self._kv.admit(request, hits)
+        return True
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Return whether nothing has improved since the head of the queue did not fit."""
+        blocked = self._blocked
+        return (
+            blocked is not None
+            and blocked.request is request
+            and self._kv.pool.num_free <= blocked.num_free
+            and not self._kv.find_cached_blocks(request, blocked.num_hits)
+        )
+
+    def _num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return how many tokens after those here can be loaded; None if that is not known yet.
+
+        A request that has loaded once does not load again.
+        """
+        if self._remote is None or request.block_ids:
+            return 0
+        if request.skip_reading_prefix_cache and not request.is_decode_leg:
+            return 0
+        return self._remote.num_external_tokens(request, num_computed_tokens)
+
+    def _make_room(self) -> bool:
+        """Take blocks back from waiting requests when no request runs or loads, so that none would free any.
+
+        Leased blocks become free when their readers have them, or after a while. Without this, two engines whose
+        requests all wait for each other's leases would wait forever.
+        """
+        if self._remote is None or self._remote.holds_blocks:
+            return False
+        holder = next((request for request in reversed(list(self._queue)) if request.block_ids), None)
+        if holder is None:
+            self._remote.connector.want_room()
+            return False
+        self._kv.free(holder)  # what it loaded can be hit until the blocks are needed
+        return True

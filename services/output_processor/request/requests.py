@@ -1,0 +1,226 @@
+"""Runs requests from their Submit to the end of their last sample, and limits how many are live."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tokenloom.request import errors
+from tokenloom.request.sample_seed import sample_seed
+from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.telemetry.tracing import Span, Tracer, pick_headers
+from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
+
+from ..metrics import Metrics
+from ..placement.engine_link import Attempt
+from ..placement.placement import Asked, Placer
+from ..stream.outbox import Outbox
+from ..text.vocabulary import Vocabulary
+from .legs import Legs
+from .sample_output import SampleOutput
+
+
+class Requests:
+    """Makes requests from Submits, and counts their samples while they are live. The limit of this count also limits
+    every table and queue of this process."""
+
+    def __init__(
+        self,
+        placer: Placer,
+        vocabulary: Vocabulary,
+        eos_token_ids: frozenset[int],
+        metrics: Metrics,
+        *,
+        max_requests: int,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._placer = placer
+        self._vocabulary = vocabulary
+        self._eos_token_ids = eos_token_ids
+        self._metrics = metrics
+        self._max_requests = max_requests
+        self._tracer = tracer
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.num_live = 0
+
+    def ask(self, submit: Submit) -> Asked | None:
+        """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait."""
+        if self._draining or self.num_live + max(submit.num_samples, 1) > self._max_requests:
+            return None
+        return self._placer.ask(submit)
+
+    def make(self, submit: Submit, outbox: Outbox, tasks: Tasks, on_end: Callable[[int], object]) -> "SampleGroup":
+        """Return a request that has not started yet.
+
+        Args:
+            outbox: Receives its output.
+            tasks: Own its placements.
+            on_end: Called with its slot, once, when its last sample has ended.
+
+        Raises ``InvalidArgument`` for a Submit that names no sampling parameters or continues several samples,
+        ``ResourceExhausted`` when too many requests are live, ``Unavailable`` while this process drains.
+        """
+        count = max(submit.num_samples, 1)
+        self._check(submit, count)
+        samples = [
+            SampleOutput(submit, self._vocabulary, self._eos_token_ids, outbox, sample_index=index)
+            for index in range(count)
+        ]
+        trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
+        self.num_live += count
+        self._idle.clear()
+        return SampleGroup(submit, samples, self._placer, tasks, trace, self._sample_ended, on_end)
+
+    async def drain(self) -> None:
+        """Take no new requests, and return when the live ones have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    def _check(self, submit: Submit, count: int) -> None:
+        if submit.WhichOneof("task") != "sampling_params":
+            raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
+        if count > 1 and submit.accepted_token_ids:
+            raise errors.InvalidArgument("accepted_token_ids continue one sample, not several", "accepted_token_ids")
+        if self._draining:
+            raise errors.Unavailable("The output processor is shutting down; retry.")
+        if self.num_live + count > self._max_requests:
+            raise errors.ResourceExhausted(f"The output processor already runs {self._max_requests} requests; retry.")
+
+    def _sample_ended(self, finished: RequestFinished) -> None:
+        self._metrics.ended(finished)
+        self.num_live -= 1
+        if self.num_live == 0:
+            self._idle.set()
+
+
+class SampleGroup:
+    """Runs the samples of one request.
+
+    Sample 0 is placed like any request. When it has settled, the others are sent to the same engine and find the prompt
+    in its prefix cache. If one engine does the whole request, they are sent in the same message as sample 0; otherwise
+    after the first token of the decode leg, so that one lease serves all.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        samples: list[SampleOutput],
+        placer: Placer,
+        tasks: Tasks,
+        trace: "RequestTrace | None",
+        on_sample_end: Callable[[RequestFinished], None],
+        on_end: Callable[[int], object],
+    ) -> None:
+        self._submit = submit
+        self._placer = placer
+        self._trace = trace
+        self._on_sample_end = on_sample_end
+        self._on_end = on_end
+        self._timeout = submit.timeout.ToNanoseconds() / 1e9 if submit.HasField("timeout") else None
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        self._samples = [
+            Legs(submit, sample_params(submit, index), output, placer, tasks, self._sample_ended, deadline)
+            for index, output in enumerate(samples)
+        ]
+        self._num_live = len(samples)
+        self._waiting = self._samples[1:]  # samples that begin when sample 0 has settled
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, asked: Asked | None = None) -> None:
+        """Start sample 0. Tokens of earlier attempts may already end it. ``asked``: its pick, if one was asked for."""
+        if self._timeout is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
+        self._samples[0].start(asked, on_settled=self._settled if self._waiting else None)
+
+    def cancel(self) -> None:
+        """End all samples, because the gateway wants no more output."""
+        self._waiting.clear()
+        for sample in self._samples:
+            sample.cancel()
+
+    def _settled(self, attempt: Attempt) -> None:
+        """Run the other samples on the engine of sample 0."""
+        waiting, self._waiting = self._waiting, []
+        for sample in waiting:
+            sample.begin_on(self._placer.share(attempt))
+
+    def _sample_ended(self, sample: Legs, finished: RequestFinished) -> None:
+        self._num_live -= 1
+        self._on_sample_end(finished)
+        if self._trace is not None:
+            self._trace.sample_ended(finished)
+        if self._num_live == 0:
+            self._end()
+        elif sample is self._samples[0] and self._waiting:
+            self._start_others(finished)
+
+    def _start_others(self, first: RequestFinished) -> None:
+        """Start the other samples, because sample 0 ended before it settled; or end them with its error."""
+        waiting, self._waiting = self._waiting, []
+        for sample in waiting:
+            if first.reason == FinishReason.FINISH_REASON_ERROR:
+                sample.fail(errors.from_proto(first.error))
+            else:
+                sample.start()
+
+    def _expire(self) -> None:
+        self._waiting.clear()
+        for sample in self._samples:
+            sample.fail(errors.DeadlineExceeded("The request's time ran out."))
+
+    def _end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._trace is not None:
+            self._trace.end()
+        self._on_end(self._submit.slot)
+
+
+class RequestTrace:
+    """Holds the output processor's span of one request. The span takes the place of the gateway's in the request's
+    headers, so that placements and engines make their spans under it."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._error = ""
+
+    @classmethod
+    def open(cls, tracer: Tracer | None, submit: Submit) -> "RequestTrace | None":
+        """Begin the span. Without a tracer, or for a request that is not sampled, return None and drop the headers."""
+        headers = pick_headers(submit.trace_headers.items())
+        submit.trace_headers.clear()
+        if tracer is None or not headers:
+            return None
+        span = tracer.start("process", headers, attributes={"gen_ai.request.id": submit.request_id})
+        if span is None:
+            return None
+        submit.trace_headers.update(span.headers)
+        return cls(span)
+
+    def sample_ended(self, finished: RequestFinished) -> None:
+        """Add a span from the sample's first token to its last; an attribute says how long making its text took."""
+        now, timeline = time.monotonic_ns(), finished.timeline
+        attributes = {
+            "tokenloom.sample_index": finished.sample_index,
+            "tokenloom.attempts": finished.attempts,
+            "tokenloom.detokenize.busy_seconds": timeline.detokenize_ns / 1e9,
+        }
+        self._span.child("detokenize", now - timeline.decode_ns, now, attributes)
+        self._error = self._error or finished.error.message
+
+    def end(self) -> None:
+        """End the span, with the first error of the samples if there was one."""
+        self._span.end(error=self._error)
+
+
+def sample_params(submit: Submit, index: int) -> SamplingParams:
+    """Return the parameters of one sample: its own seed, and the prompt's log probabilities for sample 0 only."""
+    if index == 0:
+        return submit.sampling_params
+    params = SamplingParams()
+    params.CopyFrom(submit.sampling_params)
+    params.seed = sample_seed(params.seed, index)
+    params.ClearField("prompt_logprobs")
+    return params

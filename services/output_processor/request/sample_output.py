@@ -1,0 +1,218 @@
+"""Makes the output of one sample: its journal of tokens, its text, its times and its end. No I/O."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from tokenloom.request import errors, logprob_columns
+from tokenloom.v1.engine_pb2 import Finished
+from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
+
+from ..stream.outbox import Outbox, PacedOutbox
+from ..text.detokenizer import Detokenizer, StopMatch
+from ..text.logprob_texts import PromptLogprobs, with_texts
+from ..text.vocabulary import Vocabulary
+
+_ABORT, _ERROR, _STOP = (
+    FinishReason.FINISH_REASON_ABORT,
+    FinishReason.FINISH_REASON_ERROR,
+    FinishReason.FINISH_REASON_STOP,
+)
+
+
+class SampleOutput:
+    """Turns the tokens of a sample's attempts into text, and puts both into the outbox of the gateway's stream.
+
+    Exactly one of ``finish``, ``lose``, ``abort`` and ``fail`` ends it. Nothing may be added after that.
+
+    Attributes:
+        token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
+        stop_match: The stop string that ended the output; later tokens and reasons of the engine do not count.
+        timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
+        num_attempts: 1, and one more for each engine that was replaced after it failed.
+    """
+
+    def __init__(
+        self,
+        submit: Submit,
+        vocabulary: Vocabulary,
+        eos_token_ids: frozenset[int],
+        outbox: Outbox,
+        clock: Callable[[], int] = time.monotonic_ns,
+        *,
+        sample_index: int = 0,
+    ) -> None:
+        params, prompt_ids, interval = submit.sampling_params, submit.prompt.token_ids, submit.text.stream_interval
+        self._submit = submit
+        self._key = submit.slot, sample_index
+        self._outbox = outbox
+        self._rows = PacedOutbox(outbox, interval) if interval > 1 else outbox
+        self._vocabulary = vocabulary
+        self._stop_token_ids = frozenset(params.stop_token_ids)
+        self._eos_token_ids = eos_token_ids
+        self._clock = clock
+        self._detokenizer = _detokenizer(submit, vocabulary)
+        has_prompt_logprobs = params.HasField("prompt_logprobs")
+        self._prompt_logprobs = PromptLogprobs(vocabulary, prompt_ids) if has_prompt_logprobs else None
+        self._bytes_to_skip = submit.emitted_text_bytes
+        # Kept as numbers until the end: setting a protobuf field costs as much as decoding a token.
+        self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
+        self._prefill: Finished | None = None
+        self.token_ids: list[int] = []
+        self.stop_match: StopMatch | None = None
+        self.timeline = Timeline()
+        self.num_attempts = 1
+
+    def replay(self) -> None:
+        """Take the tokens of earlier attempts, and send their text beyond what the client has."""
+        text, _ = self._detokenize(self._submit.accepted_token_ids)
+        if text := self._unsent(text):
+            self._rows.add(self._key, text, len(self.token_ids), ())
+
+    def add(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> StopMatch | None:
+        """Send new tokens and the text that can be shown; return the stop string that they completed.
+
+        Args:
+            token_index: Position of the first of them in the whole output.
+            logprobs: Those of these tokens, if the request asked for them.
+
+        Tokens after a stop string are ignored. Raises ``Internal`` when tokens are missing or doubled.
+        """
+        if self.stop_match is not None:
+            return None
+        if token_index != len(self.token_ids):
+            raise errors.Internal("the engine skipped or repeated tokens")
+        self._last_token_ns = now = self._clock()
+        if not self._first_token_ns:
+            self._first_token_ns = now
+        text, match = self._detokenize(token_ids)
+        if self._bytes_to_skip:
+            text = self._unsent(text)
+        self._detokenize_ns += self._clock() - now
+        if match is not None:
+            token_ids = token_ids[: match.num_tokens - token_index]
+        if logprobs is not None:
+            self._add_logprobs(token_index, token_ids, logprobs)
+        self._rows.add(self._key, text, token_index, token_ids)
+        return match
+
+    def add_prompt_logprobs(self, token_index: int, logprobs: Logprobs) -> None:
+        """Send log probabilities of the prompt, unless an earlier attempt already brought them.
+
+        Raises ``Internal`` when they cannot be those of the prompt.
+        """
+        if self._prompt_logprobs is None:
+            raise errors.Internal("the engine sent log probabilities of the prompt, which the request did not ask for")
+        if (columns := self._prompt_logprobs.take(token_index, logprobs)) is not None:
+            self._rows.add_logprobs(self._key, columns)
+
+    def prefilled(self, finished: Finished) -> None:
+        """Note the end of the prefill leg: everything after the first token counts as decoding."""
+        self._prefill = finished
+
+    def retry(self) -> None:
+        """Note that an engine died and that its leg is placed again."""
+        self.num_attempts += 1
+        self._outbox.engine_died(self._submit.slot)
+
+    def finish(self, finished: Finished) -> RequestFinished:
+        """End because the engine has finished, and send the text that was held back for a stop string."""
+        self._prefill = self._prefill or finished
+        self.timeline.queued_ns = self._prefill.queued_ns
+        self.timeline.prefill_ns = self._prefill.prefill_ns
+        self.timeline.kv_transfer_ns = finished.kv_wait_ns
+        if self.stop_match is not None:
+            return self._end(_STOP, self.stop_match.stop_string)
+        if finished.reason == _ERROR:
+            return self.fail(errors.from_proto(finished.error))
+        if finished.num_output_tokens != len(self.token_ids):
+            return self.fail(errors.Internal("the engine's last tokens are missing"))
+        if text := self._unsent(self._detokenizer.finish()):
+            self._rows.add(self._key, text, len(self.token_ids), ())
+        return self._end(finished.reason, self._stop_reason(finished))
+
+    def lose(self) -> RequestFinished:
+        """End because the engine died. Output that a stop string has completed is complete all the same."""
+        if self.stop_match is not None:
+            return self.stop()
+        self._outbox.engine_died(self._submit.slot)
+        return self.fail(errors.Unavailable("The engine that ran this request became unavailable; retry."))
+
+    def stop(self) -> RequestFinished:
+        """End with the stop string that was found, without an engine that confirms it."""
+        assert self.stop_match is not None
+        return self._end(_STOP, self.stop_match.stop_string)
+
+    def abort(self) -> RequestFinished:
+        """End because the gateway cancelled the request."""
+        return self._end(_ABORT)
+
+    def fail(self, error: BaseException) -> RequestFinished:
+        """End with an error; text that was held back for a stop string is not shown."""
+        return self._end(_ERROR, error=error)
+
+    def _add_logprobs(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        """Send the log probabilities of tokens that were just added, without those of tokens after a stop string."""
+        columns = with_texts(self._vocabulary, token_ids, logprob_columns.part(logprobs, 0, len(token_ids)))
+        columns.token_index = token_index
+        self._rows.add_logprobs(self._key, columns)
+
+    def _detokenize(self, token_ids: Sequence[int]) -> tuple[str, StopMatch | None]:
+        ends = bool(token_ids) and token_ids[-1] in self._stop_token_ids
+        text, match = self._detokenizer.step(token_ids, ends_with_stop_token=ends)
+        self.token_ids.extend(token_ids)
+        if match is not None:
+            self.stop_match = match
+            del self.token_ids[match.num_tokens :]
+        return text, match
+
+    def _unsent(self, text: str) -> str:
+        """Return the part of the text beyond the bytes that the client already has."""
+        if not self._bytes_to_skip:
+            return text
+        data = text.encode()
+        skipped = min(self._bytes_to_skip, len(data))
+        self._bytes_to_skip -= skipped
+        return data[skipped:].decode(errors="ignore")
+
+    def _stop_reason(self, finished: Finished) -> str:
+        if not finished.HasField("stop_token_id") or finished.stop_token_id in self._eos_token_ids:
+            return ""
+        return str(finished.stop_token_id)
+
+    def _end(
+        self, reason: FinishReason, stop_reason: str = "", *, error: BaseException | None = None
+    ) -> RequestFinished:
+        self.timeline.decode_ns = self._last_token_ns - self._first_token_ns
+        self.timeline.detokenize_ns = self._detokenize_ns
+        slot, sample_index = self._key
+        finished = RequestFinished(
+            slot=slot,
+            sample_index=sample_index,
+            reason=reason,
+            stop_reason=stop_reason,
+            error=None if error is None else errors.to_proto(error),
+            prompt_tokens=len(self._submit.prompt.token_ids),
+            completion_tokens=len(self.token_ids),
+            cached_tokens=self._prefill.cached_tokens if self._prefill is not None else 0,
+            attempts=self.num_attempts,
+            timeline=self.timeline,
+        )
+        self._rows.finish(finished)
+        return finished
+
+
+def _detokenizer(submit: Submit, vocabulary: Vocabulary) -> Detokenizer:
+    text = submit.text
+    return Detokenizer(
+        vocabulary,
+        submit.prompt.token_ids,
+        stop=text.stop,
+        min_tokens=submit.sampling_params.min_tokens,
+        include_stop_str=text.include_stop_str_in_output,
+        skip_special=text.skip_special_tokens if text.HasField("skip_special_tokens") else True,
+        spaces_between_special=(
+            text.spaces_between_special_tokens if text.HasField("spaces_between_special_tokens") else True
+        ),
+        detokenize=text.detokenize if text.HasField("detokenize") else True,
+    )

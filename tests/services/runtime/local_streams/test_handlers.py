@@ -1,0 +1,200 @@
+"""A call from its handler's side."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, echo, serving, stream, write_for
+from tokenloom.request.errors import ResourceExhausted
+from tokenloom.services.runtime.local_streams.frames import Kind, decode_status, encode
+
+OPEN = encode(Kind.OPEN, METHOD.encode())
+
+
+class Caller:
+    """A raw connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    async def say(self, data: bytes) -> tuple[grpc.StatusCode, str]:
+        """Sends bytes; returns the status that is answered, skipping all else."""
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        writer.write(data)
+        try:
+            while True:
+                head = await reader.readexactly(5)
+                payload = await reader.readexactly(int.from_bytes(head[:4], "little"))
+                if head[4] == Kind.STATUS:
+                    status = decode_status(payload)
+                    return status.status_code, status.details
+        finally:
+            writer.close()
+
+
+class Watched:
+    """A handler that tells how it ended."""
+
+    def __init__(self) -> None:
+        self.runs = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.how: BaseException | None = None
+
+    async def wait(self, requests: Any, context: Any) -> None:
+        self.runs.set()
+        try:
+            await asyncio.Event().wait()
+        except BaseException as error:
+            self.how = error
+            raise
+        finally:
+            self.ended.set()
+
+    async def generate(self, requests: Any, context: Any) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield bytes(LIMIT)
+                self.runs.set()
+        except BaseException as error:
+            self.how = error
+            raise
+        finally:
+            self.ended.set()
+
+
+async def test_a_cancelled_handler_sees_it_where_it_waits(socket_dir: Path) -> None:
+    watched = Watched()
+    async with stream(watched.wait, socket_dir) as call:
+        await watched.runs.wait()
+        call.cancel()
+        await watched.ended.wait()
+        assert isinstance(watched.how, asyncio.CancelledError)
+
+
+async def test_a_cancelled_generator_is_closed(socket_dir: Path) -> None:
+    watched = Watched()
+    async with stream(watched.generate, socket_dir) as call:
+        await watched.runs.wait()
+        call.cancel()
+        await watched.ended.wait()
+        assert isinstance(watched.how, GeneratorExit)
+
+
+async def test_a_half_closed_stream_goes_on_the_other_way(socket_dir: Path) -> None:
+    async def count(requests: Any, context: Any) -> AsyncIterator[bytes]:
+        yield b"%d" % len([each async for each in requests])
+
+    async with stream(count, socket_dir) as call:
+        for _ in range(3):
+            await call.write(b"")
+        await call.done_writing()
+        assert await call.read() == b"3"
+        assert await call.read() is grpc.aio.EOF
+
+
+async def test_a_handler_that_does_not_read_holds_up_its_caller(socket_dir: Path) -> None:
+    may_read = asyncio.Event()
+
+    async def slow(requests: Any, context: Any) -> None:
+        await may_read.wait()
+        await context.write(b"%d" % len([each async for each in requests]))
+
+    async with stream(slow, socket_dir) as call:
+        written = await write_for(0.1, call)
+        assert written < 16
+        may_read.set()
+        await call.write(b"")
+        await call.done_writing()
+        assert await call.read() == b"%d" % (written + 1)
+
+
+async def test_a_handler_that_raises(socket_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Behind the edge none does; the caller hears of it all the same, and not what."""
+
+    async def fail(requests: Any, context: Any) -> None:
+        raise ValueError("/etc/passwd")
+
+    async with stream(fail, socket_dir) as call:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, "internal error")
+    assert "/etc/passwd" in caplog.text
+
+
+async def test_a_handler_that_cancels_itself(socket_dir: Path) -> None:
+    async def leave(requests: Any, context: Any) -> None:
+        raise asyncio.CancelledError
+
+    async with stream(leave, socket_dir) as call:
+        assert await call.code() is grpc.StatusCode.CANCELLED
+
+
+async def test_a_message_that_is_too_long_to_answer(socket_dir: Path) -> None:
+    seen: list[Exception] = []
+
+    async def answer(requests: Any, context: Any) -> None:
+        try:
+            await context.write(bytes(LIMIT + 1))
+        except ResourceExhausted as error:
+            seen.append(error)
+        await context.write(b"short")
+
+    async with stream(answer, socket_dir) as call:
+        assert await call.read() == b"short"
+        assert len(seen) == 1
+
+
+async def test_writing_to_a_caller_that_is_gone(socket_dir: Path) -> None:
+    """As a handler's child task may, before the handler's cancellation reaches it."""
+    watched, told = Watched(), asyncio.Event()
+
+    async def handle(requests: Any, context: Any) -> None:
+        try:
+            await watched.wait(requests, context)
+        finally:
+            with pytest.raises(asyncio.CancelledError, match="ended"):
+                await context.write(b"x")
+            told.set()
+
+    async with stream(handle, socket_dir) as call:
+        await watched.runs.wait()
+        call.cancel()
+        await told.wait()
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (OPEN + encode(Kind.MESSAGE, b"x")[:-1] + b"\0\0\0\0\0\x63", grpc.StatusCode.INTERNAL),
+        (OPEN + encode(Kind.MESSAGE, bytes(LIMIT + 1))[:5], grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (OPEN + OPEN, grpc.StatusCode.INTERNAL),
+        (OPEN + encode(Kind.STATUS), grpc.StatusCode.INTERNAL),
+        (encode(Kind.MESSAGE), grpc.StatusCode.INTERNAL),
+        (encode(Kind.OPEN, b"\xff\xfe"), grpc.StatusCode.UNIMPLEMENTED),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", grpc.StatusCode.INTERNAL),
+    ],
+    ids=["no-kind", "too-long", "twice", "status", "not-opened", "no-text", "http2"],
+)
+async def test_broken_frames_end_their_connection_only(
+    data: bytes, code: grpc.StatusCode, socket_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stream(echo, socket_dir) as other:
+        await other.write(b"before")
+        assert (await Caller(socket_dir / "s").say(data))[0] is code
+        await other.write(b"after")
+        assert [await other.read(), await other.read()] == [b"before", b"after"]
+    assert not [record for record in caplog.records if record.levelno > logging.INFO], "it is the caller's mistake"
+
+
+async def test_a_handler_hears_of_broken_frames_as_a_cancellation(socket_dir: Path) -> None:
+    watched = Watched()
+    async with asyncio.timeout(SOON), serving(watched.wait, socket_dir / "s"):
+        code, details = await Caller(socket_dir / "s").say(OPEN + encode(Kind.STATUS))
+        assert (code, details) == (grpc.StatusCode.INTERNAL, "a STATUS frame came out of turn")
+        assert not watched.how or isinstance(watched.how, asyncio.CancelledError)

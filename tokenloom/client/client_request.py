@@ -22,7 +22,7 @@ _OF_CHATS = frozenset(ChatOptions.__struct_fields__) - _KNOWN
 def prompt_request(
     prompt: str | Sequence[int], model: str | None, options: Mapping[str, Any]
 ) -> inference_pb2.GenerateRequest:
-    """For a text or token ids. Raises ``InvalidArgument`` for a value that no mesh would take."""
+    """Return the request for a text or token ids. Raises ``InvalidArgument`` for a value that no mesh accepts."""
     request = _request(model, options)
     if isinstance(prompt, str):
         request.text = prompt
@@ -34,7 +34,7 @@ def prompt_request(
 def chat_request(
     messages: Sequence[Message], model: str | None, options: Mapping[str, Any]
 ) -> inference_pb2.GenerateRequest:
-    """For a conversation. Raises ``InvalidArgument``."""
+    """Return the request for a conversation. Raises ``InvalidArgument``."""
     own = {name: options[name] for name in _OF_CHATS if options.get(name) is not None}
     request = _request(model, {name: value for name, value in options.items() if name not in _OF_CHATS})
     chat = inference_pb2.ChatPrompt(messages=map(_message, messages))
@@ -52,7 +52,7 @@ def chat_request(
 
 
 def check_streamed(request: inference_pb2.GenerateRequest) -> None:
-    """Refuses what pieces cannot tell: raises ``InvalidArgument``."""
+    """Refuse options that streams do not support. Raises ``InvalidArgument``."""
     if request.sampling_params.HasField("prompt_logprobs"):
         raise InvalidArgument("prompt_logprobs are not available in a stream", "prompt_logprobs")
 

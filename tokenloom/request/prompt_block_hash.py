@@ -1,4 +1,4 @@
-"""Chained hashes of a prompt's full KV blocks, for placement. Engines compute their own, by the same rule."""
+"""Hashes the full KV blocks of a prompt, for placement. Engines compute their own hashes by the same rule."""
 
 import hashlib
 import struct
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes = b"", salt: bytes = b"") -> list[bytes]:
-    """One SHA-256 for each full block: over the parent's hash (``seed`` for the first), the block's ids as
-    little-endian u32, and ``salt``. Equal hashes mean equal prefixes under an equal salt."""
+    """Return one SHA-256 for each full block: over the parent's hash (``seed`` for the first), the block's ids as
+    little-endian u32, and ``salt``. Equal hashes mean equal prefixes with an equal salt."""
     packer = struct.Struct(f"<{block_size}I")
     hashes: list[bytes] = []
     parent = seed

@@ -1,4 +1,4 @@
-"""What can be asked of a gateway over HTTP."""
+"""Lists the operations of the HTTP API."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,19 +17,19 @@ class Operation:
     path: str
     summary: str
     answer: type[msgspec.Struct] | None = None
-    """None: text."""
+    """None: plain text."""
     body: type[msgspec.Struct] | None = None
     streams: bool = False
-    """May answer with server-sent events."""
+    """Whether it may answer with server-sent events."""
     may_be_away: bool = False
-    """Answers 503 in the same form."""
+    """Whether a 503 response has the same body."""
     is_open: bool = False
-    """Needs no key."""
+    """Whether it needs no key."""
     path_parameter: str = ""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Parameters behind the question mark and their schemas."""
+    """Query parameters and their schemas."""
     is_admin: bool = False
-    """Needs an admin key, of which gateways without one know nothing."""
+    """Whether it needs an admin key; gateways without one do not have the route."""
 
 
 OPERATIONS = (
@@ -68,7 +68,7 @@ OPERATIONS = (
     Operation(
         "get",
         "/health",
-        "Whether a request would be answered",
+        "Whether the gateway can answer requests",
         response_schemas.Status,
         may_be_away=True,
         is_open=True,
@@ -76,13 +76,13 @@ OPERATIONS = (
     Operation("get", "/ping", "As /health", response_schemas.Status, may_be_away=True, is_open=True),
     Operation("post", "/ping", "As /health", response_schemas.Status, may_be_away=True, is_open=True),
     Operation("get", "/version", "Version of the gateway", response_schemas.Version),
-    Operation("get", "/load", "How much is asked of this gateway", response_schemas.Load),
+    Operation("get", "/load", "Load of this gateway", response_schemas.Load),
     Operation("get", "/server_info", "The mesh behind this gateway", response_schemas.ServerInfo),
-    Operation("get", "/model_info", "The model, as SGLang tells routers", response_schemas.ModelInfo),
+    Operation("get", "/model_info", "The model, as SGLang reports it to routers", response_schemas.ModelInfo),
     Operation("get", "/metrics", "Prometheus metrics"),
 )
 _BOOLEAN = {"type": "boolean"}
-_MODE = {"enum": ["abort", "wait", "keep"], "description": "What happens to running requests; abort if not said."}
+_MODE = {"enum": ["abort", "wait", "keep"], "description": "What happens to running requests; default: abort."}
 ADMIN_OPERATIONS = (
     Operation(
         "post",
@@ -92,26 +92,26 @@ ADMIN_OPERATIONS = (
         query={"mode": _MODE, "clear_cache": {**_BOOLEAN, "description": "Forget cached prefixes too (default)."}},
         is_admin=True,
     ),
-    Operation("post", "/resume", "Go on", response_schemas.EnginesDone, is_admin=True),
+    Operation("post", "/resume", "Resume every engine", response_schemas.EnginesDone, is_admin=True),
     Operation("get", "/is_paused", "Whether every engine is paused", response_schemas.EnginesPaused, is_admin=True),
     Operation(
         "post",
         "/sleep",
-        "Give memory back to the system",
+        "Release the engines' memory",
         response_schemas.EnginesDone,
-        query={"level": {"enum": [0, 1, 2], "description": "How deep; 1 if not said."}, "mode": _MODE},
+        query={"level": {"enum": [0, 1, 2], "description": "Sleep level; default: 1."}, "mode": _MODE},
         is_admin=True,
     ),
     Operation(
         "post",
         "/wake_up",
-        "Take memory again",
+        "Allocate the memory again",
         response_schemas.EnginesDone,
         query={
             "tags": {
                 "type": "array",
                 "items": {"enum": ["weights", "kv_cache"]},
-                "description": "What to wake; all if not said.",
+                "description": "What to wake; default: all.",
             }
         },
         is_admin=True,
@@ -127,6 +127,6 @@ ADMIN_OPERATIONS = (
         },
         is_admin=True,
     ),
-    Operation("post", "/start_profile", "Begin to record steps", response_schemas.EnginesDone, is_admin=True),
-    Operation("post", "/stop_profile", "Write what was recorded", response_schemas.EnginesDone, is_admin=True),
+    Operation("post", "/start_profile", "Start recording steps", response_schemas.EnginesDone, is_admin=True),
+    Operation("post", "/stop_profile", "Write the recorded steps", response_schemas.EnginesDone, is_admin=True),
 )

@@ -15,7 +15,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from . import connection
 from .async_session import AsyncSession
 from .client_request import chat_request, check_streamed, prompt_request
-from .options import ChatArguments, Message, PromptArguments, takes
+from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -106,55 +106,29 @@ class AsyncClient:
         return list(map(read_model, (await self._retrying(attempt, timeout)).models))
 
     @takes(PromptArguments)
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
+    async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:
         """Continue a text or token ids and return the whole answer. ``model`` None: the served model.
 
         Raises any of :mod:`errors`.
         """
-        return await self._generate(prompt_request(prompt, model, options), timeout)
+        return await self._generate(prompt_request(prompt, options), timeout)
 
     @takes(PromptArguments)
-    async def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> AsyncStream:
+    async def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> AsyncStream:
         """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
-        return await self._stream(prompt_request(prompt, model, options), timeout)
+        return await self._stream(prompt_request(prompt, options), timeout)
 
     @takes(ChatArguments)
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
+    async def chat(self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any) -> Generation:
         """Return the next turn of a conversation. Raises any of :mod:`errors`."""
-        return await self._generate(chat_request(messages, model, options), timeout)
+        return await self._generate(chat_request(messages, options), timeout)
 
     @takes(ChatArguments)
     async def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any
     ) -> AsyncStream:
         """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
-        return await self._stream(chat_request(messages, model, options), timeout)
+        return await self._stream(chat_request(messages, options), timeout)
 
     def session(self, *, timeout: float | None = None) -> AsyncSession:
         """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""

@@ -11,7 +11,7 @@ from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .client_request import check_streamed, prompt_request
-from .options import TurnArguments, takes
+from .options import Prompt, TurnArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation
 
 Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -30,18 +30,16 @@ class AsyncSession:
     @takes(TurnArguments)
     async def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
         """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
-        request = prompt_request(prompt, model, options)
+        request = prompt_request(prompt, options)
         collector = Collector(request)
         async for response in self._turn(request):
             collector.add(response)
         return collector.result()
 
     @takes(TurnArguments)
-    async def stream(
-        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any
-    ) -> AsyncIterator[Chunk]:
+    async def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Chunk]:
         """Like :meth:`generate`, but yield chunks. If they are not read to the end, the next turn skips the rest."""
-        request = prompt_request(prompt, model, options)
+        request = prompt_request(prompt, options)
         check_streamed(request)
         reader = ChunkReader(request)
         async for response in self._turn(request):

@@ -13,7 +13,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
 from .client_request import chat_request, check_streamed, prompt_request
-from .options import ChatArguments, Message, PromptArguments, takes
+from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 from .sync_session import Session
@@ -92,55 +92,27 @@ class Client:
         return list(map(read_model, self._retrying(attempt, timeout).models))
 
     @takes(PromptArguments)
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
+    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:
         """Continue a text or token ids and return the whole answer. ``model`` None: the served model.
 
         Raises any of :mod:`errors`.
         """
-        return self._generate(prompt_request(prompt, model, options), timeout)
+        return self._generate(prompt_request(prompt, options), timeout)
 
     @takes(PromptArguments)
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Stream:
+    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Stream:
         """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
-        return self._stream(prompt_request(prompt, model, options), timeout)
+        return self._stream(prompt_request(prompt, options), timeout)
 
     @takes(ChatArguments)
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
+    def chat(self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any) -> Generation:
         """Return the next turn of a conversation. Raises any of :mod:`errors`."""
-        return self._generate(chat_request(messages, model, options), timeout)
+        return self._generate(chat_request(messages, options), timeout)
 
     @takes(ChatArguments)
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Stream:
+    def stream_chat(self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any) -> Stream:
         """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
-        return self._stream(chat_request(messages, model, options), timeout)
+        return self._stream(chat_request(messages, options), timeout)
 
     def session(self, *, timeout: float | None = None) -> Session:
         """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""

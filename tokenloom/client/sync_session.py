@@ -33,7 +33,7 @@ class Session:
     @takes(TurnArguments)
     def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
         """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
-        request = prompt_request(prompt, model, options)
+        request = prompt_request(prompt, options)
         collector = Collector(request)
         for response in self._turn(request):
             collector.add(response)
@@ -42,7 +42,7 @@ class Session:
     @takes(TurnArguments)
     def stream(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Iterator[Chunk]:
         """Like :meth:`generate`, but yield chunks. If they are not read to the end, the next turn skips the rest."""
-        request = prompt_request(prompt, model, options)
+        request = prompt_request(prompt, options)
         check_streamed(request)
         return map(ChunkReader(request).read, self._turn(request))
 

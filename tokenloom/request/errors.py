@@ -21,6 +21,7 @@ Messages reach clients, so they hold no path, address or traceback. Inside the m
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -40,7 +41,7 @@ _STATUS_DETAILS = "grpc-status-details-bin"
 
 
 class TokenloomError(Exception):
-    """The base class of all errors that a caller may see.
+    """The base class of all errors that a caller may see. Subclasses inherit what they do not state.
 
     Args:
         message: Says what was wrong, where, and what would be right.
@@ -53,136 +54,89 @@ class TokenloomError(Exception):
     openai_type: str = "server_error"
     reason: str = "INTERNAL"
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
+    def __init_subclass__(cls, *, code: grpc.StatusCode | None = None, http: int = 0, openai: str = "") -> None:
+        cls.code, cls.http_status, cls.openai_type = (
+            code or cls.code,
+            http or cls.http_status,
+            openai or cls.openai_type,
+        )
+        if "reason" not in cls.__dict__:
+            cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
+
+    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after = retry_after
 
 
-class InvalidArgument(TokenloomError):
+_Code = grpc.StatusCode
+_WRONG = "invalid_request_error"
+
+
+class InvalidArgument(TokenloomError, code=_Code.INVALID_ARGUMENT, http=400, openai=_WRONG):
     """The request is wrong; a retry will not help."""
 
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    http_status = 400
-    openai_type = "invalid_request_error"
-    reason = "INVALID_ARGUMENT"
 
-    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = None) -> None:
-        super().__init__(message, field=field, retry_after=retry_after)
-
-
-class PayloadTooLarge(InvalidArgument):
+class PayloadTooLarge(InvalidArgument, http=413):
     """The body is over the size limit."""
 
-    http_status = 413
-    reason = "PAYLOAD_TOO_LARGE"
 
-
-class Unauthenticated(TokenloomError):
+class Unauthenticated(TokenloomError, code=_Code.UNAUTHENTICATED, http=401, openai="authentication_error"):
     """The credentials are missing or wrong."""
 
-    code = grpc.StatusCode.UNAUTHENTICATED
-    http_status = 401
-    openai_type = "authentication_error"
-    reason = "UNAUTHENTICATED"
 
-
-class PermissionDenied(TokenloomError):
+class PermissionDenied(TokenloomError, code=_Code.PERMISSION_DENIED, http=403, openai="permission_error"):
     """The caller is known but not allowed to do this."""
 
-    code = grpc.StatusCode.PERMISSION_DENIED
-    http_status = 403
-    openai_type = "permission_error"
-    reason = "PERMISSION_DENIED"
 
-
-class NotFound(TokenloomError):
+class NotFound(TokenloomError, code=_Code.NOT_FOUND, http=404, openai="not_found_error"):
     """The requested object does not exist."""
 
-    code = grpc.StatusCode.NOT_FOUND
-    http_status = 404
-    openai_type = "not_found_error"
-    reason = "NOT_FOUND"
 
-
-class ModelNotFound(NotFound):
+class ModelNotFound(NotFound, openai=_WRONG):
     """No model of this name is served."""
 
-    openai_type = "invalid_request_error"
-    reason = "MODEL_NOT_FOUND"
 
-
-class FailedPrecondition(TokenloomError):
+class FailedPrecondition(TokenloomError, code=_Code.FAILED_PRECONDITION, http=400, openai=_WRONG):
     """The call is not possible in the current state; a mere retry does not help."""
 
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    http_status = 400
-    openai_type = "invalid_request_error"
-    reason = "FAILED_PRECONDITION"
 
-
-class Aborted(TokenloomError):
+class Aborted(TokenloomError, code=_Code.ABORTED, http=409):
     """A newer caller of the same name has replaced this one."""
 
-    code = grpc.StatusCode.ABORTED
-    http_status = 409
-    reason = "ABORTED"
 
-
-class Unimplemented(TokenloomError):
+class Unimplemented(TokenloomError, code=_Code.UNIMPLEMENTED, http=400, openai=_WRONG):
     """This version does not implement this part of the contract."""
 
-    code = grpc.StatusCode.UNIMPLEMENTED
-    http_status = 400
-    openai_type = "invalid_request_error"
-    reason = "UNIMPLEMENTED"
 
-
-class Cancelled(TokenloomError):
+class Cancelled(TokenloomError, code=_Code.CANCELLED, http=499):
     """The caller disconnected or cancelled the request."""
 
-    code = grpc.StatusCode.CANCELLED
-    http_status = 499
-    reason = "CANCELLED"
 
-
-class ResourceExhausted(TokenloomError):
+class ResourceExhausted(TokenloomError, code=_Code.RESOURCE_EXHAUSTED, http=503):
     """Every engine or queue that could take the request is full, or a limit is reached."""
 
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    http_status = 503
-    reason = "RESOURCE_EXHAUSTED"
-
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = 1.0) -> None:
-        super().__init__(message, field=field, retry_after=retry_after)
+    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = 1.0) -> None:
+        super().__init__(message, field, retry_after=retry_after)
 
 
-class Unavailable(TokenloomError):
+class Unavailable(TokenloomError, code=_Code.UNAVAILABLE, http=503):
     """A service is down, shutting down or not ready yet; a retry may find another one."""
 
-    code = grpc.StatusCode.UNAVAILABLE
-    http_status = 503
-    reason = "UNAVAILABLE"
-
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = 1.0) -> None:
-        super().__init__(message, field=field, retry_after=retry_after)
+    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = 1.0) -> None:
+        super().__init__(message, field, retry_after=retry_after)
 
 
-class DeadlineExceeded(TokenloomError):
+class DeadlineExceeded(TokenloomError, code=_Code.DEADLINE_EXCEEDED, http=504, openai="timeout_error"):
     """The deadline of the request has passed."""
 
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    http_status = 504
-    openai_type = "timeout_error"
-    reason = "DEADLINE_EXCEEDED"
 
-
-class Internal(TokenloomError):
+class Internal(TokenloomError, code=_Code.INTERNAL):
     """A bug in the server; the caller sees no details."""
 
     def __init__(self, message: str = "internal error", *, field: str | None = None) -> None:
-        super().__init__(message, field=field)
+        super().__init__(message, field)
 
 
 def _tree(cls: type[TokenloomError]) -> Iterator[type[TokenloomError]]:

@@ -33,7 +33,7 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 	@$(BIN)/tokenloom demo
 
 test: install ## run all tests; they need neither a GPU nor a network
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 ##@ Checks before a commit (all of them: .ci/run)
 
@@ -75,7 +75,7 @@ wheels: install ## build the package and its dependencies as wheels, for image b
 
 soak: install ## run random schedules of faults, random JSON schemas, expensive grammars and malformed requests
 	$(BIN)/python -m tests.soak --schedules 1000
-	$(BIN)/python -m tests.soak --schedules 50 --worker cpu
+	$(BIN)/python -m tests.soak --schedules 50 --worker model
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000

@@ -1,8 +1,9 @@
 """Gives requests KV blocks for their tokens, and finds blocks that already hold them."""
 
+from tokenloom.request.prompt_block_hash import hash_block
+
 from ..config import CacheConfig
 from ..scheduling.request import Request
-from .block_hash import hash_block
 from .block_pool import BlockPool
 from .kv_events import KVEventLog
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from tokenloom.request.prompt_block_hash import hash_block
+
 from ..config import CacheConfig
-from ..kv_cache.block_hash import hash_block
 from ..kv_cache.block_pool import BlockPool
 from ..scheduling.request import Request
 from ..wire.scheduler_output import SchedulerOutput

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
 
-from tokenloom.engine_core.kv_cache.block_hash import block_hashes
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.scheduling.request import Request, RequestStatus
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.engine_core.scheduling.waiting_requests import priority_key
+from tokenloom.request.prompt_block_hash import block_hashes
 
 
 def check_scheduler(scheduler: Scheduler) -> None:

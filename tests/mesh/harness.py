@@ -30,7 +30,7 @@ from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 MODEL = DEMO_MODEL_NAME
 VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 MAX_MODEL_LEN = 256
-SOON = 20.0
+SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 _HELD = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
 """Zero where nothing is held."""
@@ -166,9 +166,9 @@ class Mesh:
                 await asyncio.sleep(0.01)
             assert (await http.get("/health")).status_code == (503 if parts else 200)
 
-    async def until_idle(self, within: float = 1.0) -> None:
-        """Every engine gave back all it held, in this many seconds."""
-        async with asyncio.timeout(within), self.http() as http:
+    async def until_idle(self) -> None:
+        """Wait until every engine has given back all it held."""
+        async with asyncio.timeout(SOON), self.http() as http:
             while any((await self._gauges(http, *_HELD)).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -184,15 +184,15 @@ class Mesh:
         return {engine: sum(found) for engine, found in values.items()}
 
     def _coordinator(self) -> Part:
-        settings = CoordinatorSettings(**self._common("coordinator-0"))
+        settings = CoordinatorSettings.of(**self._common("coordinator-0"))
         return Part(CoordinatorService, settings)
 
     def _tokenizer(self, index: int) -> Part:
-        settings = TokenizerSettings(**self._common(f"tokenizer-{index}"), render_workers=1)
+        settings = TokenizerSettings.of(**self._common(f"tokenizer-{index}"), render_workers=1)
         return Part(TokenizerService, settings)
 
     def _output_processor(self, index: int) -> Part:
-        settings = OutputProcessorSettings(
+        settings = OutputProcessorSettings.of(
             **self._common(f"output_processor-{index}"), coordinator=self.address("coordinator-0")
         )
         return Part(OutputProcessorService, settings)
@@ -204,11 +204,11 @@ class Mesh:
             "max_model_len": MAX_MODEL_LEN,
             "num_kv_blocks": 512,
         }
-        settings = EngineSettings(**self._common(f"engine-{index}"), **(values | extra))
+        settings = EngineSettings.of(**self._common(f"engine-{index}"), **(values | extra))
         return Part(EngineService, settings)
 
     def _gateway(self, extra: dict[str, Any]) -> Part:
-        settings = GatewaySettings(
+        settings = GatewaySettings.of(
             **self._common("gateway-0"),
             http_listen="127.0.0.1:0",
             tokenizers=[part.settings.listen for part in self.tokenizers],

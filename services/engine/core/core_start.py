@@ -7,8 +7,8 @@ from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPC
 from tokenloom.engine_core.errors import EngineConfigError, EngineStartError
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.token_cost import cpu_seconds_of, show_token_cost
 from tokenloom.services.runtime.telemetry import process_metrics
+from tokenloom.services.runtime.telemetry.process_metrics import cpu_seconds_of, show_token_cost
 
 from ..control.kv_event_feed import KVEventFeed
 from ..engine_metrics import EngineMetrics
@@ -46,11 +46,17 @@ async def start_core(
         raise FailedPrecondition(str(error)) from None
     _show_token_costs(host, metrics, client)
     load.started(ready.num_kv_blocks)
-    metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
-    metrics.kv.start_transports(name for name in settings.transports if name != "auto")
-    kv_events = KVEventFeed(host.epoch) if settings.kv_events else None
+    metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)
+    metrics.kv.start_transports(name for name in settings.kv_transports if name != "auto")
+    kv_events = KVEventFeed(host.epoch) if settings.engine.cache.kv_events else None
     return CoreLink(
-        client, ready, load, metrics, kv_events=kv_events, logs_events=settings.log_request_events, tracer=host.tracer
+        client,
+        ready,
+        load,
+        metrics,
+        kv_events=kv_events,
+        logs_events=settings.engine.scheduler.log_events,
+        tracer=host.tracer,
     )
 
 

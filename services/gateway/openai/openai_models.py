@@ -14,8 +14,7 @@ from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_int, narr
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
-from ..generation.embeds_prompt import EmbedsPrompt
-from ..generation.job import Chat, Job
+from ..generation.job import Chat, EmbedsPrompt, Job
 from ..openapi.request_schemas import CommonFields, StreamOptions
 from .response_format import read_response_format
 

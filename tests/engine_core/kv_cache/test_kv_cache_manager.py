@@ -4,10 +4,10 @@ from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
 from tokenloom.engine_core.config import CacheConfig
 from tokenloom.engine_core.kv_cache import kv_cache_manager
-from tokenloom.engine_core.kv_cache.block_hash import hash_block
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from tokenloom.engine_core.kv_cache.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.scheduling.request import Request
+from tokenloom.request.prompt_block_hash import hash_block
 
 
 def make_request_of(prompt: list[int], salt: bytes = b"", request_id: str = "r") -> Request:

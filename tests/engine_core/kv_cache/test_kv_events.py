@@ -1,6 +1,5 @@
 from tests.engine_core.helpers import finish, make_core, make_request
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.kv_cache.block_hash import block_hashes
 from tokenloom.engine_core.kv_cache.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -8,6 +7,7 @@ from tokenloom.engine_core.kv_cache.kv_events import (
     KVCacheEvent,
     KVEventLog,
 )
+from tokenloom.request.prompt_block_hash import block_hashes
 
 
 def telling_core(num_blocks: int = 8) -> EngineCore:

@@ -13,7 +13,7 @@ import httpx
 from tokenloom.request import errors
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
-from tokenloom.services.runtime.host.host import SERVER_OPTIONS
+from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers import channels, hello
 from tokenloom.v1 import (
@@ -31,7 +31,7 @@ MODEL = "fake"
 FINGERPRINT = types_pb2.Fingerprint(model=MODEL, tokenizer=b"t" * 32)
 LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256)
 EOS = 255
-SOON = 5.0
+SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 
 
@@ -267,7 +267,7 @@ class FakeMesh:
             "coordinator": self.address("mesh"),
             "drain_timeout": 1.0,
         }
-        gateway_settings = GatewaySettings(**(values | settings))
+        gateway_settings = GatewaySettings.of(**(values | settings))
         self.service = GatewayService(gateway_settings)
         async with self.servers(), asyncio.timeout(60), running(self.service, gateway_settings) as host:
             self.grpc_address = host.address

@@ -37,7 +37,7 @@ async def test_leaving_cancels_the_turn(mesh: FakeMesh, client: AsyncClient) -> 
         asking = asyncio.create_task(session.generate("abc"))
         submitted = await mesh.outputs.next_request()
         asking.cancel()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
 
 

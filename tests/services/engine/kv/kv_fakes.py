@@ -54,7 +54,7 @@ class FakeCore:
 
     async def noted(self, kind: type[T]) -> T:
         """The next message of this kind that the front sent."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             message: T = await self._noted[kind].get()
             return message
 
@@ -154,7 +154,7 @@ async def running_front(directory: Path, name: str, core: FakeCore, **changes: A
 
 @asynccontextmanager
 async def running_coordinator(directory: Path) -> AsyncIterator[None]:
-    settings = CoordinatorSettings(listen=f"unix:{directory}/coordinator", metrics_listen="", settle_seconds=0.0)
+    settings = CoordinatorSettings.of(listen=f"unix:{directory}/coordinator", metrics_listen="", settle_seconds=0.0)
     async with running(CoordinatorService(settings), settings):
         yield
 

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from msgspec.structs import replace
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.host import Host
@@ -41,7 +42,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
         self.host = host
         self.steps.append("start")
         await self.may_start.wait()
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self)
 
     async def drain(self) -> None:
         self.steps.append("drain")
@@ -63,7 +64,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
 
 @pytest.fixture
 def settings(socket_dir: Path) -> ServiceSettings:
-    return ServiceSettings(listen=f"unix:{socket_dir}/s", state_file=socket_dir / "state.json", drain_timeout=5)
+    return ServiceSettings.of(listen=f"unix:{socket_dir}/s", state_file=socket_dir / "state.json", drain_timeout=60)
 
 
 async def health(channel: grpc.aio.Channel, name: str = "") -> int:
@@ -135,7 +136,7 @@ async def test_draining_serves_what_is_live(settings: ServiceSettings) -> None:
 async def test_the_drain_has_a_limit(settings: ServiceSettings) -> None:
     service = Example()
     service.may_end.clear()
-    async with asyncio.timeout(5), running(service, settings.model_copy(update={"drain_timeout": 0.01})):
+    async with asyncio.timeout(30), running(service, replace(settings, drain_timeout=0.01)):
         pass
     assert service.steps == ["start", "drain", "stop"]
 
@@ -149,7 +150,7 @@ async def test_a_failure_ends_the_drain(settings: ServiceSettings) -> None:
         raise RuntimeError("core died")
 
     with pytest.raises(RuntimeError, match="core died"):
-        async with asyncio.timeout(4), running(service, settings) as host:
+        async with asyncio.timeout(30), running(service, settings) as host:
             host.spawn(fail_in_drain(), name="fails")
     assert service.steps == ["start", "drain", "stop"]
 
@@ -169,12 +170,12 @@ async def test_the_state_file_is_there_while_it_runs(settings: ServiceSettings) 
 
 
 async def test_tcp_gets_a_port() -> None:
-    settings = ServiceSettings(listen="127.0.0.1:0", metrics_listen="")
+    settings = ServiceSettings.of(listen="127.0.0.1:0", metrics_listen="")
     async with running(Example(), settings) as host:
         assert host.address.startswith("127.0.0.1:")
         assert not host.address.endswith(":0")
         assert host.metrics_address == ""
-        taken = ServiceSettings(listen=host.address, metrics_listen="")
+        taken = ServiceSettings.of(listen=host.address, metrics_listen="")
         with pytest.raises(errors.Unavailable, match="cannot bind"):
             async with running(Example(), taken):
                 pass
@@ -182,7 +183,7 @@ async def test_tcp_gets_a_port() -> None:
 
 @pytest.mark.parametrize("field", ["listen", "metrics_listen"])
 async def test_open_ports_are_refused(field: str) -> None:
-    settings = ServiceSettings(**{"metrics_listen": "", field: "0.0.0.0:0"})
+    settings = ServiceSettings.of(**{"metrics_listen": "", field: "0.0.0.0:0"})
     with pytest.raises(errors.InvalidArgument, match="insecure"):
         async with running(Example(), settings):
             pass
@@ -209,7 +210,7 @@ async def test_a_failed_task_fails_the_host(settings: ServiceSettings) -> None:
     service = Example()
     async with running(service, settings) as host:
         host.spawn(fail(), name="fails")
-        assert str(await host.wait_failed()) == "core died"
+        assert str(await host.failure.take()) == "core died"
     assert service.steps == ["start", "stop"]  # nothing left to drain for
 
     with pytest.raises(RuntimeError, match="core died"):
@@ -234,7 +235,7 @@ async def test_a_traceback_is_for_bugs_only(settings: ServiceSettings, caplog: p
         caplog.clear()
         async with running(Example(), settings) as host:
             host.failed(error)
-            await host.wait_failed()
+            await host.failure.take()
         (record,) = (record for record in caplog.records if record.levelname == "ERROR")
         assert bool(record.exc_info) is is_bug
 
@@ -290,10 +291,10 @@ class Process:
 
     async def prints(self, line: str) -> None:
         assert self._process.stdout is not None
-        assert (await asyncio.wait_for(self._process.stdout.readline(), 20)).decode().strip() == line
+        assert (await asyncio.wait_for(self._process.stdout.readline(), 60)).decode().strip() == line
 
     async def end(self) -> tuple[int, str]:
-        _, stderr = await asyncio.wait_for(self._process.communicate(), 20)
+        _, stderr = await asyncio.wait_for(self._process.communicate(), 60)
         assert self._process.returncode is not None
         return self._process.returncode, stderr.decode()
 

@@ -25,7 +25,7 @@ class Raising(coordinator_pb2_grpc.CoordinatorServicer):
         self.closed = False
 
     async def start(self, host: Host) -> None:
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self)
 
     async def drain(self) -> None: ...
 
@@ -46,7 +46,7 @@ class Raising(coordinator_pb2_grpc.CoordinatorServicer):
 async def raising(socket_dir: Path) -> AsyncIterator[tuple[Raising, coordinator_pb2_grpc.CoordinatorStub]]:
     service = Raising()
     async with (
-        running(service, ServiceSettings(listen=f"unix:{socket_dir}/s", metrics_listen="")) as host,
+        running(service, ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")) as host,
         open_channel(host.address) as channel,
     ):
         yield service, coordinator_pb2_grpc.CoordinatorStub(channel)
@@ -116,7 +116,7 @@ async def test_messages_that_are_none(socket_dir: Path, caplog: pytest.LogCaptur
                 pass
 
     garbage = b"\xff" * 9
-    settings = ServiceSettings(listen=f"unix:{socket_dir}/s", metrics_listen="")
+    settings = ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
     async with running(Reading(), settings) as host, open_channel(host.address) as channel:
         calls: list[Any] = [
             channel.unary_unary("/tokenloom.v1.Coordinator/Pick")(garbage),

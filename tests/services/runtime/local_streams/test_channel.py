@@ -31,7 +31,7 @@ class Picking(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def start(self, host: Host) -> None:
         self.host = host
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self)
 
     async def drain(self) -> None: ...
 
@@ -52,7 +52,7 @@ class Picking(coordinator_pb2_grpc.CoordinatorServicer):
 
 @pytest.fixture
 def settings(socket_dir: Path) -> ServiceSettings:
-    return ServiceSettings(listen=f"unix:{socket_dir}/s", metrics_listen="")
+    return ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ async def test_only_unix_sockets_have_them(socket_dir: Path) -> None:
     for address in ("127.0.0.1:1", f"unix:{socket_dir}/{'x' * 90}"):
         async with Channels().open(address, "coordinator") as channel:
             assert not isinstance(channel, LocalChannel)
-    async with asyncio.timeout(SOON), running(Picking(), ServiceSettings(metrics_listen="")):
+    async with asyncio.timeout(SOON), running(Picking(), ServiceSettings.of(metrics_listen="")):
         assert not os.listdir(socket_dir)
 
 

@@ -43,7 +43,7 @@ def test_errors_name_the_field(value: Any) -> None:
 
 def test_one_constraint_is_enough() -> None:
     body = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-    with pytest.raises(InvalidArgument, match="exclude each other"):
+    with pytest.raises(InvalidArgument, match="cannot be combined"):
         sampling_params(body)
 
 

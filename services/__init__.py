@@ -1,1 +1,1 @@
-"""The services of the mesh, one folder each, and what they share (``runtime``)."""
+"""Holds the services of the mesh, one folder each, and the code that they share (``runtime``)."""

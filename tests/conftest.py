@@ -19,6 +19,22 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+# The dear ones first: what begins late must be short, or one of two workers ends long before the other.
+FIRST = ("tests/e2e", "tests/parity", "tests/soak", "tests/benchmarks", "tests/gpu_worker", "tests/mesh")
+# By the beginning of a test's id, tests that one worker must run because they share a mesh or a reference.
+GROUPS = {"tests/e2e/test_identical.py": "parity", "tests/e2e": "e2e", "tests/parity": "parity"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the tests, and has each file, or group of files, run by one worker (``make test``)."""
+    items.sort(key=lambda item: next((i for i, folder in enumerate(FIRST) if item.nodeid.startswith(folder)), 99))
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        group = next((name for start, name in GROUPS.items() if file.startswith(start)), file)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_collection_finish() -> None:
     """Thousands of test items live to the end: the garbage collector need not walk through them again and again."""
     gc.freeze()

@@ -23,6 +23,8 @@ FOLDERS = {
     **{f"tokenloom.{link.name}": link.resolve() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()},
 }
 # Names, checks and errors of requests and of the model's files, for every entrance.
+SAMPLING_PARAMS = "tokenloom.request.sampling_params"
+"""Plain data that derives everything of sampling parameters, the engine core's included."""
 ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint")
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
@@ -194,12 +196,14 @@ def test_engine_core(module: Module) -> None:
     names = ("async_core_client", "async_socket")
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
-    third_party = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
-    assert not violations("tokenloom.engine_core", third_party=third_party, never=never, modules=[module])
+    libraries = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
+    allowed = [SAMPLING_PARAMS]
+    assert not violations("tokenloom.engine_core", allowed, third_party=libraries, never=never, modules=[module])
 
 
 def test_gpu_worker() -> None:
-    assert not violations("tokenloom.gpu_worker", sorted(PLAIN_DATA), never=("grpc", "asyncio", "transformers"))
+    allowed = [*sorted(PLAIN_DATA), SAMPLING_PARAMS]
+    assert not violations("tokenloom.gpu_worker", allowed, never=("grpc", "asyncio", "transformers"))
 
 
 @pytest.mark.parametrize("service", SERVICES)

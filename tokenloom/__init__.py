@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from .offline.outputs import Logprob as Logprob
     from .offline.outputs import RequestOutput as RequestOutput
     from .offline.outputs import RequestOutputKind as RequestOutputKind
-    from .offline.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from .offline.sampling_params import SamplingParams as SamplingParams
-    from .offline.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from .request.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
+    from .request.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 _HOMES = {
     "LLM": ".offline.llm",
     "CompletionOutput": ".offline.outputs",
     "Logprob": ".offline.outputs",
-    "RepetitionDetectionParams": ".offline.sampling_params",
+    "RepetitionDetectionParams": ".request.sampling_params",
     "RequestOutput": ".offline.outputs",
     "RequestOutputKind": ".offline.outputs",
     "SamplingParams": ".offline.sampling_params",
-    "StructuredOutputsParams": ".offline.structured_outputs",
+    "StructuredOutputsParams": ".request.sampling_params",
 }
 __all__ = [
     "LLM",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .request import validation
 from .request.errors import InvalidArgument, NotFound, TokenloomError
 from .request.narrowing import narrow_sampling
+from .request.sampling_params import CHECKPOINT_NAMES
 from .v1 import types_pb2
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -180,11 +180,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _sampling_defaults(path: Path, generation: dict[str, Any]) -> types_pb2.SamplingParams:
-    defaults = {name: generation.get(name) for name in _DEFAULTS}
+    defaults = {name: generation.get(name) for name in CHECKPOINT_NAMES}
     defaults["max_tokens"] = generation.get("max_new_tokens")
     try:
         params = narrow_sampling(defaults)
-        validation.check_numbers(params)
+        validation.check_sampling(params, validation.ANY_MODEL)
     except InvalidArgument as error:  # found now, or in every request
         raise InvalidArgument(f"model {path.name!r}: generation_config.json: {error.message}", "model") from None
     return params

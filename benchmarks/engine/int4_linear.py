@@ -7,12 +7,14 @@ in turns.
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
-from tokenloom.gpu_worker.layers.packed_linear import PackedLinear
+from tokenloom.gpu_worker.layers.packed_linear import PackedLinear, can_pack
 
 SHAPES = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 """[inputs, outputs]: queries, keys and values; attention's output; gate and up; down."""
@@ -43,10 +45,11 @@ class Int4Linear:
 def make_layers(blocks: int, groups: Sequence[int]) -> dict[str, list[Layer]]:
     """Make the layers of so many blocks with random weights, by kind."""
     layers: dict[str, list[Layer]] = {kind: [] for kind in ("bfloat16", "int8", *map(_kind, groups))}
+    packs = can_pack(torch.device("cpu"), torch.bfloat16)
     for _ in range(blocks):
         for inputs, outputs in SHAPES:
             weight = (torch.randn(outputs, inputs) * 0.02).to(torch.bfloat16)
-            layers["bfloat16"].append(PackedLinear(weight))
+            layers["bfloat16"].append(PackedLinear(weight) if packs else partial(F.linear, weight=weight))
             layers["int8"].append(Int8Linear(weight))
             for group in groups:
                 layers[_kind(group)].append(Int4Linear(weight, group))

@@ -1,4 +1,4 @@
-"""Content hashes of full KV blocks, chained so that equal hashes mean equal prefixes."""
+"""Computes content hashes of full KV blocks, chained so that equal hashes mean equal prefixes."""
 
 import hashlib
 import struct
@@ -12,12 +12,13 @@ def _token_packer(block_size: int) -> struct.Struct:
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
-    """SHA-256 over the parent's hash (for a first block: the seed), the ids as little-endian u32, and the salt."""
+    """Return SHA-256 over the parent's hash (for a first block: the seed), the ids as little-endian u32, and the
+    salt."""
     return hashlib.sha256(parent + _token_packer(len(token_ids)).pack(*token_ids) + salt).digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes = b"", salt: bytes = b"") -> list[bytes]:
-    """The hash of each full block of ``token_ids``."""
+    """Return the hash of each full block of ``token_ids``."""
     hashes: list[bytes] = []
     parent = seed
     for start in range(0, len(token_ids) - block_size + 1, block_size):

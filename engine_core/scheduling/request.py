@@ -3,8 +3,9 @@
 import enum
 from collections.abc import Sequence
 
+from tokenloom.request.sampling_params import RepetitionDetectionParams
+
 from ..kv_transfer.kv_messages import KVTarget
-from ..wire.core_sampling_params import RepetitionDetection
 from ..wire.embedding_rows import content_salt
 from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 
@@ -127,7 +128,7 @@ class Request:
         self.request_id = message.request_id
         self.status = RequestStatus.WAITING
         self.sampling_params = params
-        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
         embeds = message.prompt_embeds
         self.cache_salt = content_salt(message.cache_salt, embeds) if embeds else message.cache_salt
         self.prompt_embeds = embeds
@@ -231,7 +232,7 @@ class Request:
         if start + num_tokens != self.num_prompt_tokens:
             return None
         whole, self.prompt_logprobs = self.prompt_logprobs, None
-        self.skip_reading_prefix_cache = self.sampling_params.skip_reading_prefix_cache
+        self.skip_reading_prefix_cache = bool(self.sampling_params.skip_reading_prefix_cache)
         return whole
 
     def set_status(self, status: RequestStatus) -> None:
@@ -253,7 +254,7 @@ def finish_status(request: Request) -> RequestStatus | None:
     return None
 
 
-def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDetection) -> bool:
+def is_repeating(token_ids: Sequence[int], start: int, detection: RepetitionDetectionParams) -> bool:
     """Return whether ``token_ids[start:]`` ends with one pattern, repeated as often as ``detection`` forbids."""
     num_tokens = len(token_ids) - start
     longest = min(detection.max_pattern_size, num_tokens // detection.min_count)

@@ -154,7 +154,7 @@ class StructuredOutputManager:
     def _start(self, compiled: CompiledGrammar, params: SamplingParams) -> RequestGrammar:
         if self._eos is None:
             self._eos = bitmask_of(self._compiler.backend.eos_token_ids, self._num_words)
-        return RequestGrammar(compiled.start(), self._eos, params.stop_token_ids, params.min_tokens)
+        return RequestGrammar(compiled.start(), self._eos, params.stop_token_ids or (), params.min_tokens)
 
 
 def _fill(rows: list[_Row], num_words: int) -> tuple[GrammarOutput, dict[str, str]]:

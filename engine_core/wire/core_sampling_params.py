@@ -4,6 +4,8 @@ import enum
 
 import msgspec
 
+from tokenloom.request.sampling_params import SamplingFields
+
 
 class GrammarKind(enum.StrEnum):
     """What a constraint on the output is written in."""
@@ -26,54 +28,20 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     source: str = ""
 
 
-class RepetitionDetection(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The output is cut when it ends with one pattern of ``min_pattern_size`` to ``max_pattern_size`` tokens repeated
-    ``min_count`` times (names as in vLLM)."""
-
-    max_pattern_size: int
-    min_pattern_size: int
-    min_count: int
-
-
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """Resolved sampling parameters of one request (meanings and defaults as in vLLM).
+class SamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, kw_only=True):  # type: ignore[misc]
+    """Resolved sampling parameters of one request: most are rows of the table, and these are what the engine adds or
+    receives in another form. (The rows may be changed where callers make them, but not here, hence the ignored rule.)
 
     A token is a function of (logits, these parameters, ``seed``, output index) and of nothing else.
     """
 
     max_tokens: int
-    """Output tokens at most, those of earlier attempts included."""
+    """Limit of output tokens, those of earlier attempts included."""
     seed: int
-    """Unsigned 64-bit key of the counter-based random numbers; drawn at the edge when the client sets none."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 is off."""
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the request, end-of-sequence ids included unless the client ignores them."""
-    min_tokens: int = 0
-    """Output tokens before which none of ``stop_token_ids`` may come, those of earlier attempts included."""
-    logprobs: int | None = None
-    """How many of the best tokens to tell beside the one taken; None: no log probabilities at all."""
-    prompt_logprobs: int | None = None
-    """The same for each prompt token but the first."""
-    logprob_token_ids: tuple[int, ...] = ()
-    """With ``logprobs``: tokens to tell whatever their rank."""
-    logit_bias: dict[int, float] = {}
-    """What is added to a token's logit."""
-    allowed_token_ids: tuple[int, ...] = ()
-    """Empty: all."""
+    """Unsigned 64-bit key of the counter-based random numbers; drawn at the edge if the client sets none."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear in the output."""
-    repetition_detection: RepetitionDetection | None = None
     structured_output: StructuredOutput | None = None
-    skip_reading_prefix_cache: bool = False
-    """Compute the whole prompt, whatever is cached of it."""
 
     @property
     def is_greedy(self) -> bool:

@@ -20,7 +20,7 @@ class LogitBias:
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        bias = params.logit_bias
+        bias = params.logit_bias or {}
         self._biases[row] = (
             np.fromiter(bias.keys(), dtype=np.int64, count=len(bias)),
             np.fromiter(bias.values(), dtype=np.float32, count=len(bias)),

@@ -71,7 +71,7 @@ class KeptLogits:
     def logprobs_of(self, token_ids: Sequence[int]) -> dict[int, Logprobs]:
         """Return log probabilities by index, once these tokens, one for each row of the step, were drawn."""
         return {
-            index: logprobs_of(row[None], [token_ids[index]], params.logprobs or 0, params.logprob_token_ids)
+            index: logprobs_of(row[None], [token_ids[index]], params.logprobs or 0, params.logprob_token_ids or ())
             for index, params, row in zip(self.indices, self.params, self.logits, strict=True)
         }
 

@@ -1,1 +1,1 @@
-"""The coordinator: knows the engines and places requests."""
+"""Implements the coordinator, which knows the engines and chooses one for each request."""

@@ -1,4 +1,4 @@
-"""The coordinator's RPCs over the registry."""
+"""Serves the coordinator's RPCs from the registry."""
 
 import asyncio
 import logging
@@ -40,11 +40,11 @@ WATCH_SECONDS = 0.1
 _HELLO_SECONDS = 5.0
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
-_MAX_COMMANDS = 4  # on their way to one engine; it is never asked for more than to drain
+_MAX_COMMANDS = 4  # queued for one engine; the only command is to drain
 
 
 class EngineStream:
-    """The coordinator's end of one engine's Join."""
+    """Holds the coordinator's end of one engine's Join."""
 
     def __init__(self, record: EngineRecord) -> None:
         self.record = record
@@ -52,29 +52,29 @@ class EngineStream:
         self._commands: asyncio.Queue[EngineCommand | None] = asyncio.Queue(_MAX_COMMANDS)
 
     def command(self, command: EngineCommand) -> None:
-        """Sends a command; ``ResourceExhausted`` when the engine does not read them."""
+        """Send a command. Raises ``ResourceExhausted`` when the engine does not read its commands."""
         try:
             self._commands.put_nowait(command)
         except asyncio.QueueFull:
-            raise ResourceExhausted("the engine does not take commands now") from None
+            raise ResourceExhausted("The engine does not read its commands; retry.") from None
 
     def overtake(self) -> None:
-        """A newer join has the name: the stream ends with ABORTED."""
+        """End the stream with ABORTED, because a newer join has the name."""
         self.overtaken = True
-        if not self._commands.full():  # else the writer is about to wake anyway
+        if not self._commands.full():  # otherwise the writer wakes for a command
             self._commands.put_nowait(None)
 
     async def write(self, answer: EngineCommand, context: _Context) -> None:
-        """Writes the answer to the engine's hello, then commands until overtaken."""
+        """Write the answer to the engine's hello, then commands until a newer join takes the name."""
         await context.write(answer)
         while not self.overtaken:
             if (command := await self._commands.get()) is not None:
                 await context.write(command)
-        raise Aborted("a newer engine of this name has joined")
+        raise Aborted("A newer engine of this name has joined.")
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
-    """Join, Pick, PickStream and Watch. Errors are raised; the edge makes statuses of them."""
+    """Serves Join, Pick, PickStream and Watch. Methods raise errors, which the edge turns into statuses."""
 
     def __init__(self, registry: Registry, name: str, epoch: int, picks: Counter) -> None:
         self._registry = registry
@@ -100,7 +100,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def Pick(self, request: PickRequest, context: _Context) -> PickResponse:
         return self._pick(request)
 
-    async def PickStream(  # type: ignore[override]  # it writes to the context: no generator for each answer
+    async def PickStream(  # type: ignore[override]  # it writes to the context, because a generator costs more
         self, requests: AsyncIterator[PickBatch], context: _Context
     ) -> None:
         await context.write(PickResults())
@@ -122,13 +122,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
                 yield snapshot
             await changed.wait()
 
-    async def Join(  # type: ignore[override]  # it writes to the context: both directions go on at once
+    async def Join(  # type: ignore[override]  # it writes to the context, while another task reads
         self, requests: _Reports, context: _Context
     ) -> None:
         first = await _first_report(requests)
         check_hello(first.hello, peer_id=self._name, epoch=self._epoch, expected_peer=first.identity.engine_id)
         check_identity(first)
-        stream = self._open(first)  # whoever reads our hello is known to us
+        stream = self._open(first)  # an engine that reads our hello is registered
         answer = EngineCommand(hello=make_hello(self._name, self._epoch))
         try:
             await first_of(self._read(stream, requests), stream.write(answer, context))
@@ -136,17 +136,17 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._close(stream)
 
     def drain(self, engine_id: str, grace: float) -> None:
-        """Asks an engine to finish what it has and leave within ``grace`` seconds; ``NotFound`` when it is not here."""
+        """Ask an engine to finish its requests and leave within ``grace`` seconds. Raises ``NotFound``."""
         stream = self._streams.get(engine_id)
         if stream is None:
-            raise NotFound(f"no engine {engine_id!r} is joined")
+            raise NotFound(f"No engine {engine_id!r} has joined.")
         duration = Duration()
         duration.FromNanoseconds(round(grace * 1e9))
         stream.command(EngineCommand(drain=Drain(grace=duration)))
 
     def close(self) -> None:
-        """To be called before the streams are cut. Then it is the coordinator that leaves, not the engines: watchers,
-        who place by the last snapshot from now on, must not be told of an empty one."""
+        """Keep the registry as it is. To be called before the streams are cut: output processors place by the last
+        snapshot from then on, which must not be empty."""
         self._closing = True
 
     def _pick(self, request: PickRequest) -> PickResponse:
@@ -187,26 +187,26 @@ async def _first_report(requests: _Reports) -> EngineReport:
         async with asyncio.timeout(_HELLO_SECONDS):
             return await anext(requests)
     except (TimeoutError, StopAsyncIteration):
-        raise InvalidArgument("the stream must begin with a report that carries hello and identity", "hello") from None
+        raise InvalidArgument("The first report must contain hello and identity.", "hello") from None
 
 
 def check_identity(report: EngineReport) -> None:
-    """Checks the first report of a stream."""
+    """Check the first report of a stream. Raises ``InvalidArgument``."""
     identity = report.identity
     if not identity.engine_id:
         raise InvalidArgument("identity.engine_id is empty", "identity.engine_id")
     if identity.epoch != report.hello.epoch:
-        raise InvalidArgument("identity.epoch is another than the hello's", "identity.epoch")
+        raise InvalidArgument("identity.epoch differs from the hello's", "identity.epoch")
     if not identity.address:
         raise InvalidArgument("identity.address is empty", "identity.address")
     if identity.num_kv_blocks == 0 or identity.fingerprint.block_size == 0:
-        raise InvalidArgument("identity must tell the size of the KV cache", "identity.num_kv_blocks")
+        raise InvalidArgument("identity must state the size of the KV cache", "identity.num_kv_blocks")
     check_report(report)
 
 
 def check_report(report: EngineReport) -> None:
-    """Checks what every report must tell."""
+    """Check any report. Raises ``InvalidArgument``."""
     if report.role == _NO_ROLE:
-        raise InvalidArgument("role is not told", "role")
+        raise InvalidArgument("role is missing", "role")
     if report.state == _NO_STATE:
-        raise InvalidArgument("state is not told", "state")
+        raise InvalidArgument("state is missing", "state")

@@ -1,4 +1,4 @@
-"""The joined engines, and every pick among them. Soft state: a new coordinator rebuilds it from re-joins. No I/O."""
+"""Keeps the joined engines and picks among them. A new coordinator rebuilds this state from re-joins. No I/O."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from .engine_record import EngineRecord
 log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 2.0
-"""How long a new coordinator waits for engines of a former one to re-join before it calls its view complete."""
+"""How long a new coordinator waits for engines to re-join before it calls its view complete."""
 
 
 _MAX_POOLS = 64
@@ -23,7 +23,7 @@ _MAX_POOLS = 64
 class Registry:
     """Keeps joins, reports, picks and snapshots of one coordinator.
 
-    What time alone changes is noticed by ``refresh``; picks and snapshots see the state of the last one.
+    ``refresh`` notices what time alone changes. Picks and snapshots see the state of the last ``refresh``.
 
     Args:
         epoch: Incarnation of the coordinator; part of every pick's id.
@@ -44,7 +44,7 @@ class Registry:
         self._complete_at = clock() + settle_seconds
         self._is_complete = settle_seconds <= 0
         self._records: dict[str, EngineRecord] = {}
-        # Serving engines by fingerprint and role asked for. Kept, because nearly all requests ask for the same.
+        # Serving engines by the fingerprint and role that requests ask for: nearly all ask for the same.
         self._pools: dict[tuple[bytes, EngineRole], list[EngineRecord]] = {}
         self._num_picks = 0
         self._missing: EngineRole | None = None  # the last one that was logged
@@ -67,7 +67,7 @@ class Registry:
         return record
 
     def report(self, record: EngineRecord, report: EngineReport) -> None:
-        """Take a later message of that stream."""
+        """Take a later report of that engine."""
         before = record.state, record.report.role
         if record.update(report, self._epoch, self._clock()):
             self.revision += 1
@@ -135,6 +135,6 @@ class Registry:
         self._missing = missing
 
     def _regroup(self) -> None:
-        """Forget the pools too: an engine came, left or changed its state or role."""
+        """Note that an engine joined, left or changed its state or role, so that the pools are gathered again."""
         self._pools.clear()
         self.revision += 1

@@ -1,4 +1,4 @@
-"""The coordinator as a service: registry and servicer."""
+"""Runs the coordinator as a service."""
 
 import time
 
@@ -14,7 +14,7 @@ from .engine_registry import Registry
 
 
 class CoordinatorService:
-    """Off the data path and with soft state only, so it has nothing to drain."""
+    """Connects registry and servicer. No tokens pass the coordinator and its state is soft, so nothing is drained."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
@@ -30,10 +30,13 @@ class CoordinatorService:
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)
         engines.set_function(lambda: len(registry))
         picks = Counter(
-            "tokenloom_picks", "Legs to place: WHOLE, PREFILL, DECODE or why not.", ("outcome",), registry=host.metrics
+            "tokenloom_picks",
+            "Picks: WHOLE, PREFILL, DECODE or an error's reason.",
+            ("outcome",),
+            registry=host.metrics,
         )
         self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks)
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.servicer, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self.servicer)
         host.spawn(self.servicer.publish(), name="publish")
 
     async def drain(self) -> None:

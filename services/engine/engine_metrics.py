@@ -145,7 +145,7 @@ class EngineMetrics:
         labels = dict(zip(_LABELS, self._labels, strict=True))
         for name, text in _COUNTERS_OF_CORE.items():
             read = functools.partial(self._read, name)
-            process_metrics.counter_reading(self._registry, name, text, labels, read)
+            process_metrics.fast_counter(self._registry, name, text, labels, read)
 
     def _read(self, name: str) -> int:
         value: int = getattr(self._seen, name)

@@ -81,9 +81,9 @@ async def _start(
         _link_coordinator(settings, identity, load, host),
     )
     undo.push_async_callback(engine.end_streams, "the engine has stopped")
-    engine_pb2_grpc.add_EngineServicer_to_server(engine.streams, host.server)
-    engine_pb2_grpc.add_EngineAdminServicer_to_server(
-        EngineAdminServicer(engine, BY_NAME[settings.engine.kv.role]), host.server
+    host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
+    host.add_servicer(
+        engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, BY_NAME[settings.engine.kv.role])
     )
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine

@@ -1,1 +1,1 @@
-"""The public edge: OpenAI's HTTP API and gRPC in, one request's road through the mesh, text out."""
+"""The public edge: OpenAI's HTTP API and gRPC, from a client's request to its text."""

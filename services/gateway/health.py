@@ -1,17 +1,21 @@
-"""Whether a request would be answered, and if not, which part is missing."""
+"""Finds out whether a request would be answered now, and otherwise which part of the mesh is missing."""
 
 from tokenloom.v1 import types_pb2
 
 from .mesh.mesh_view import MeshView
-from .mesh.output_pool import OutputPool
+from .mesh.output_link import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")
-"""What a request needs."""
+"""The parts that a request needs."""
 
 
 class MeshHealth:
-    """The parts that a request needs."""
+    """Looks at the parts that a request needs.
+
+    Attributes:
+        draining: Set when this gateway accepts no more requests.
+    """
 
     def __init__(self, tokenizers: TokenizerClient, outputs: OutputPool, mesh: MeshView) -> None:
         self._tokenizers = tokenizers
@@ -20,19 +24,18 @@ class MeshHealth:
         self.draining = False
 
     def limits(self) -> types_pb2.ModelLimits | None:
-        """What a request may ask for; None before the first engine."""
+        """Return the limits of a request; None before the first engine is known."""
         info = self._tokenizers.info
         return self._mesh.limits(info.fingerprint) if info is not None else None
 
     def missing(self) -> list[str]:
-        """Names of the parts that are not there; empty when all are."""
+        """Return the names of the missing parts; empty when none is missing."""
         info = self._tokenizers.info
-        serving = info is not None and any(self._mesh.serving(info.fingerprint))
-        there = (
+        present = (
             not self.draining,
             self._tokenizers.healthy,
             self._outputs.healthy,
             self._mesh.connected,
-            serving,
+            info is not None and any(self._mesh.serving(info.fingerprint)),
         )
-        return [name for name, is_there in zip(PARTS, there, strict=True) if not is_there]
+        return [name for name, is_present in zip(PARTS, present, strict=True) if not is_present]

@@ -1,25 +1,52 @@
-"""The gateway as a service: joins its parts to one road and serves it over HTTP and gRPC."""
+"""Puts the gateway together: connects to the other parts and serves the model over HTTP and gRPC."""
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
-from tokenloom.v1 import tokenizer_pb2
+from tokenloom.services.runtime.peers.tls import MeshTLS
+from tokenloom.v1 import inference_pb2_grpc
+from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import GatewaySettings
 from .generation.generation import Generator
-from .generation.served import Served
+from .grpc.inference_servicer import InferenceServicer
 from .health import MeshHealth
+from .http.admin_routes import AdminRoutes
+from .http.app import App, Routes
+from .http.auth import ApiKeys
+from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
+from .http.status_routes import StatusRoutes
+from .http.tokenize_routes import TokenizeRoutes
+from .kserve.kserve_servicer import KServeServicer
 from .mesh.mesh_view import MeshView
-from .mesh.output_pool import OutputPool
+from .mesh.output_link import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
-from .metrics import EngineGauges, GatewayMetrics, HealthGauges
-from .public_edges import open_edges
+from .metrics import GatewayMetrics, MeshGauges
+from .openai.chat import ChatApi
+from .openai.completions import CompletionsApi
+from .openai.openai_models import BodyReader
+from .openapi.openapi_routes import document_routes
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mesh:
+    """Holds what the edges serve: one model, and what a request to it needs."""
+
+    model: str
+    """Its name for clients."""
+    plans: MessagePlans
+    generator: Generator
+    tokenizers: TokenizerClient
+    view: MeshView
+    health: MeshHealth
 
 
 class GatewayService:
@@ -31,82 +58,113 @@ class GatewayService:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._served: Served | None = None
-        self._http: HttpServer | None = None
+        self._started: tuple[_Mesh, HttpServer] | None = None
         self.http_address = ""
 
     async def start(self, host: Host) -> None:
-        """Ready when a request would be answered: until then this waits, and HTTP says what is missing."""
+        """Return when a request would be answered; until then HTTP reports what is missing."""
         settings = self._settings
-        served = self._served = await self._connect(host)
-        app = await open_edges(settings, host, served)
-        self._http = HttpServer(
-            app,
+        mesh = await _connect(settings, host)
+        http = HttpServer(
+            await _open_edges(settings, host, mesh),
             settings.http_listen,
             insecure=settings.is_open,
             tls_cert=settings.public_tls_cert,
             tls_key=settings.public_tls_key,
         )
-        self.http_address = self._http.address
-        host.spawn(self._http.serve(), name="http server")
-        host.publish(http=self.http_address, model=served.model)
-        await _wait_whole(served.health)
+        self._started = mesh, http
+        self.http_address = http.address
+        host.spawn(http.serve(), name="http server")
+        host.publish(http=self.http_address, model=mesh.model)
+        await _wait_whole(mesh.health)
         scheme = "http" if settings.public_tls_cert is None else "https"
-        log.info("serving %s on %s://%s", served.model, scheme, self.http_address)
+        log.info("serving %s on %s://%s", mesh.model, scheme, self.http_address)
 
     async def drain(self) -> None:
-        assert self._served is not None
-        assert self._http is not None
-        self._served.health.draining = True
-        await self._served.generator.drain()
-        await self._http.drain()
+        assert self._started is not None
+        mesh, http = self._started
+        mesh.health.draining = True
+        await mesh.generator.drain()
+        await http.drain()
 
     async def stop(self) -> None:
-        if self._http is not None:
-            await self._http.stop()
-            self._http = None
+        if self._started is not None:
+            await self._started[1].stop()
+            self._started = None
 
-    async def _connect(self, host: Host) -> Served:
-        """Turns to the other parts; returns once a tokenizer has told what is served."""
-        settings = self._settings
-        tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
-        mesh = MeshView(settings.coordinator, host.channels)
-        outputs = OutputPool(Members(settings.output_processors), settings.instance_id, host.epoch, host.channels)
-        health = MeshHealth(tokenizers, outputs, mesh)
-        host.spawn(tokenizers.run(), name="tokenizer probes")
-        host.spawn(mesh.run(), name="coordinator watch")
-        info = await tokenizers.wait_known()
-        outputs.start(host, info.fingerprint)
-        model = settings.served_model_name or info.fingerprint.model
-        host.metrics.register(EngineGauges(mesh, model))
-        host.metrics.register(HealthGauges(health))
-        generator = Generator(
-            tokenizers,
-            mesh,
-            outputs,
-            GatewayMetrics(host.metrics, model),
-            max_live=settings.max_live_requests,
-            default_timeout=settings.request_timeout,
-            most_urgent_priority=settings.most_urgent_priority,
-            tracer=host.tracer,
-            model=model,
-        )
-        return Served(model, self._plans(info), generator, tokenizers, mesh, health)
 
-    def _plans(self, info: tokenizer_pb2.GetTokenizerInfoResponse) -> MessagePlans:
-        settings = self._settings
-        return MessagePlans.choose(
-            settings.tool_call_parser,
-            settings.reasoning_parser,
-            told_tools=info.tool_call_parser,
-            told_reasoning=info.reasoning_parser,
-        )
+async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
+    """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
+    tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
+    view = MeshView(settings.coordinator, host.channels)
+    outputs = OutputPool(Members(settings.output_processors), settings.instance_id, host.epoch, host.channels)
+    health = MeshHealth(tokenizers, outputs, view)
+    host.spawn(tokenizers.run(), name="tokenizer probes")
+    host.spawn(view.run(), name="coordinator watch")
+    info = await tokenizers.wait_known()
+    outputs.start(host, info.fingerprint)
+    model = settings.served_model_name or info.fingerprint.model
+    host.metrics.register(MeshGauges(view, health, model))
+    generator = Generator(
+        tokenizers,
+        view,
+        outputs,
+        GatewayMetrics(host.metrics, model),
+        max_live=settings.max_live_requests,
+        default_timeout=settings.request_timeout,
+        most_urgent_priority=settings.most_urgent_priority,
+        tracer=host.tracer,
+        model=model,
+    )
+    plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
+    return _Mesh(model, plans, generator, tokenizers, view, health)
+
+
+async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh) -> App:
+    """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
+    where the admin routes need one."""
+    keys = ApiKeys.load(settings.api_key, settings.api_key_file)
+    admin_keys = ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file)
+    reader = BodyReader(strict=settings.strict)
+    completions = CompletionsApi(reader, mesh.model)
+    host.authorize_calls(keys.authorize_call)
+    inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, settings.request_timeout)
+    host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
+    kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model)
+    host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
+    routes = _routes(settings, host, mesh, reader, completions)
+    return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, settings.cors_origins)
+
+
+def _routes(
+    settings: GatewaySettings, host: Host, mesh: _Mesh, reader: BodyReader, completions: CompletionsApi
+) -> Routes:
+    limit, timeout = settings.max_body_bytes, settings.request_timeout
+    chats = ChatApi(reader, mesh.model, mesh.plans)
+    tokenize = TokenizeRoutes(reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
+    return {
+        **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
+        **document_routes(mesh.health, admin=settings.has_admin),
+        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, limit)},
+        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, limit)},
+        **tokenize.routes(),
+    }
+
+
+async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> Routes:
+    if not settings.has_admin:
+        return {}
+    channels = host.channels
+    if (files := settings.operator_certificate) is not None:
+        await files.wait()
+        channels = Channels(MeshTLS(files))
+    return AdminRoutes(mesh.view, channels, settings.request_timeout).routes()
 
 
 async def _wait_whole(health: MeshHealth) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     while missing := health.missing():
-        if missing != said:
+        if missing != logged:
             log.info("waiting for %s", ", ".join(missing))
-            said = missing
+            logged = missing
         await asyncio.sleep(0.02)

@@ -1,18 +1,17 @@
-"""What an output processor counts."""
+"""The metrics of an output processor."""
 
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from tokenloom.services.runtime.host.token_cost import show_token_cost
 from tokenloom.services.runtime.telemetry import fast_metrics
-from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
+from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS, show_token_cost
 from tokenloom.v1.output_processor_pb2 import RequestFinished
 from tokenloom.v1.types_pb2 import FinishReason
 
 
 class Metrics:
-    """What this process did; latencies and token rates of requests are the engines' and the gateway's."""
+    """Counts requests, their tokens and where time went. Engines and gateways measure latencies and token rates."""
 
     def __init__(self, registry: CollectorRegistry, num_live: Callable[[], int], num_links: Callable[[], int]) -> None:
         name = "tokenloom_output_processor_"
@@ -26,14 +25,20 @@ class Metrics:
         }
         self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
         show_token_cost(registry, lambda: self._tokens.value)
-        self._retries = Counter(name + "retries", "Legs taken over from an engine that died.", registry=registry)
+        self._retries = Counter(name + "retries", "Legs placed again after their engine died.", registry=registry)
         self._placement = fast_metrics.Histogram(
-            registry, name + "placement_seconds", "Time that a request waited for engines.", {}, LATENCY_SECONDS
+            registry,
+            name + "placement_seconds",
+            "Seconds that a request waited for engines.",
+            {},
+            LATENCY_SECONDS,
         )
-        self._detokenize = Counter(name + "detokenize_seconds", "Time spent making text.", registry=registry)
+        self._detokenize = Counter(
+            name + "detokenize_seconds", "Seconds spent on turning tokens into text.", registry=registry
+        )
 
     def ended(self, finished: RequestFinished) -> None:
-        """A request ended."""
+        """Count a sample that ended."""
         self._ended[finished.reason].inc()
         self._tokens.inc(finished.completion_tokens)
         self._retries.inc(max(finished.attempts - 1, 0))

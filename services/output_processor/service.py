@@ -1,4 +1,4 @@
-"""The output processor as a service: joins its parts and follows the lifecycle of all services."""
+"""Runs the output processor as a service: connects its parts, and starts, drains and stops them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -62,7 +62,7 @@ class OutputProcessorService:
         self._draining.push_async_callback(requests.drain)
         host.spawn(placer.run(), name="coordinator")
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        add_OutputProcessorServicer_to_server(_Servicer(hello, requests), host.server)
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests))
 
     async def drain(self) -> None:
         await self._draining.aclose()
@@ -76,7 +76,7 @@ class _Servicer(OutputProcessorServicer):
         self._hello = hello
         self._requests = requests
 
-    async def Process(  # type: ignore[override]  # it writes to the context: a frame passes no generator
+    async def Process(  # type: ignore[override]  # it writes to the context, because a generator costs more per frame
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         await Session(self._hello, self._requests).run(request_iterator, context.write)

@@ -1,8 +1,8 @@
-"""Chat templates as Hugging Face checkpoints carry them: Jinja in a sandbox, with the names that templates expect.
+"""Renders the chat templates of Hugging Face checkpoints: Jinja in a sandbox, with the names that templates expect.
 
-The sandbox keeps a template from reaching Python; it does not keep it from looping or from building gigabytes, even
-while it is compiled (Jinja folds constants). Who serves others does both in ``render_worker``, a process that can be
-killed.
+The sandbox keeps a template from reaching Python. It does not keep a template from looping or from building gigabytes,
+even while it is compiled (Jinja folds constants). A server therefore compiles and renders in ``render_worker``, a
+process that can be killed.
 """
 
 import json
@@ -16,23 +16,23 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-if TYPE_CHECKING:  # at run time the render worker stays without gRPC
+if TYPE_CHECKING:  # the render worker does not import gRPC
     from tokenloom.checkpoint import CheckpointInfo
 
 MAX_RENDERED_CHARS = 8 << 20
-"""More text than any context takes; a template that writes more is broken or hostile."""
+"""More text than any context holds; a template that writes more is broken or hostile."""
 
 
 class TemplateRefused(ValueError):
-    """The template does not take this conversation; the message is the template's own or names what it lacks."""
+    """Raised when a template refuses a conversation. The message is the template's own or names what it lacks."""
 
 
 class TemplateTooLong(ValueError):
-    """The rendered text grew past its cap."""
+    """Raised when the rendered text grew past its limit."""
 
 
 class ChatTemplate:
-    """One checkpoint's template, compiled."""
+    """Holds the compiled template of one checkpoint."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         """``special_tokens``: ``bos_token`` and the like. Raises ``ValueError`` when ``source`` is not Jinja."""
@@ -45,7 +45,7 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, info: "CheckpointInfo") -> "ChatTemplate | None":
-        """The template of a checkpoint; None when it has none."""
+        """Return the template of a checkpoint; None when it has none."""
         return cls(info.chat_template, info.special_tokens) if info.chat_template else None
 
     def render(
@@ -57,10 +57,13 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         max_chars: int = MAX_RENDERED_CHARS,
     ) -> str:
-        """The conversation as the model reads it, to be encoded without adding special tokens.
+        """Return the conversation as the model reads it, to be encoded without adding special tokens.
 
-        ``messages`` and ``tools`` in OpenAI's form; ``template_kwargs``: what the template documents, never replacing
-        the names given here. Raises ``TemplateRefused`` or ``TemplateTooLong``.
+        Args:
+            messages, tools: In OpenAI's form.
+            template_kwargs: Arguments that the template documents; they cannot replace the names given here.
+
+        Raises ``TemplateRefused`` or ``TemplateTooLong``.
         """
         context: dict[str, Any] = {**(template_kwargs or {}), **self.special_tokens}
         context.update(
@@ -79,13 +82,13 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             if isinstance(error, TemplateTooLong):
                 raise
-            # What a template does with values of a shape that it did not expect.
+            # The template met values of a type or shape that it does not expect.
             raise TemplateRefused(f"the chat template cannot take this conversation: {error}") from None
         return "".join(parts)
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}…{% endgeneration %}`` marks the assistant's words for training; here it changes nothing."""
+    """Accepts ``{% generation %}…{% endgeneration %}``, which marks the assistant's words for training."""
 
     tags = {"generation"}
 
@@ -115,7 +118,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which models were not trained on.
+    # Jinja's own filter escapes HTML, and models were not trained on that.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

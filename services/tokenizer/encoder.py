@@ -1,4 +1,4 @@
-"""Text to ids and back, in threads: a long text never holds up the event loop."""
+"""Turns text into token ids and back, in threads, so that a long text never blocks the event loop."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,16 +12,16 @@ from tokenloom.request.prompt_block_hash import block_hashes
 from tokenloom.v1.tokenizer_pb2 import TokenizedPrompt
 
 MAX_WAITING = 1024
-"""Calls in threads or waiting for one; more are refused, to be tried again."""
+"""Calls that run in a thread or wait for one; more are refused with an error that invites a retry."""
 MAX_HASHES = 256
-"""Block hashes in a message: enough to place by."""
+"""Block hashes in a message: enough to choose an engine by."""
 _HASH_BYTES = 8
 
 T = TypeVar("T")
 
 
 class Encoder:
-    """A tokenizer and its threads."""
+    """Runs a tokenizer in its own threads."""
 
     def __init__(self, tokenizer: Tokenizer, *, block_size: int, max_text_bytes: int, num_threads: int) -> None:
         self._tokenizer = tokenizer
@@ -39,22 +39,23 @@ class Encoder:
         salt: bytes,
         want_token_strings: bool = False,
     ) -> list[TokenizedPrompt]:
-        """The ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
+        """Return the ids of each text and, if wanted, the prefixes of its block hashes and the strings of its tokens.
 
-        Raises ``InvalidArgument`` for a text over the size limit or one that the tokenizer cannot take.
+        Raises ``InvalidArgument`` for a text over the size limit or one that makes the tokenizer fail,
+        ``ResourceExhausted`` when too many calls wait.
         """
         for text in texts:
             # A character has at most four bytes: most texts need not be measured.
             if 4 * len(text) > self._max_text_bytes and len(text.encode()) > self._max_text_bytes:
-                raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes", "prompt")
+                raise errors.InvalidArgument(f"prompt: a text may have at most {self._max_text_bytes} bytes.", "prompt")
         return await self._in_thread(self._encode, texts, add_special_tokens, want_hashes, salt, want_token_strings)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a complete sequence; ids that the tokenizer does not know have none."""
+        """Return the text of a complete sequence; ids that the tokenizer does not know have none."""
         return await self._in_thread(self._tokenizer.decode, token_ids, skip_special_tokens)
 
     def close(self) -> None:
-        """Lets running calls end; waiting ones are dropped."""
+        """Let running calls end, and drop the waiting ones."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(
@@ -89,4 +90,4 @@ def _contain(work: Callable[..., T], arguments: Sequence[object]) -> T:
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
             raise
-        raise errors.InvalidArgument("prompt: the tokenizer cannot take this text", "prompt") from error
+        raise errors.InvalidArgument("prompt: the tokenizer fails on this text.", "prompt") from error

@@ -7,7 +7,7 @@ from tokenloom.services.runtime.telemetry.process_metrics import LATENCY_SECONDS
 
 
 class Metrics:
-    """Counts tokens, and the seconds of calls that were answered, by method."""
+    """Counts tokens, and measures the calls that were answered, by method."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         name = "tokenloom_tokenizer_"

@@ -1,8 +1,8 @@
-"""``python -m tokenloom.services.tokenizer.render_worker``: chat templates in a process that can be killed.
+"""Renders chat templates in a process that can be killed: ``python -m tokenloom.services.tokenizer.render_worker``.
 
-Speaks JSON behind 4-byte big-endian lengths on stdin and stdout: first ``Setup``, answered by a ``Reply`` without
-text, then one ``Reply`` for each ``Job``. Ends when stdin does. Its memory is limited, and a job that outlives its time
-ends the process even when nobody is left to kill it.
+The process exchanges JSON behind 4-byte big-endian lengths over stdin and stdout: first ``Setup``, answered by a
+``Reply`` without text, then one ``Reply`` for each ``Job``. It ends when stdin does. Its memory is limited, and a job
+that exceeds its time ends the process even if the parent is gone.
 """
 
 import json
@@ -18,7 +18,7 @@ LENGTH = struct.Struct(">I")
 
 
 class Setup(TypedDict):
-    """The first message."""
+    """Is the first message."""
 
     source: str
     special_tokens: dict[str, str]
@@ -27,7 +27,7 @@ class Setup(TypedDict):
 
 
 class Job(TypedDict):
-    """A conversation to render; the JSON of the request, unparsed."""
+    """Carries a conversation to render, as the unparsed JSON of the request."""
 
     messages_json: str
     tools_json: str
@@ -36,7 +36,7 @@ class Job(TypedDict):
 
 
 class Reply(TypedDict, total=False):
-    """One of them."""
+    """Carries one of its fields, or none in answer to ``Setup``."""
 
     text: str
     refused: str
@@ -44,13 +44,13 @@ class Reply(TypedDict, total=False):
 
 
 def pack(message: Setup | Job | Reply) -> bytes:
-    """A message as it goes over the pipe. ``UnicodeEncodeError`` when it holds half a surrogate pair."""
+    """Encode a message for the pipe. Raises ``UnicodeEncodeError`` when it contains half a surrogate pair."""
     data = json.dumps(message, ensure_ascii=False).encode()
     return LENGTH.pack(len(data)) + data
 
 
 def main() -> None:
-    """Serves until stdin ends."""
+    """Serve until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
     setup: Setup = _read(sys.stdin.buffer) or sys.exit()
     resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
@@ -58,7 +58,7 @@ def main() -> None:
     try:
         template = ChatTemplate(setup["source"], setup["special_tokens"])
     except (ValueError, MemoryError, RecursionError) as error:
-        _write(pack(Reply(refused=_printable(str(error) or "the chat template takes too much memory to compile"))))
+        _write(pack(Reply(refused=_printable(str(error) or "Compiling the chat template takes too much memory."))))
         return
     _write(pack(Reply()))
     while True:
@@ -77,11 +77,11 @@ def _answer(template: ChatTemplate, job: Job) -> bytes:
     except TemplateTooLong as error:
         return pack(Reply(too_long=str(error)))
     except MemoryError:
-        return pack(Reply(too_long="rendering the conversation takes too much memory"))
+        return pack(Reply(too_long="Rendering the conversation took too much memory."))
     except UnicodeEncodeError:
-        return pack(Reply(refused="the messages hold half a surrogate pair, which is no character"))
+        return pack(Reply(refused="The messages contain half a surrogate pair, which is not a character."))
     except (ValueError, RecursionError) as error:
-        return pack(Reply(refused=f"the messages are not the JSON that is expected: {_printable(str(error))}"))
+        return pack(Reply(refused=f"The messages are not the expected JSON: {_printable(str(error))}"))
 
 
 def _render(template: ChatTemplate, job: Job) -> str:

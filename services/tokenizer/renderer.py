@@ -79,7 +79,7 @@ class Renderer:
             source=source,
             special_tokens=special_tokens,
             memory_bytes=_MEMORY_BYTES,
-            seconds=2 * seconds,  # only for when this process is no longer there to kill it
+            seconds=2 * seconds,  # applies only if this process ended and cannot kill it
         )
         self._seconds = seconds
         self._waiting = 0

@@ -1,4 +1,4 @@
-"""The tokenizer as a service: loads a checkpoint's tokenizer and template, and follows the lifecycle of all."""
+"""Runs the tokenizer as a service: loads a checkpoint's tokenizer and chat template."""
 
 import asyncio
 
@@ -44,10 +44,10 @@ class TokenizerService:
             )
             await self._renderer.start()
         servicer = TokenizerServicer(self._encoder, self._renderer, answer, Metrics(host.metrics))
-        add_TokenizerServicer_to_server(servicer, host.server)
+        host.add_servicer(add_TokenizerServicer_to_server, servicer)
 
     async def drain(self) -> None:
-        """Nothing is kept between calls: the server lets the running ones end."""
+        """Do nothing: the server lets running calls end, and nothing is kept between calls."""
 
     async def stop(self) -> None:
         if self._renderer is not None:

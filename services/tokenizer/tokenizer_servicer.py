@@ -1,4 +1,4 @@
-"""``Tokenizer``: encode, chat, decode, and what callers must know of the tokenizer."""
+"""Serves ``Tokenizer``: encodes texts and chats, decodes, and describes the tokenizer."""
 
 import time
 from typing import Any
@@ -28,7 +28,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TokenizerServicer(TokenizerServicerBase):
-    """Stateless: any replica answers, any call may be retried."""
+    """Answers calls without state: any replica can answer, and any call may be retried."""
 
     def __init__(
         self, encoder: Encoder, renderer: Renderer | None, info: GetTokenizerInfoResponse, metrics: Metrics
@@ -54,7 +54,7 @@ class TokenizerServicer(TokenizerServicerBase):
 
     async def EncodeChat(self, request: EncodeChatRequest, context: _Context) -> EncodeChatResponse:
         if self._renderer is None:
-            raise errors.InvalidArgument("this model has no chat template; send a plain prompt instead", "messages")
+            raise errors.InvalidArgument("This model has no chat template; send a plain prompt instead.", "messages")
         started = time.monotonic()
         text = await self._renderer.render(_job(request))
         (prompt,) = await self._encoder.encode(
@@ -90,7 +90,7 @@ def _job(request: EncodeChatRequest) -> Job:
         try:
             texts.append(data.decode())
         except UnicodeDecodeError:
-            raise errors.InvalidArgument(f"{field} is not UTF-8", field) from None
+            raise errors.InvalidArgument(f"{field} is not UTF-8.", field) from None
     messages, tools, template_kwargs = texts
     return Job(
         messages_json=messages,

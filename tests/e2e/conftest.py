@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Served:
     def stop(self, number: signal.Signals) -> int:
         """Sends a signal to the supervisor and waits for its end; the exit status."""
         self.process.send_signal(number)
-        status = self.process.wait(30)
+        status = self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return status
@@ -68,9 +69,9 @@ class Served:
 Serve = Callable[..., Served]
 
 
-@pytest.fixture(scope="module")
-def serve() -> Iterator[Serve]:
-    """Starts meshes; what a test leaves running is killed when the module ends."""
+@contextmanager
+def serving() -> Iterator[Serve]:
+    """Starts meshes; what is still running at the end is killed."""
     started: list[tuple[Served, Path]] = []
 
     def start(*arguments: str, **environment: str) -> Served:
@@ -80,14 +81,37 @@ def serve() -> Iterator[Serve]:
         assert served.url, f"it did not come up:\n{served.log.read_text()}"
         return served
 
-    yield start
-    for served, directory in started:
-        if served.process.poll() is None:
-            served.stop(signal.SIGKILL)
-        shutil.rmtree(directory, ignore_errors=True)
+    try:
+        yield start
+    finally:
+        for served, directory in started:
+            if served.process.poll() is None:
+                served.stop(signal.SIGKILL)
+            shutil.rmtree(directory, ignore_errors=True)
 
 
-def still_alive(processes: list[psutil.Process], timeout: float = 5.0) -> list[psutil.Process]:
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Serve]:
+    """Starts meshes for one module."""
+    with serving() as start:
+        yield start
+
+
+@pytest.fixture(scope="session")
+def default_mesh() -> Iterator[Callable[[], Served]]:
+    """Returns the mesh without options that modules share; starts it if none runs."""
+    with serving() as start:
+        served: list[Served] = []
+
+        def running() -> Served:
+            if not served or served[-1].process.poll() is not None:
+                served.append(start())
+            return served[-1]
+
+        yield running
+
+
+def still_alive(processes: list[psutil.Process], timeout: float = 30.0) -> list[psutil.Process]:
     """Those that have not ended after `timeout` seconds; zombies have."""
     _, alive = psutil.wait_procs(processes, timeout)
     return [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

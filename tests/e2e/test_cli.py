@@ -14,9 +14,9 @@ from tests.tokenloom.cli.terminal import terminal
 PREFILL = "Prefill is the first step of a request: the model reads the whole prompt at once and fills the KV cache."
 
 
-@pytest.fixture(scope="module")
-def mesh(serve: Any) -> Any:
-    return serve()
+@pytest.fixture
+def mesh(default_mesh: Any) -> Any:
+    return default_mesh()
 
 
 def run(mesh: Any, *arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]":
@@ -118,7 +118,7 @@ def test_a_batch_that_brings_its_own_mesh(mesh: Any, tmp_path: Path) -> None:
 
 def test_a_killed_generate_goes_on(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [{"id": index, "prompt": f"Story {index}:"} for index in range(600)]
+    lines = [{"id": index, "prompt": f"Story {index}:"} for index in range(300)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [*COMMAND, "generate", str(source), str(target), "--max-tokens", "4", "--max-model-len", "256"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
@@ -128,4 +128,4 @@ def test_a_killed_generate_goes_on(tmp_path: Path) -> None:
     kept = target.read_text().rpartition("\n")[0]
     assert subprocess.run(command, check=False, stderr=subprocess.PIPE).returncode == 0
     assert target.read_text().startswith(kept)
-    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == list(range(600))
+    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == list(range(300))

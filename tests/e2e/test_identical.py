@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.parity.identical import assert_identical
-from tests.parity.reference import Reference, make_reference
+from tests.parity.reference import Reference, demo_reference
 from tokenloom import LLM, SamplingParams
 
 SAMPLING = {"temperature": 0.9, "top_p": 0.95, "seed": 5, "presence_penalty": 0.3}
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference() -> Reference:
     torch.set_num_threads(1)
-    return make_reference("demo", tmp_path_factory.mktemp("unused"))
+    return demo_reference()
 
 
 @pytest.fixture(scope="module")

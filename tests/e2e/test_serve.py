@@ -18,9 +18,9 @@ STORY = [{"role": "user", "content": "Tell me a story about a dragon."}]
 ANSWER = "Prefill is the first step of a request: the model reads the whole prompt at once and fills the KV cache."
 
 
-@pytest.fixture(scope="module")
-def mesh(serve: Any) -> Any:
-    return serve()
+@pytest.fixture
+def mesh(default_mesh: Any) -> Any:
+    return default_mesh()
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_the_stubs_say_the_same_over_grpc(mesh: Any) -> None:
         sampling_params=types_pb2.SamplingParams(temperature=0),
     )
     with grpc.insecure_channel(gateway["address"]) as channel:
-        responses = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=30))
+        responses = list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
     assert "".join(response.text for response in responses) == ANSWER
 
 
@@ -120,7 +120,7 @@ def test_one_signal_lets_the_live_request_finish_and_leaves_nothing(
     chunks += stream
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 100
-    assert mesh.process.wait(30) == 0
+    assert mesh.process.wait(60) == 0
     mesh.process.stdout.close()
     assert remaining(family) == []
     assert mesh.ps() == []

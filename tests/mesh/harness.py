@@ -30,7 +30,7 @@ from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 MODEL = DEMO_MODEL_NAME
 VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 MAX_MODEL_LEN = 256
-SOON = 20.0
+SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 _HELD = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
 """Zero where nothing is held."""
@@ -166,9 +166,9 @@ class Mesh:
                 await asyncio.sleep(0.01)
             assert (await http.get("/health")).status_code == (503 if parts else 200)
 
-    async def until_idle(self, within: float = 1.0) -> None:
-        """Every engine gave back all it held, in this many seconds."""
-        async with asyncio.timeout(within), self.http() as http:
+    async def until_idle(self) -> None:
+        """Wait until every engine has given back all it held."""
+        async with asyncio.timeout(SOON), self.http() as http:
             while any((await self._gauges(http, *_HELD)).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

@@ -72,10 +72,10 @@ async def test_the_same_over_grpc(mesh: Mesh) -> None:
         ({"prompt_embeds": base64.b64encode(save({"a": ROWS[:, :3].copy()})).decode()}, "shape [20, 3]"),
         ({"prompt_embeds": base64.b64encode(save({"a": ROWS * np.inf})).decode()}, "NaN or infinities"),
         ({"prompt_embeds": []}, "must be base64"),
-        ({"prompt_embeds": [{"text": "a"}]}, "a part is"),
+        ({"prompt_embeds": [{"text": "a"}]}, "a part must be"),
         ({"prompt_embeds": TEXT, "prompt": "text"}, "exclude each other"),
-        ({"prompt_embeds": TEXT, "echo": True}, "echo does not go with"),
-        ({"prompt_embeds": TEXT, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens does not go with"),
+        ({"prompt_embeds": TEXT, "echo": True}, "echo is not supported with"),
+        ({"prompt_embeds": TEXT, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens is not supported with"),
         ({"prompt_embeds": TEXT, "prompt_logprobs": 1}, "prompt_logprobs has no meaning"),
     ],
 )

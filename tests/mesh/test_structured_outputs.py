@@ -98,6 +98,7 @@ async def test_bombs_harm_nobody(http: httpx.AsyncClient) -> None:
             slowest = max(slowest, time.monotonic() - before)
         return slowest
 
+    started = time.monotonic()
     bombs = [asyncio.create_task(complete(http, structured_outputs=bomb, max_tokens=20)) for bomb in BOMBS]
     slowest = await canary()
     for bomb, task in zip(BOMBS, bombs, strict=True):
@@ -107,7 +108,7 @@ async def test_bombs_harm_nobody(http: httpx.AsyncClient) -> None:
         if response.status_code == 400:
             assert response.json()["error"]["param"] == "structured_outputs"
     assert (bombs[0].result().status_code, bombs[4].result().status_code) == (400, 400)
-    assert slowest < 1.0
+    assert slowest < (time.monotonic() - started) / 2, "an engine that compiled bombs between steps would hold it up"
     assert (await complete(http, structured_outputs={"regex": CODE})).status_code == 200
 
 

@@ -1,5 +1,6 @@
 """The reference: transformers, float32, ``generate(do_sample=False)``, one prompt at a time."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +56,18 @@ class Reference:
     cases: list[Case]
 
 
+@functools.cache  # the end-to-end tests have the demo model's too
+def demo_reference() -> Reference:
+    """Return what transformers makes of the demo model."""
+    return _reference(Path(demo_model.__file__).parent)
+
+
 def make_reference(name: str, directory: Path) -> Reference:
     """Writes a small random checkpoint (or takes the demo model) and computes the reference's tokens."""
-    path = Path(demo_model.__file__).parent if name == "demo" else _save_random(name, directory)
+    return demo_reference() if name == "demo" else _reference(_save_random(name, directory))
+
+
+def _reference(path: Path) -> Reference:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     eos = model.generation_config.eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)

@@ -1,11 +1,9 @@
 """Async scheduling over a real model: whatever a request carries and whatever befalls it, on and off say the same."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tokenloom import LLM, SamplingParams, StructuredOutputsParams
-from tokenloom.engine_core.wire.core_sampling_params import RepetitionDetection
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams as CoreParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason, Logprobs
 from tokenloom.offline.sampling_params import RepetitionDetectionParams
@@ -214,7 +212,7 @@ def test_sessions(roomy):
     for llm in roomy:
         run = Followed(llm)
         first, *others = (token_ids(llm, index) for index in (0, 2, 4))
-        repetition = RepetitionDetection(max_pattern_size=3, min_pattern_size=1, min_count=3)
+        repetition = RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=1, min_count=3)
         run.add("s", first, resumable=True, temperature=0.0, repetition_detection=repetition)
         run.add("other", token_ids(llm, 3))
         for prompt in others:

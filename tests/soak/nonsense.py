@@ -26,8 +26,8 @@ _READ_AT_ONCE = 1 << 16
 _METHODS = ("GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "POST", "TRACE", "BREW")
 _TYPES = ("application/json", "text/plain", "multipart/form-data; boundary=x", "application/x-www-form-urlencoded", "")
 _SHAPES = {
-    "/v1/chat/completions": shapes.ChatCompletionRequest,
-    "/v1/completions": shapes.CompletionRequest,
+    "/v1/chat/completions": shapes.with_sampling(shapes.ChatCompletionRequest),
+    "/v1/completions": shapes.with_sampling(shapes.CompletionRequest),
     "/tokenize": shapes.TokenizeRequest,
     "/detokenize": shapes.DetokenizeRequest,
 }

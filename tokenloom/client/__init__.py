@@ -10,7 +10,7 @@ from tokenloom.request import errors
 
 from .async_client import AsyncClient, AsyncStream
 from .async_session import AsyncSession
-from .client_request import ChatOptions, Message, Options
+from .options import ChatOptions, Message, Options
 from .results import Chunk, Generation, Model, Output, Usage
 from .retries import Retries
 from .sync_client import Client, Stream

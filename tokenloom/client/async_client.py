@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 
 import grpc.aio
 
@@ -14,7 +14,8 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
 from .async_session import AsyncSession
-from .client_request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
+from .client_request import chat_request, check_streamed, prompt_request
+from .options import ChatArguments, Message, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -104,13 +105,14 @@ class AsyncClient:
 
         return list(map(read_model, (await self._retrying(attempt, timeout)).models))
 
+    @takes(PromptArguments)
     async def generate(
         self,
         prompt: str | Sequence[int],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> Generation:
         """Continues a text, or token ids. ``model``: None: the one that is served.
 
@@ -118,35 +120,38 @@ class AsyncClient:
         """
         return await self._generate(prompt_request(prompt, model, options), timeout)
 
+    @takes(PromptArguments)
     async def stream(
         self,
         prompt: str | Sequence[int],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> AsyncStream:
         """The same, piece by piece. Returns with the first one."""
         return await self._stream(prompt_request(prompt, model, options), timeout)
 
+    @takes(ChatArguments)
     async def chat(
         self,
         messages: Sequence[Message],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Any,
     ) -> Generation:
         """A conversation's next turn."""
         return await self._generate(chat_request(messages, model, options), timeout)
 
+    @takes(ChatArguments)
     async def stream_chat(
         self,
         messages: Sequence[Message],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Any,
     ) -> AsyncStream:
         """The same, piece by piece. Returns with the first one."""
         return await self._stream(chat_request(messages, model, options), timeout)

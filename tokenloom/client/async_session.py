@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self
 
 import grpc.aio
 
 from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from .client_request import Options, check_streamed, prompt_request
+from .client_request import check_streamed, prompt_request
+from .options import TurnArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation
 
 Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -26,9 +27,8 @@ class AsyncSession:
         self._call = call
         self._is_answering = False
 
-    async def generate(
-        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
-    ) -> Generation:
+    @takes(TurnArguments)
+    async def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
         """Continues with a text, or token ids, and waits for the whole answer. Raises any of :mod:`errors`."""
         request = prompt_request(prompt, model, options)
         collector = Collector(request)
@@ -36,8 +36,9 @@ class AsyncSession:
             collector.add(response)
         return collector.result()
 
+    @takes(TurnArguments)
     async def stream(
-        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
+        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any
     ) -> AsyncIterator[Chunk]:
         """The same, piece by piece. What is not read to its end goes on, and is skipped by the next turn."""
         request = prompt_request(prompt, model, options)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tokenloom.offline.outputs import CompletionOutput, Logprob
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from .client_request import Message
+from .options import Message
 from .tool_calls import ToolCall, ToolCallDelta, add_delta, read_delta
 
 _FINISH_REASONS = {

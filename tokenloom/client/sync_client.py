@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self, TypeAlias, TypeVar, Unpack, cast
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import grpc
 
@@ -12,7 +12,8 @@ from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
-from .client_request import ChatOptions, Message, Options, chat_request, check_streamed, prompt_request
+from .client_request import chat_request, check_streamed, prompt_request
+from .options import ChatArguments, Message, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 from .sync_session import Session
@@ -90,13 +91,14 @@ class Client:
 
         return list(map(read_model, self._retrying(attempt, timeout).models))
 
+    @takes(PromptArguments)
     def generate(
         self,
         prompt: str | Sequence[int],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> Generation:
         """Continues a text, or token ids. ``model``: None: the one that is served.
 
@@ -104,35 +106,38 @@ class Client:
         """
         return self._generate(prompt_request(prompt, model, options), timeout)
 
+    @takes(PromptArguments)
     def stream(
         self,
         prompt: str | Sequence[int],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> Stream:
         """The same, piece by piece. Returns with the first one."""
         return self._stream(prompt_request(prompt, model, options), timeout)
 
+    @takes(ChatArguments)
     def chat(
         self,
         messages: Sequence[Message],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Any,
     ) -> Generation:
         """A conversation's next turn."""
         return self._generate(chat_request(messages, model, options), timeout)
 
+    @takes(ChatArguments)
     def stream_chat(
         self,
         messages: Sequence[Message],
         *,
         model: str | None = None,
         timeout: float | None = None,
-        **options: Unpack[ChatOptions],
+        **options: Any,
     ) -> Stream:
         """The same, piece by piece. Returns with the first one."""
         return self._stream(chat_request(messages, model, options), timeout)

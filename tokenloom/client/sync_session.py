@@ -3,14 +3,15 @@
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self, TypeAlias, Unpack, cast
+from typing import Any, Self, TypeAlias, cast
 
 import grpc
 
 from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
-from .client_request import Options, check_streamed, prompt_request
+from .client_request import check_streamed, prompt_request
+from .options import TurnArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation
 
 Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
@@ -29,9 +30,8 @@ class Session:
         self._call = open_call(cast(Iterator[inference_pb2.GenerateRequest], iter(self._turns.get, None)))
         self._is_answering = False
 
-    def generate(
-        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
-    ) -> Generation:
+    @takes(TurnArguments)
+    def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
         """Continues with a text, or token ids, and waits for the whole answer. Raises any of :mod:`errors`."""
         request = prompt_request(prompt, model, options)
         collector = Collector(request)
@@ -39,9 +39,8 @@ class Session:
             collector.add(response)
         return collector.result()
 
-    def stream(
-        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Unpack[Options]
-    ) -> Iterator[Chunk]:
+    @takes(TurnArguments)
+    def stream(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Iterator[Chunk]:
         """The same, piece by piece. What is not read to its end goes on, and is skipped by the next turn."""
         request = prompt_request(prompt, model, options)
         check_streamed(request)

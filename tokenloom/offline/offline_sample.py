@@ -1,6 +1,6 @@
 """One continuation of a prompt on its way through the engine core."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
@@ -8,7 +8,6 @@ from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
 from .outputs import CompletionOutput, Logprob
-from .token_logprobs import token_logprobs
 
 _FINISH_REASONS = {
     FinishReason.STOP: "stop",
@@ -36,7 +35,7 @@ class OfflineSample:
         self.core_request = core_request
         self._text = text
         params = core_request.sampling_params
-        self._num_also = len(params.logprob_token_ids)
+        self._num_also = len(params.logprob_token_ids or ())
         self.completion = CompletionOutput(index=index, text="", token_ids=[])
         if params.logprobs is not None:
             self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
@@ -104,3 +103,29 @@ class OfflineSample:
         self.completion.finish_reason = _FINISH_REASONS[reason]
         if stop_token_id not in self._text.eos_token_ids:
             self.completion.stop_reason = stop_token_id
+
+
+def token_logprobs(
+    columns: Logprobs, token_ids: Sequence[int], num_also: int, vocabulary: Vocabulary | None
+) -> list[dict[int, Logprob]]:
+    """Of each of ``token_ids``, [n], first itself, then the best, best first, then ``num_also`` that were asked for.
+
+    ``vocabulary``: what tokens are decoded with; None: they are not.
+    """
+    top = columns.top
+
+    def logprob(token_id: int, value: float, rank: int | None) -> Logprob:
+        if vocabulary is None:
+            return Logprob(value, rank)
+        return Logprob(value, rank, vocabulary.token_bytes(token_id).decode(errors="replace"))
+
+    positions = []
+    for index, token_id in enumerate(token_ids):
+        told = {token_id: logprob(token_id, columns.sampled[index], columns.rank[index])}
+        for place in range(top):
+            other = columns.token_ids[index * top + place]
+            if other not in told:
+                rank = place + 1 if place < top - num_also else None
+                told[other] = logprob(other, columns.logprobs[index * top + place], rank)
+        positions.append(told)
+    return positions

@@ -22,7 +22,7 @@ class Logprob:
     logprob: float
     """Natural."""
     rank: int | None = None
-    """1 is the best; None for tokens of ``logprob_token_ids`` beyond the best that were asked for."""
+    """1 is the best; None for tokens that the request names and that are not among the best."""
     decoded_token: str | None = None
     """What the token alone stands for; None without ``detokenize``."""
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypedDict
 import torch
 from tokenizers import Tokenizer
 
-from tokenloom.request.validation import narrow_token_ids
+from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import types_pb2
 
 

@@ -3,9 +3,8 @@
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
-import msgspec
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import CheckpointInfo
@@ -66,8 +65,7 @@ class RequestBuilder:
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
         wire = params.to_wire()
         spellings = bad_words.spellings(params.bad_words or ())
-        for ids in bad_words.sequences([self._encode(text) for text in spellings]):
-            wire.bad_words.append(types_pb2.TokenIds(ids=ids))
+        bad_words.forbid(wire, [self._encode(text) for text in spellings])
         # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
         eos = [id_ for id_ in self._info.eos_token_ids if id_ < self._limits.vocab_size and not params.ignore_eos]
         wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
@@ -93,15 +91,13 @@ class RequestBuilder:
     ) -> list[EngineCoreRequest]:
         """n requests that differ in their seeds and share the blocks of their prompt; the first tells of it."""
         rest = self._limits.max_model_len - len(prompt.token_ids)
-        first = to_core_sampling(wire, self._limits, default_max_tokens=rest)
-        others = msgspec.structs.replace(first, prompt_logprobs=None)
+        first = to_core_sampling(wire, self._limits, rest)
+        others = replace(first, prompt_logprobs=None)
         return [
             EngineCoreRequest(
                 request_id=request_id if n == 1 else f"{index}_{request_id}",
                 prompt_token_ids=prompt.token_ids,
-                sampling_params=msgspec.structs.replace(
-                    others if index else first, seed=sample_seed(first.seed, index)
-                ),
+                sampling_params=replace(others if index else first, seed=sample_seed(first.seed, index)),
                 cache_salt=prompt.cache_salt,
                 prompt_embeds=to_spans(prompt.embeds),
             )

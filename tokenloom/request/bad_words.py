@@ -1,6 +1,8 @@
-"""Words that must not appear, as token sequences: where a text begins and within it, a word may be other tokens."""
+"""Finds the token sequences of forbidden words: a word has other tokens at the start of a text than within it."""
 
 from collections.abc import Sequence
+
+from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
 from .validation import MAX_BAD_WORDS
@@ -9,7 +11,7 @@ MAX_BAD_WORD_CHARS = 1024
 
 
 def spellings(words: Sequence[str]) -> list[str]:
-    """The two texts of each word that are to be encoded, without special tokens. Raises ``InvalidArgument``."""
+    """Return the two texts of each word to encode, without special tokens. Raises ``InvalidArgument``."""
     if len(words) > MAX_BAD_WORDS // 2:
         raise InvalidArgument(f"bad_words may hold at most {MAX_BAD_WORDS // 2} words, not {len(words)}", "bad_words")
     for word in words:
@@ -18,15 +20,13 @@ def spellings(words: Sequence[str]) -> list[str]:
     return [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
 
 
-def sequences(encoded: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """The sequences to forbid; ``encoded``: what :func:`spellings` gave, as token ids.
+def forbid(params: types_pb2.SamplingParams, encoded: Sequence[Sequence[int]]) -> None:
+    """Add the sequences to forbid to ``params``; ``encoded`` holds the token ids of :func:`spellings`.
 
-    What ends with the tokens of the plain word is forbidden by them. vLLM leaves the spaced one out when it has more
-    tokens or fewer, too, and so lets some words pass.
+    A sequence that ends with the tokens of the plain word is forbidden by them. vLLM also leaves out the spaced word if
+    the lengths differ, and so lets some words pass.
     """
-    forbidden: list[Sequence[int]] = []
     for plain, spaced in zip(encoded[::2], encoded[1::2], strict=True):
-        forbidden.append(plain)
+        params.bad_words.add(ids=plain)
         if list(spaced[-len(plain) :]) != list(plain):
-            forbidden.append(spaced)
-    return forbidden
+            params.bad_words.add(ids=spaced)

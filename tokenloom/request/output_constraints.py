@@ -8,9 +8,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
+from .sampling_params import StructuredOutputsParams
 
 FIELD = "structured_outputs"
 MAX_SOURCE_BYTES = 32 << 10
@@ -19,7 +22,7 @@ MAX_DEPTH = 32
 """Of a schema's objects and arrays."""
 MAX_ENUM = 1000
 """Values of one ``enum``, and choices."""
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
+KINDS = StructuredOutputsParams.__struct_fields__
 
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "whitespace_pattern")
 """Further members of vLLM's ``structured_outputs``: taken when they ask for nothing."""
@@ -28,6 +31,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
     """vLLM's form, ``{"json": …}`` and the like, with one kind set. Raises ``InvalidArgument`` naming ``field``."""
+    if isinstance(value, StructuredOutputsParams):
+        value = structs.asdict(value)
     if not isinstance(value, Mapping):
         raise InvalidArgument(f"{field} must be an object with one of {', '.join(KINDS)}", field)
     asked = {name: part for name, part in value.items() if part not in (None, False)}

@@ -1,67 +1,60 @@
-"""The one validator: every entrance (HTTP, public gRPC, the engine's own stream, the offline API) checks requests here.
+"""Checks requests at the trust boundaries: the public edge (gateway, offline API) and the engine's own entrance.
 
-Values are checked after narrowing to the wire's types, so that what is checked is what runs. Errors name the field in
-the public API's spelling.
+Values are checked as messages of the wire's types, so that what is checked is what runs. Ranges come from the table of
+sampling parameters (:mod:`.sampling_params`). Errors are ``InvalidArgument`` and name the field as the public API
+spells it.
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Sequence
 
-from tokenloom.v1 import output_processor_pb2, types_pb2
+from msgspec import inspect
+
+from tokenloom.v1 import output_processor_pb2
+from tokenloom.v1.types_pb2 import ModelLimits as Limits
+from tokenloom.v1.types_pb2 import SamplingParams as Params
 
 from .errors import InvalidArgument
-from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE
-from .narrowing import narrow_int as narrow_int
-from .narrowing import narrow_sampling as narrow_sampling
-from .narrowing import narrow_token_ids as narrow_token_ids
+from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE, rows
 from .output_constraints import check_structured_outputs
+from .sampling_params import MAX_REPETITION, MAX_SAMPLES, SamplingFields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 128
-MAX_REPETITION = 1024
-"""Of each number in repetition_detection: what it costs each token grows with them."""
-MAX_SAMPLES = 128
-"""Of one prompt."""
 MAX_OUTPUTS = 1024
-"""Of one request: samples of all its prompts."""
+"""Samples of all prompts of one request."""
 DEFAULT_MAX_LOGPROBS = 20
-"""Alternatives at a position, as in vLLM, of engines that name no other limit."""
+"""Alternatives per position when the engine sets no limit, as in vLLM."""
 DEFAULT_MAX_TOKENS = 16
-"""Of completions and the offline API, as in vLLM and OpenAI."""
-
-_FLOATS = {
-    # lowest, highest, whether the lowest itself is allowed; all defaults are within
-    "temperature": (0.0, math.inf, True),
-    "top_p": (0.0, 1.0, False),
-    "min_p": (0.0, 1.0, True),
-    "presence_penalty": (-2.0, 2.0, True),
-    "frequency_penalty": (-2.0, 2.0, True),
-    "repetition_penalty": (0.0, math.inf, False),
-}
+"""For completions and the offline API, as in vLLM and OpenAI."""
+_U32 = 2**32 - 1
+ANY_MODEL = Limits(max_model_len=_U32, vocab_size=_U32, max_logprobs=_U32)
+"""Limits for parameters that are checked before a model is known."""
 
 
 def check_generate(
     token_ids: Sequence[int],
-    params: types_pb2.SamplingParams,
-    limits: types_pb2.ModelLimits,
+    params: Params,
+    limits: Limits,
     *,
     stop: Sequence[str] = (),
     accepted_token_ids: Sequence[int] = (),
     num_samples: int = 1,
 ) -> None:
-    """Checks a whole request for text: prompt, sampling parameters, stop strings, tokens of earlier attempts."""
+    """Check a whole request for text: prompt, sampling parameters, stop strings, tokens of earlier attempts."""
     check_sampling(params, limits, num_samples)
-    check_stop(stop)
+    if stop:
+        check_stop(stop)
     check_prompt(token_ids, params, limits)
     if accepted_token_ids:
         check_accepted(accepted_token_ids, len(token_ids), limits)
 
 
-def check_priority(priority: int, limits: types_pb2.ModelLimits) -> None:
-    """Refuses what an engine would have to ignore."""
+def check_priority(priority: int, limits: Limits) -> None:
+    """Refuse a priority that an engine would have to ignore."""
     if priority and not limits.priorities:
         raise InvalidArgument(
             f"priority is {priority}, but requests are served first come, first served "
@@ -70,8 +63,8 @@ def check_priority(priority: int, limits: types_pb2.ModelLimits) -> None:
         )
 
 
-def check_accepted(accepted_token_ids: Sequence[int], num_before: int, limits: types_pb2.ModelLimits) -> None:
-    """Checks tokens of earlier attempts, at least one, that follow ``num_before`` others."""
+def check_accepted(accepted_token_ids: Sequence[int], num_before: int, limits: Limits) -> None:
+    """Check tokens of earlier attempts, at least one, that follow ``num_before`` others."""
     field = "accepted_token_ids"
     if not accepted_token_ids:
         raise InvalidArgument(f"{field} is empty", field)
@@ -83,10 +76,8 @@ def check_accepted(accepted_token_ids: Sequence[int], num_before: int, limits: t
         )
 
 
-def check_prompt(
-    token_ids: Sequence[int], params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, *, field: str = "prompt"
-) -> None:
-    """Checks that the prompt has tokens, all of them the model's, and that prompt and output fit the context."""
+def check_prompt(token_ids: Sequence[int], params: Params, limits: Limits, *, field: str = "prompt") -> None:
+    """Check that the prompt has tokens, that all are in the vocabulary, and that prompt and output fit the context."""
     if not token_ids:
         raise InvalidArgument(f"{field} is empty; at least one token is needed", field)
     length = len(token_ids)
@@ -97,7 +88,7 @@ def check_prompt(
             field,
         )
     _check_token_ids(token_ids, limits, field)
-    if params.min_tokens:  # once more: max_tokens may have been filled in since
+    if params.min_tokens:  # again, because max_tokens may have been filled in since
         _check_min_tokens(params, limits, "min_tokens")
     if params.HasField("max_tokens") and length + params.max_tokens > limits.max_model_len:
         raise InvalidArgument(
@@ -107,32 +98,23 @@ def check_prompt(
         )
 
 
-def check_sampling(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, num_samples: int = 1) -> None:
-    """Checks every sampling parameter; those of a later version are refused unless they are at their default."""
-    check_numbers(params)
+def check_sampling(params: Params, limits: Limits, num_samples: int = 1) -> None:
+    """Check every sampling parameter that is set; defaults need no check."""
+    for descriptor, value in params.ListFields():
+        name = descriptor.name
+        if (check := _OWN_RULES.get(name)) is not None:
+            check(params, limits, name)
+        if (bounds := _BOUNDS.get(name)) is not None:
+            if not bounds[0] <= value <= bounds[1]:  # NaN fails every comparison
+                raise InvalidArgument(f"{name} must be {bounds[2]}, not {value:g}", name)
+        elif name in _LENGTHS:
+            _check_token_ids(value, limits, name, _LENGTHS[name] or limits.vocab_size)
     if num_samples > 1 and params.HasField("temperature") and params.temperature == 0:
         raise InvalidArgument("n must be 1 with temperature 0: all samples would be the same", "n")
-    if params.HasField("max_tokens") and not 1 <= params.max_tokens <= limits.max_model_len:
-        raise InvalidArgument(
-            f"max_tokens must be from 1 to the model's context of {limits.max_model_len}, not {params.max_tokens}",
-            "max_tokens",
-        )
-    for descriptor, _ in params.ListFields():
-        if (check := _CHECKS.get(descriptor.name)) is not None:
-            check(params, limits, descriptor.name)
-
-
-def check_numbers(params: types_pb2.SamplingParams) -> None:
-    """The part of :func:`check_sampling` that needs no model: what a checkpoint gives as defaults is checked by it."""
-    for descriptor, value in params.ListFields():  # those that are set: defaults need no look
-        if (bounds := _FLOATS.get(descriptor.name)) is not None:
-            _check_float(descriptor.name, value, *bounds)
-    if 0 < params.temperature < MIN_TEMPERATURE:
-        raise InvalidArgument(f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", "temperature")
 
 
 def check_samples(n: int, num_prompts: int = 1) -> None:
-    """Checks how many samples of how many prompts one request may ask for, before anything is made for them."""
+    """Check how many samples of how many prompts one request may ask for, before anything is made for them."""
     if not 1 <= n <= MAX_SAMPLES:
         raise InvalidArgument(f"n must be from 1 to {MAX_SAMPLES}, not {n}", "n")
     if n > 1 and n * num_prompts > MAX_OUTPUTS:
@@ -140,14 +122,15 @@ def check_samples(n: int, num_prompts: int = 1) -> None:
 
 
 def check_text(text: output_processor_pb2.TextOptions) -> None:
-    """Checks how text is to be made."""
-    check_stop(text.stop)
-    if text.stop and text.HasField("detokenize") and not text.detokenize:
-        raise InvalidArgument("stop needs detokenize: stop strings are found in the text", "stop")
+    """Check the stop strings, and that there is a text to find them in."""
+    if text.stop:
+        check_stop(text.stop)
+        if text.HasField("detokenize") and not text.detokenize:
+            raise InvalidArgument("stop needs detokenize: stop strings are found in the text", "stop")
 
 
 def check_stop(strings: Sequence[str]) -> None:
-    """Checks stop strings."""
+    """Check stop strings."""
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidArgument(f"stop may hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}", "stop")
     for string in strings:
@@ -157,73 +140,72 @@ def check_stop(strings: Sequence[str]) -> None:
             raise InvalidArgument(f"a stop string may have at most {MAX_STOP_STRING_CHARS} characters", "stop")
 
 
-def fill_max_tokens(
-    params: types_pb2.SamplingParams, prompt_len: int, limits: types_pb2.ModelLimits, *, chat: bool, default: int = 0
-) -> None:
-    """Sets ``max_tokens`` where the client did not, to no more than is left of the context: to ``default`` (the
-    model's own; 0: it has none), else all of it for chat, else 16."""
+def fill_max_tokens(params: Params, prompt_len: int, limits: Limits, *, chat: bool, default: int = 0) -> None:
+    """Set ``max_tokens`` if the client did not, to at most what is left of the context: to ``default`` (the model's
+    own; 0: it has none), otherwise to all that is left for a chat and to 16 for a completion."""
     if not params.HasField("max_tokens"):
         rest = max(limits.max_model_len - prompt_len, 1)
         params.max_tokens = min(default or (rest if chat else DEFAULT_MAX_TOKENS), rest)
 
 
-def max_logprobs(limits: types_pb2.ModelLimits) -> int:
-    """Alternatives that a position may ask for; at least the vocabulary's size: as many as one likes."""
+def max_logprobs(limits: Limits) -> int:
+    """Return how many alternatives a position may ask for; the vocabulary's size or more means no limit."""
     return limits.max_logprobs if limits.HasField("max_logprobs") else DEFAULT_MAX_LOGPROBS
 
 
-def _check_stop_token_ids(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgument(f"{field} may hold at most {MAX_STOP_TOKEN_IDS} ids", field)
-    _check_token_ids(params.stop_token_ids, limits, field)
+def _check_temperature(params: Params, limits: Limits, field: str) -> None:
+    if 0 < params.temperature < MIN_TEMPERATURE:
+        raise InvalidArgument(f"{field} must be 0 (greedy) or at least {MIN_TEMPERATURE:g}", field)
 
 
-def _check_min_tokens(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
+def _check_max_tokens(params: Params, limits: Limits, field: str) -> None:
+    if not 1 <= params.max_tokens <= limits.max_model_len:
+        raise InvalidArgument(
+            f"{field} must be from 1 to the model's context of {limits.max_model_len}, not {params.max_tokens}", field
+        )
+
+
+def _check_min_tokens(params: Params, limits: Limits, field: str) -> None:
     if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         raise InvalidArgument(
             f"{field} is {params.min_tokens}, more than max_tokens, which is {params.max_tokens}", field
         )
 
 
-def _check_logprobs(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
+def _check_logprobs(params: Params, limits: Limits, field: str) -> None:
     most = max_logprobs(limits)
     asked = getattr(params, field)
     if most < limits.vocab_size and asked > most:
-        told = -1 if asked == ALL_LOGPROBS else asked
-        raise InvalidArgument(f"{field} must be from 0 to {most}, not {told}", field)
+        raise InvalidArgument(f"{field} must be from 0 to {most}, not {-1 if asked == ALL_LOGPROBS else asked}", field)
 
 
-def _check_logprob_token_ids(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
+def _check_logprob_token_ids(params: Params, limits: Limits, field: str) -> None:
     if not params.HasField("logprobs"):
         raise InvalidArgument(f"{field} needs logprobs, which is not set", field)
     most = max_logprobs(limits)
-    if len(params.logprob_token_ids) > most:
+    if len(getattr(params, field)) > most:
         raise InvalidArgument(f"{field} may hold at most {most} ids", field)
-    _check_token_ids(params.logprob_token_ids, limits, field)
 
 
-def _check_logit_bias(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
+def _check_logit_bias(params: Params, limits: Limits, field: str) -> None:
     _check_token_ids(params.logit_bias.keys(), limits, field)
+    low, high, words = _BIAS_BOUNDS
     for bias in params.logit_bias.values():
-        _check_float(field, bias, -100.0, 100.0, low_allowed=True)
+        if not low <= bias <= high:
+            raise InvalidArgument(f"{field} must be {words}, not {bias:g}", field)
 
 
-def _check_allowed_token_ids(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
-    if len(params.allowed_token_ids) > limits.vocab_size:
-        raise InvalidArgument(f"{field} holds more ids than the vocabulary has", field)
-    _check_token_ids(params.allowed_token_ids, limits, field)
-
-
-def _check_bad_words(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
-    if len(params.bad_words) > MAX_BAD_WORDS:
+def _check_bad_words(params: Params, limits: Limits, field: str) -> None:
+    words = getattr(params, field)
+    if len(words) > MAX_BAD_WORDS:
         raise InvalidArgument(f"{field} may hold at most {MAX_BAD_WORDS} token sequences", field)
-    for word in params.bad_words:
+    for word in words:
         if not 1 <= len(word.ids) <= MAX_BAD_WORD_TOKENS:
             raise InvalidArgument(f"{field} may hold sequences of 1 to {MAX_BAD_WORD_TOKENS} tokens", field)
         _check_token_ids(word.ids, limits, field)
 
 
-def _check_repetition_detection(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
+def _check_repetition_detection(params: Params, limits: Limits, field: str) -> None:
     detection = params.repetition_detection
     if not 1 <= detection.min_pattern_size <= detection.max_pattern_size <= MAX_REPETITION:
         raise InvalidArgument(
@@ -234,15 +216,9 @@ def _check_repetition_detection(params: types_pb2.SamplingParams, limits: types_
         raise InvalidArgument(f"{field}: min_count must be from 2 to {MAX_REPETITION}", field)
 
 
-def _check_float(name: str, value: float, low: float, high: float, low_allowed: bool) -> None:
-    above = value >= low if low_allowed else value > low
-    if not (math.isfinite(value) and above and value <= high):  # NaN fails every comparison
-        start = f"of at least {low:g}" if low_allowed else f"above {low:g}"
-        end = "" if high == math.inf else f" and at most {high:g}"
-        raise InvalidArgument(f"{name} must be a number {start}{end}, not {value:g}", name)
-
-
-def _check_token_ids(token_ids: Collection[int], limits: types_pb2.ModelLimits, field: str) -> None:
+def _check_token_ids(token_ids: Collection[int], limits: Limits, field: str, most: int | None = None) -> None:
+    if most is not None and len(token_ids) > most:
+        raise InvalidArgument(f"{field} may hold at most {most} ids, not {len(token_ids)}", field)
     largest = max(token_ids)
     if largest >= limits.vocab_size:
         raise InvalidArgument(f"{field} holds token id {largest}; ids go from 0 to {limits.vocab_size - 1}", field)
@@ -250,20 +226,32 @@ def _check_token_ids(token_ids: Collection[int], limits: types_pb2.ModelLimits, 
         raise InvalidArgument(f"{field} holds a negative token id; ids go from 0 to {limits.vocab_size - 1}", field)
 
 
-def _check_structured_outputs(params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, field: str) -> None:
-    check_structured_outputs(params.structured_outputs, field)
+def _bounds(row: inspect.FloatType | inspect.IntType) -> tuple[float, float, str]:
+    """Return the lowest and the highest value of a row, and both in words; infinities are never allowed."""
+    if isinstance(row, inspect.IntType):
+        first, last = row.ge or 0, _U32 if row.le is None else row.le
+        return first, last, f"an integer from {first} to {last}"
+    low = math.nextafter(row.gt, math.inf) if row.gt is not None else -sys.float_info.max if row.ge is None else row.ge
+    start = f"of at least {low:g}" if row.gt is None else f"above {row.gt:g}"
+    end = "" if row.le is None else f" and at most {row.le:g}"
+    return low, sys.float_info.max if row.le is None else row.le, f"a number {start}{end}"
 
 
-# Of fields that are set only; those of no entry are checked with the numbers, or may be anything that the wire carries.
-_CHECKS: dict[str, Callable[[types_pb2.SamplingParams, types_pb2.ModelLimits, str], None]] = {
-    "stop_token_ids": _check_stop_token_ids,
+# For each row, what its type says; rows with a rule of their own are checked by both.
+_ROWS = dict(rows(SamplingFields))
+_BOUNDS = {name: _bounds(row) for name, row in _ROWS.items() if isinstance(row, (inspect.FloatType, inspect.IntType))}
+del _BOUNDS["seed"]  # any 64 bits
+_BIAS_BOUNDS = _bounds(_ROWS["logit_bias"].value_type)  # type: ignore[attr-defined]  # it is a mapping
+_LENGTHS = {name: row.max_length for name, row in _ROWS.items() if isinstance(row, inspect.ListType)}
+_OWN_RULES: dict[str, Callable[[Params, Limits, str], None]] = {
+    "temperature": _check_temperature,
+    "max_tokens": _check_max_tokens,
     "min_tokens": _check_min_tokens,
     "logprobs": _check_logprobs,
     "prompt_logprobs": _check_logprobs,
     "logprob_token_ids": _check_logprob_token_ids,
     "logit_bias": _check_logit_bias,
-    "allowed_token_ids": _check_allowed_token_ids,
     "bad_words": _check_bad_words,
     "repetition_detection": _check_repetition_detection,
-    "structured_outputs": _check_structured_outputs,
+    "structured_outputs": lambda params, limits, field: check_structured_outputs(params.structured_outputs, field),
 }

@@ -1,96 +1,79 @@
-"""``AddRequest`` → the engine core's request: validated, every default filled in."""
+"""Turns an ``AddRequest`` into the engine core's request: checked, with every default filled in."""
 
+import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
+from msgspec import inspect
 
-from tokenloom.engine_core.wire.core_sampling_params import RepetitionDetection, SamplingParams
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, SamplingParams, StructuredOutput
 from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import validation
 from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
+from tokenloom.request.narrowing import rows
 from tokenloom.request.prompt_embeds import check_embeds
+from tokenloom.request.sampling_params import RepetitionDetectionParams, SamplingFields
 from tokenloom.v1 import engine_pb2, types_pb2
-
-from .grammar_config import to_core_structured_output
 
 LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
 
 
 def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.ModelLimits) -> EngineCoreRequest:
-    """The core's request, named ``key``. Raises ``InvalidArgument`` naming the field, or ``DeadlineExceeded``."""
-    _check_supported(add)
-    params = add.sampling_params
-    validation.check_generate(add.prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
-    validation.check_priority(add.priority, limits)
-    check_embeds(add.prompt, params, limits)
+    """Return the core's request, named ``key``. Raises ``InvalidArgument`` naming the field or ``DeadlineExceeded``."""
+    if add.WhichOneof("task") is None:
+        raise InvalidArgument("task is not set; expected sampling_params", "task")
+    prompt, params = add.prompt, add.sampling_params
+    validation.check_generate(prompt.token_ids, params, limits, accepted_token_ids=add.accepted_token_ids)
+    if add.priority:
+        validation.check_priority(add.priority, limits)
+    if prompt.embeds:
+        check_embeds(prompt, params, limits)
     _check_kv(add)
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
-    num_left = limits.max_model_len - len(add.prompt.token_ids)
     return EngineCoreRequest(
         request_id=key,
-        prompt_token_ids=list(add.prompt.token_ids),
-        sampling_params=to_core_sampling(params, limits, default_max_tokens=num_left),
+        prompt_token_ids=list(prompt.token_ids),
+        sampling_params=to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids)),
         accepted_token_ids=list(add.accepted_token_ids),
         priority=add.priority,
-        cache_salt=add.prompt.cache_salt,
+        cache_salt=prompt.cache_salt,
         lease_id=secrets.token_bytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
-        prompt_embeds=to_spans(add.prompt.embeds),
+        prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
     )
 
 
 def to_core_sampling(
-    params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, *, default_max_tokens: int
+    params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, default_max_tokens: int
 ) -> SamplingParams:
-    """Valid parameters with every default filled in; without a seed one is drawn."""
-    return SamplingParams(
-        max_tokens=params.max_tokens if params.HasField("max_tokens") else default_max_tokens,
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_p=params.top_p if params.HasField("top_p") else 1.0,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
-        stop_token_ids=tuple(params.stop_token_ids),
-        min_tokens=params.min_tokens,
-        logprobs=min(params.logprobs, limits.vocab_size) if params.HasField("logprobs") else None,
-        prompt_logprobs=min(params.prompt_logprobs, limits.vocab_size) if params.HasField("prompt_logprobs") else None,
-        logprob_token_ids=tuple(params.logprob_token_ids),
-        logit_bias=dict(params.logit_bias),
-        allowed_token_ids=tuple(params.allowed_token_ids),
-        bad_words=tuple(tuple(word.ids) for word in params.bad_words),
-        repetition_detection=_repetition_detection(params),
-        skip_reading_prefix_cache=params.skip_reading_prefix_cache,
-        structured_output=to_core_structured_output(params),
-    )
-
-
-def _repetition_detection(params: types_pb2.SamplingParams) -> RepetitionDetection | None:
-    if not params.HasField("repetition_detection"):
-        return None
-    wire = params.repetition_detection
-    return RepetitionDetection(wire.max_pattern_size, wire.min_pattern_size, wire.min_count)
+    """Return valid parameters with every default filled in; without a seed one is drawn."""
+    values: dict[str, Any] = {"max_tokens": default_max_tokens}
+    for descriptor, value in params.ListFields():
+        name = descriptor.name
+        read = _READERS.get(name)
+        values[name] = value if read is None else read(value)
+    if "seed" not in values:
+        values["seed"] = secrets.randbits(64)
+    for name in ("logprobs", "prompt_logprobs"):
+        if name in values:
+            values[name] = min(values[name], limits.vocab_size)
+    if "structured_outputs" in values:
+        values["structured_output"] = values.pop("structured_outputs")
+    return SamplingParams(**values)
 
 
 def to_spans(embeds: Iterable[types_pb2.PromptEmbeds]) -> list[EmbedsSpan]:
-    """Prompt embeddings of a checked request: views of the message's bytes, nothing is copied."""
+    """Return prompt embeddings for the core: views of the message's bytes, nothing is copied."""
     return [EmbedsSpan(span.position, np.frombuffer(span.rows, "<f4").reshape(span.num_tokens, -1)) for span in embeds]
 
 
-def _check_supported(add: engine_pb2.AddRequest) -> None:
-    """Refuses what a later version brings: better than answering something else."""
-    if add.WhichOneof("task") is None:
-        raise InvalidArgument("task is not set; expected sampling_params", "task")
-
-
 def _check_kv(add: engine_pb2.AddRequest) -> None:
-    """The legs exclude each other, and a source covers some of the request's own tokens."""
+    """Check that the legs exclude each other, and that a source covers some of the request's own tokens."""
     if not add.HasField("kv_source"):
         if add.awaits_tokens:
             raise InvalidArgument("awaits_tokens is set without a kv_source to read meanwhile", "awaits_tokens")
@@ -107,3 +90,32 @@ def _check_kv(add: engine_pb2.AddRequest) -> None:
     num_tokens = len(add.prompt.token_ids) + len(add.accepted_token_ids)
     if not 1 <= source.num_tokens <= num_tokens:
         raise InvalidArgument(f"kv_source covers {source.num_tokens} tokens, the request has {num_tokens}", "kv_source")
+
+
+def _read_repetition_detection(wire: types_pb2.RepetitionDetection) -> RepetitionDetectionParams:
+    return RepetitionDetectionParams(
+        max_pattern_size=wire.max_pattern_size, min_pattern_size=wire.min_pattern_size, min_count=wire.min_count
+    )
+
+
+def _read_bad_words(words: Iterable[types_pb2.TokenIds]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(word.ids) for word in words)
+
+
+def _read_structured_outputs(constraint: types_pb2.StructuredOutputs) -> StructuredOutput:
+    kind = GrammarKind(constraint.WhichOneof("constraint"))
+    if kind is GrammarKind.JSON_OBJECT:
+        return StructuredOutput(kind)
+    if kind is GrammarKind.CHOICE:
+        return StructuredOutput(kind, json.dumps(list(constraint.choice.texts)))
+    return StructuredOutput(kind, getattr(constraint, kind))
+
+
+# How the values of the wire that are no plain data become plain.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    **{name: tuple for name, row in rows(SamplingFields) if isinstance(row, inspect.ListType)},
+    **{name: dict for name, row in rows(SamplingFields) if isinstance(row, inspect.DictType)},
+    "bad_words": _read_bad_words,
+    "repetition_detection": _read_repetition_detection,
+    "structured_outputs": _read_structured_outputs,
+}

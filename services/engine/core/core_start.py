@@ -7,8 +7,8 @@ from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPC
 from tokenloom.engine_core.errors import EngineConfigError, EngineStartError
 from tokenloom.request.errors import FailedPrecondition, InvalidArgument
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.token_cost import cpu_seconds_of, show_token_cost
 from tokenloom.services.runtime.telemetry import process_metrics
+from tokenloom.services.runtime.telemetry.process_metrics import cpu_seconds_of, show_token_cost
 
 from ..control.kv_event_feed import KVEventFeed
 from ..engine_metrics import EngineMetrics

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from tokenloom.engine_core.kv_transfer.kv_messages import KV_FAILURES
 from tokenloom.engine_core.wire.messages import SchedulerStats
-from tokenloom.services.runtime.telemetry.fast_metrics import CounterReading
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter as FastCounter
 
 PREFIX = "tokenloom_"
 
@@ -19,7 +19,7 @@ class KVMetrics:
         labels = ("model_name", "engine")
         self._labels = (model, engine)
         self._seen = SchedulerStats()
-        CounterReading(
+        FastCounter(
             registry,
             f"{PREFIX}kv_transfer_blocks",
             "Valid KV blocks read from other engines.",

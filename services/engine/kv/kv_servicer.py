@@ -11,7 +11,7 @@ from google.protobuf import duration_pb2
 from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
-from tokenloom.services.runtime.host.host import SERVER_OPTIONS, bind
+from tokenloom.services.runtime.host.listener import SERVER_OPTIONS, bind
 from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.tls import MeshTLS
@@ -143,9 +143,10 @@ class KVServer:
     can reach without TLS, ``Unavailable`` for one that cannot be bound."""
 
     def __init__(self, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool) -> None:
-        edge = Edge(lambda: True, check_caller if tls is not None else None)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[edge], maximum_concurrent_rpcs=_MAX_CALLS)
-        kv_transfer_pb2_grpc.add_KVTransferServicer_to_server(servicer, self._server)
+        edge = Edge(check_caller if tls is not None else None)
+        edge.add_servicer(kv_transfer_pb2_grpc.add_KVTransferServicer_to_server, servicer)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+        self._server.add_generic_rpc_handlers((edge,))
         credentials = tls.server_credentials() if tls is not None else None
         self.address = bind(self._server, listen, credentials, insecure=insecure, field="kv_listen")
 

@@ -1,1 +1,1 @@
-"""An assistant's turn, parsed as it grows: text, reasoning and tool calls."""
+"""Parses an assistant's turn as it grows: text, reasoning and tool calls."""

@@ -1,12 +1,12 @@
-"""Finding marks in a text that comes in pieces."""
+"""Finds markers in a text that arrives in pieces."""
 
 from collections.abc import Sequence
 
 
 def find_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """The text before the first marker, that marker, and what follows it.
+    """Return the text before the first marker, that marker, and what follows it.
 
-    Without one: what surely is text, an empty string, and what may be a marker's beginning.
+    Without a marker: what is certainly text, an empty string, and what may be the beginning of a marker.
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
@@ -20,5 +20,5 @@ def find_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
 
 def begins_marker(text: str, marker: str) -> bool:
-    """Whether the text, as far as it goes, is the marker's beginning."""
+    """Return whether the text is an incomplete beginning of the marker."""
     return len(text) < len(marker) and marker.startswith(text)

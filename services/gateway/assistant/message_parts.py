@@ -1,4 +1,4 @@
-"""What an assistant's turn is made of, in the order in which the model writes it."""
+"""Defines the parts of an assistant's turn, in the order in which the model writes them."""
 
 from dataclasses import dataclass
 
@@ -12,27 +12,27 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text that comes before the answer."""
+    """The model's reasoning before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool is called; its arguments follow."""
+    """The beginning of a call; its arguments follow."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the arguments of the call that began last, JSON as the model writes it."""
+    """More arguments of the call that began last: JSON as the model writes it."""
 
     text: str
 
 
 Part = Content | Reasoning | CallBegin | CallArguments
 ToolPart = Content | CallBegin | CallArguments
-"""What is in the text after the reasoning."""
+"""What the text after the reasoning may hold."""
 TextPart = Content | Reasoning
-"""What is told apart before tool calls are looked for."""
+"""What is separated before the text is searched for tool calls."""

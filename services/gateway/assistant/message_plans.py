@@ -1,50 +1,58 @@
-"""Which parsers read the turns of the served model."""
+"""Chooses the parsers that read the turns of the served model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.v1 import types_pb2
+from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..generation.job import Job
-from ..reasoning.reasoning_parsers import FORMATS as REASONING_FORMATS
-from ..reasoning.reasoning_parsers import ReasoningFormat
-from ..tools.call_id import new_call_id
+from ..reasoning import FORMATS as REASONING_FORMATS
+from ..reasoning import ReasoningFormat
+from ..tools import FORMATS as TOOL_FORMATS
 from ..tools.forced import NamedCall, RequiredCalls, constraint_of
-from ..tools.tool_parser import ToolFormat, ToolParser
-from ..tools.tool_parsers import find_format
+from ..tools.tool_parser import ToolFormat, ToolParser, new_call_id
 from ..tools.tool_request import ToolChoice, ToolRequest
 from .parsed_message import MessagePlan
 
 AUTO = "auto"
-"""As the chat template tells."""
+"""Setting: what the tokenizer reports of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePlans:
-    """What a gateway knows of its model's turns."""
+    """Knows the formats of the served model's turns, and plans how a request's turns are read."""
 
     tools: ToolFormat | None = None
-    """How it writes calls; None: not known."""
+    """How it writes calls; None: unknown."""
     reasoning: ReasoningFormat | None = None
-    """How it writes reasoning; None: it does not, or it is text as any other."""
+    """How it writes reasoning; None: it does not, or reasoning is treated as text."""
 
     @classmethod
-    def choose(cls, tool_parser: str, reasoning_parser: str, *, told_tools: str, told_reasoning: str) -> "MessagePlans":
-        """By the operator's choice or, where that is ``auto``, by what the tokenizer tells of the template."""
+    def choose(
+        cls, tool_parser: str, reasoning_parser: str, info: tokenizer_pb2.GetTokenizerInfoResponse
+    ) -> "MessagePlans":
+        """Choose by the operator's settings or, where these are ``auto``, by what the tokenizer reports.
+
+        An unknown name, as of a newer tokenizer, counts as none.
+        """
         return cls(
-            find_format(told_tools if tool_parser == AUTO else tool_parser),
-            REASONING_FORMATS.get(told_reasoning if reasoning_parser == AUTO else reasoning_parser),
+            TOOL_FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
+            REASONING_FORMATS.get(info.reasoning_parser if reasoning_parser == AUTO else reasoning_parser),
         )
 
     def apply(self, request: ToolRequest, job: Job, *, include_reasoning: bool) -> MessagePlan | None:
-        """Puts what a chat's tools ask of its output into ``job``, and tells how its turns are read; None: as they are.
-        Raises ``InvalidArgument`` for calls that cannot be forced beside what else is asked, or could not be read."""
-        _constrain(job.sampling, request)
+        """Add the constraints of a chat's tools to ``job``, and return how its turns are read; None: as plain text.
+
+        Raises ``InvalidArgument`` for calls that cannot be forced together with the job's other constraints, or that
+        could not be read.
+        """
+        if request.choice is not ToolChoice.NONE:
+            _constrain(job.sampling, request)
         if request.choice is ToolChoice.AUTO and self.tools is not None and self.tools.keeps_special_tokens:
             job.text.skip_special_tokens = False
-        # What is JSON or the like throughout has no reasoning.
+        # An output that is constrained throughout has no reasoning.
         reasoning = None if job.sampling.HasField("structured_outputs") else self.reasoning
         plan = MessagePlan(open_reasoning=reasoning, include_reasoning=include_reasoning)
         if request.choice is ToolChoice.NONE:
@@ -61,15 +69,15 @@ class MessagePlans:
             if self.tools is None:
                 raise InvalidArgument(
                     'tool_choice "auto" needs a parser for the calls of this model, which its chat template does not '
-                    "tell: start the gateway with --tool-call-parser",
+                    "name: start the gateway with --tool-call-parser",
                     "tool_choice",
                 )
-            return partial(self.tools.parser, [tool.name for tool in request.tools])
+            return partial(self.tools.open, [tool.name for tool in request.tools])
         return RequiredCalls if request.named is None else partial(NamedCall, request.named.name)
 
 
 def _constrain(sampling: types_pb2.SamplingParams, request: ToolRequest) -> None:
-    """A call that must be made is decoded under its schema."""
+    """Decode a call that must be made under its schema."""
     if (constraint := constraint_of(request)) is None:
         return
     if sampling.HasField("structured_outputs"):

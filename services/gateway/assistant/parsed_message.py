@@ -1,4 +1,4 @@
-"""An assistant's turn of which reasoning and tool calls are told apart, as it grows."""
+"""Separates an assistant's turn into content, reasoning and tool calls while it grows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,32 +10,32 @@ from .message_parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 @dataclass(frozen=True, slots=True)
 class MessagePlan:
-    """How the text of a turn is to be read; of a request that asks for no more than text there is none."""
+    """How the text of a turn is read. A request for plain text has no plan."""
 
     open_tools: Callable[[], ToolParser] | None = None
-    """A parser for one output; None: no tool may be called."""
+    """Makes a parser for one output; None: no tool may be called."""
     new_call_id: Callable[[], str] = str
     parallel_calls: bool = True
     open_reasoning: Callable[[bool], ThinkParser] | None = None
-    """A parser for one output, given whether the prompt has opened the reasoning; None: it is no matter of its own."""
+    """Makes a parser for one output, given whether the prompt has opened the reasoning; None: it is text."""
     include_reasoning: bool = True
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """What is new of one call."""
+    """The new part of one call."""
 
     index: int
-    """Counts the calls of the turn."""
+    """Position among the calls of the turn."""
     call_id: str = ""
-    """With the first piece, like the name."""
+    """Set in the first delta of a call, like the name."""
     name: str = ""
     arguments: str = ""
 
 
 @dataclass(slots=True)
 class MessageDelta:
-    """What is new of a turn; empty while nothing is certain."""
+    """The new part of a turn; empty while nothing is certain."""
 
     content: str = ""
     reasoning: str = ""
@@ -43,10 +43,10 @@ class MessageDelta:
 
 
 class ParsedMessage:
-    """One output's turn.
+    """Reads one output.
 
     Attributes:
-        num_calls: That began.
+        num_calls: Calls that have begun.
     """
 
     def __init__(self, plan: MessagePlan, *, reasoning_is_open: bool) -> None:
@@ -57,7 +57,7 @@ class ParsedMessage:
         self._skips_call = False
 
     def feed(self, text: str, *, ends: bool) -> MessageDelta:
-        """What some more text adds. ``ends``: it is the last."""
+        """Return what more text adds. ``ends``: it is the last text."""
         delta = MessageDelta()
         for part in self._parts(text, ends=ends):
             match part:
@@ -92,16 +92,16 @@ class ParsedMessage:
         elif text:
             parts.append(Content(text))
 
-    def _begin_call(self, told: list[CallDelta], name: str) -> None:
+    def _begin_call(self, calls: list[CallDelta], name: str) -> None:
         self._skips_call = self.num_calls > 0 and not self._plan.parallel_calls
         if not self._skips_call:
-            told.append(CallDelta(self.num_calls, self._plan.new_call_id(), name))
+            calls.append(CallDelta(self.num_calls, self._plan.new_call_id(), name))
             self.num_calls += 1
 
-    def _add_arguments(self, told: list[CallDelta], text: str) -> None:
+    def _add_arguments(self, calls: list[CallDelta], text: str) -> None:
         if self._skips_call:
             return
         index = self.num_calls - 1
-        if not told or told[-1].index != index:
-            told.append(CallDelta(index))
-        told[-1].arguments += text
+        if not calls or calls[-1].index != index:
+            calls.append(CallDelta(index))
+        calls[-1].arguments += text

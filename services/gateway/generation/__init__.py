@@ -1,1 +1,1 @@
-"""The road of a request: from a job to token ids, and to the stream of its outputs."""
+"""Runs requests: from a job to token ids, and on to the stream of its outputs."""

@@ -1,65 +1,60 @@
-"""The road of a request, whichever edge it came through: encode, check, submit, collect; cancelled with its caller."""
+"""Runs a request, whichever API it came through: prepares it, submits it and collects its output."""
 
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from operator import attrgetter
 
 from tokenloom.request import errors, validation
-from tokenloom.request.prompt_embeds import check_embeds
-from tokenloom.services.runtime.telemetry.tracing import CURRENT, NO_HEADERS, Headers, Tracer
-from tokenloom.v1 import inference_pb2, output_processor_pb2, tokenizer_pb2, types_pb2
+from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tracer
+from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.mesh_view import MeshLoad, MeshView
-from ..mesh.output_link import Ticket
-from ..mesh.output_pool import OutputPool
+from ..mesh.output_link import Cancel, OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
-from ..metrics import GatewayMetrics
+from ..metrics import GatewayMetrics, RequestWatch
 from .job import Chat, Job
-from .prompt_encoder import EncodedPrompt, PromptEncoder
+from .preparation import Prepared, Preparer
 from .request_trace import traced
 
 MAX_PROMPTS = 1024
-"""In one request."""
+"""Limit on the prompts of one request."""
 
 
 class Generation:
-    """A request on its way: its prompts, and what came of them so far.
+    """Holds a request in work: its prompts, and the output so far.
 
     Output ``i`` is sample ``i % num_samples`` of prompt ``i // num_samples``.
+
+    Attributes:
+        request_id: Random; never the client's.
+        prompts: The token ids of each prompt.
+        prompt_texts: The text of each prompt, when it is to be echoed.
+        prompt_logprobs: By prompt, when asked for: complete with the first tokens of any sample.
+        opens_reasoning: Whether the outputs begin within the model's reasoning.
+        finished: By output, how it ended.
+        completion_tokens: By output.
     """
 
-    def __init__(
-        self,
-        submits: Sequence[output_processor_pb2.Submit],
-        started_ns: int,
-        tokenize_ns: int,
-        metrics: GatewayMetrics,
-        prompt_texts: Sequence[str] = (),
-        *,
-        opens_reasoning: bool = False,
-    ) -> None:
+    def __init__(self, prepared: Prepared, metrics: GatewayMetrics) -> None:
+        submits = prepared.submits
         self.request_id = secrets.token_hex(16)
-        """Ours: random, never the client's."""
-        self.prompts: list[Sequence[int]] = [submit.prompt.token_ids for submit in submits]
-        self.opens_reasoning = opens_reasoning
-        """The outputs begin amid the model's reasoning."""
-        self.prompt_texts = prompt_texts
-        """When they are to be echoed."""
-        self.prompt_logprobs: list[list[output_processor_pb2.SlotTextLogprobs]] = [[] for _ in submits]
-        """When asked for: whole with the first tokens of any sample."""
+        self.prompts: list[Sequence[int]] = list(map(attrgetter("prompt.token_ids"), submits))
+        self.opens_reasoning = prepared.opens_reasoning
+        self.prompt_texts = prepared.prompt_texts
+        self.prompt_logprobs: defaultdict[int, list[output_processor_pb2.SlotTextLogprobs]] = defaultdict(list)
         self.num_samples = submits[0].num_samples or 1
         self.num_outputs = len(submits) * self.num_samples
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
-        self._submits = submits
-        self._started_ns = started_ns
-        self._tokenize_ns = tokenize_ns
+        self._prepared = prepared
         self._collector = Collector(self.num_outputs)
-        self._tickets: list[Ticket] = []
-        self._watch = metrics.watch(sum(map(len, self.prompts)), self.num_outputs, started_ns)
+        self._cancels: list[Cancel] = []
+        self._watch = RequestWatch(metrics, sum(map(len, self.prompts)), self.num_outputs, prepared.started_ns)
 
     @property
     def done(self) -> bool:
@@ -67,51 +62,55 @@ class Generation:
 
     @property
     def usage(self) -> inference_pb2.Usage:
-        """Of all prompts, so far."""
+        """The tokens of all prompts, so far."""
         return inference_pb2.Usage(
             prompt_tokens=sum(map(len, self.prompts)),
             completion_tokens=sum(self.completion_tokens),
             cached_tokens=sum(
                 finished.cached_tokens
                 for index, finished in self.finished.items()
-                if index % self.num_samples == 0  # the others find what the first one computed
+                if index % self.num_samples == 0  # the other samples hit what the first one computed
             ),
         )
 
     @property
     def timeline(self) -> types_pb2.Timeline:
-        """Of the prompt that ended last, with the tokenizer's time put in."""
-        timeline = types_pb2.Timeline(tokenize_ns=self._tokenize_ns)
+        """The times of the prompt that ended last, with the tokenizer's time."""
+        timeline = types_pb2.Timeline(tokenize_ns=self._prepared.tokenize_ns)
         for finished in self.finished.values():
             timeline.MergeFrom(finished.timeline)
         return timeline
 
     @property
     def total_ns(self) -> int:
-        """Since the gateway had the request."""
-        return time.monotonic_ns() - self._started_ns
+        """Nanoseconds since the gateway received the request."""
+        return time.monotonic_ns() - self._prepared.started_ns
 
     def prompt_of(self, index: int) -> Sequence[int]:
-        """The prompt that an output continues."""
+        """Return the prompt that an output continues."""
         return self.prompts[index // self.num_samples]
 
     def submit(self, pool: OutputPool, *, timeout: float) -> None:
-        """Sends every prompt to an output processor. ``timeout``: seconds that are left."""
-        for index, submit in enumerate(self._submits):
-            submit.request_id = self.request_id if len(self._submits) == 1 else f"{self.request_id}-{index}"
-            submit.timeout.FromNanoseconds(round(max(timeout, 0.0) * 1e9))
-            self._tickets.append(pool.pick().submit(submit, self._collector, index * self.num_samples))
+        """Send every prompt to an output processor. ``timeout``: seconds for the whole request."""
+        left_ns = max(self._prepared.started_ns + round(timeout * 1e9) - time.monotonic_ns(), 0)
+        submits = self._prepared.submits
+        for index, submit in enumerate(submits):
+            submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
+            submit.timeout.FromNanoseconds(left_ns)
+            self._cancels.append(pool.submit(submit, self._collector, index * self.num_samples))
 
     async def take(self, outlet: Outlet | None = None) -> list[Delta]:
-        """Waits for output; at most one delta a prompt. Raises what ended the request early. ``outlet``: as in
-        :meth:`Collector.take`; it calls :meth:`count` for what it takes."""
+        """Wait for output and return at most one delta for each output. Raises what ended the request early.
+
+        ``outlet``: as in :meth:`Collector.take`; it calls :meth:`count` for the deltas that it takes.
+        """
         deltas = await self._collector.take(outlet)
         for delta in deltas:
             self.count(delta)
         return deltas
 
     def count(self, delta: Delta) -> None:
-        """Some output is on its way to the client."""
+        """Record output that is on its way to the client."""
         self.completion_tokens[delta.index] += len(delta.token_ids)
         if delta.finished is not None:
             self.finished[delta.index] = delta.finished
@@ -120,13 +119,13 @@ class Generation:
         self._watch.output(delta)
 
     def close(self) -> None:
-        """Cancels what still runs."""
-        for ticket in self._tickets:
-            ticket.cancel()
+        """Cancel what still runs."""
+        for cancel in self._cancels:
+            cancel()
 
 
 class Generator:
-    """Starts generations."""
+    """Admits requests and runs them."""
 
     def __init__(
         self,
@@ -141,17 +140,18 @@ class Generator:
         tracer: Tracer | None = None,
         model: str = "",
     ) -> None:
-        """``most_urgent_priority``: of clients that ask for a lower one, too. ``model``: its name in traces."""
+        """Args:
+        most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
+        model: Its name in traces.
+        """
         self._tracer = tracer
         self._model = model
-        self._tokenizers = tokenizers
-        self._encoder = PromptEncoder(tokenizers)
+        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority)
         self._mesh = mesh
         self._outputs = outputs
         self._metrics = metrics
         self._max_live = max_live
         self._default_timeout = default_timeout
-        self._most_urgent_priority = most_urgent_priority
         self._num_live = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -164,27 +164,27 @@ class Generator:
 
     @property
     def mesh_load(self) -> MeshLoad:
-        """Of the engines, as last heard."""
+        """The engines' load, as last reported."""
         return self._mesh.load()
 
     @asynccontextmanager
     async def open(self, job: Job, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[Generation]:
-        """A generation for the length of the ``async with``, cancelled at its end if it still runs. ``trace_headers``:
-        of the trace that the client has begun.
+        """Run a generation for the length of the ``async with``; cancel it at the end if it still runs.
 
-        Raises any of :mod:`errors`, :class:`errors.DeadlineExceeded` for the body's time too.
+        ``trace_headers``: of the trace that the client has begun. Raises any of :mod:`errors`;
+        :class:`errors.DeadlineExceeded` covers the time of the body too.
         """
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
-        traced_job = traced(self._tracer, job, trace_headers, self._model)
-        with self._admitted(_num_outputs(job)), traced_job as trace:
+        tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
+        with self._admitted(_num_outputs(job)), tracing as trace:
             try:
-                async with asyncio.timeout(timeout) as deadline:
-                    generation = await self._prepare(job)
+                async with asyncio.timeout(timeout):
+                    generation = Generation(await self._preparer.prepare(job), self._metrics)
                     if trace is not None:
                         trace.outcome = generation
                     try:
-                        generation.submit(self._outputs, timeout=_seconds_left(deadline))
-                        await asyncio.sleep(0)  # it is sent now: what the answer needs is made while it is on its way
+                        generation.submit(self._outputs, timeout=timeout)
+                        await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                         yield generation
                     finally:
                         generation.close()
@@ -192,102 +192,31 @@ class Generator:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
     async def drain(self) -> None:
-        """Refuses new generations, and returns when none is open."""
+        """Refuse new generations, and return when none is open."""
         self._draining = True
         await self._idle.wait()
 
     @contextmanager
-    def _admitted(self, num_prompts: int) -> Iterator[None]:
+    def _admitted(self, num_outputs: int) -> Iterator[None]:
         if self._draining:
-            raise errors.Unavailable("the gateway is shutting down; try again")
-        if self._num_live + num_prompts > self._max_live and self._num_live:
-            raise errors.ResourceExhausted("too many requests are live; try again")
-        self._num_live += num_prompts
+            raise errors.Unavailable("the gateway is shutting down; retry")
+        if self._num_live + num_outputs > self._max_live and self._num_live:
+            raise errors.ResourceExhausted("too many requests are in work; retry later")
+        self._num_live += num_outputs
         self._idle.clear()
         try:
             yield
         finally:
-            self._num_live -= num_prompts
+            self._num_live -= num_outputs
             if not self._num_live:
                 self._idle.set()
 
-    async def _prepare(self, job: Job) -> Generation:
-        started_ns = time.monotonic_ns()
-        info = self._tokenizers.info
-        limits = self._mesh.limits(info.fingerprint) if info is not None else None
-        if info is None or limits is None:
-            raise errors.Unavailable("no engine is serving yet; try again")
-        sampling = _resolve(job, info, limits)
-        validation.check_text(job.text)
-        validation.check_sampling(sampling, limits, job.num_samples)
-        validation.check_priority(job.priority, limits)
-        prompts = await self._encoder.encode(job, sampling, limits, info.max_token_bytes)
-        if job.bad_words:
-            await self._encoder.forbid(job.bad_words, sampling, limits)
-        tokenize_ns = time.monotonic_ns() - started_ns
-        default_max_tokens = info.default_sampling_params.max_tokens
-        submits = [_submit(job, prompt, sampling, limits, default_max_tokens) for prompt in prompts]
-        for submit in submits:
-            submit.priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
-        texts = await self._encoder.texts(job, [prompt.token_ids for prompt in prompts]) if job.echo else ()
-        first = prompts[0]
-        opens = isinstance(first, tokenizer_pb2.TokenizedPrompt) and first.opens_reasoning
-        return Generation(submits, started_ns, tokenize_ns, self._metrics, texts, opens_reasoning=opens)
-
-
-def _seconds_left(deadline: asyncio.Timeout) -> float:
-    when = deadline.when()
-    assert when is not None
-    return when - asyncio.get_running_loop().time()
-
 
 def _num_outputs(job: Job) -> int:
-    """Checked before anything is made for them."""
+    """Return the number of outputs. Checked before anything is allocated for them."""
     num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
     if num_prompts > MAX_PROMPTS:
         field = job.prompt_field
         raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {num_prompts}", field)
     validation.check_samples(job.num_samples, num_prompts)
     return num_prompts * job.num_samples
-
-
-def _submit(
-    job: Job,
-    prompt: EncodedPrompt,
-    sampling: types_pb2.SamplingParams,
-    limits: types_pb2.ModelLimits,
-    default_max_tokens: int,
-) -> output_processor_pb2.Submit:
-    """One prompt's request, checked, but for its ids and its time."""
-    submit = output_processor_pb2.Submit(
-        prompt=prompt if isinstance(prompt, types_pb2.Prompt) else types_pb2.Prompt(token_ids=prompt.token_ids),
-        # Where there are embeddings, hashes of ids would say nothing.
-        block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
-        sampling_params=sampling,
-        text=job.text,
-        num_samples=job.num_samples if job.num_samples > 1 else 0,
-        trace_headers=CURRENT.get(),
-    )
-    params = submit.sampling_params
-    is_chat = isinstance(job.prompts, Chat)
-    validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens)
-    validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
-    check_embeds(submit.prompt, params, limits)
-    return submit
-
-
-def _resolve(
-    job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits
-) -> types_pb2.SamplingParams:
-    """The client's parameters, the model's where it left them open, a seed, and the tokens that end the output."""
-    sampling = types_pb2.SamplingParams()
-    sampling.CopyFrom(info.default_sampling_params)
-    sampling.ClearField("max_tokens")  # filled in when it is known how much room the prompt leaves
-    sampling.MergeFrom(job.sampling)
-    if not sampling.HasField("seed"):
-        sampling.seed = secrets.randbits(64)
-    if not job.ignore_eos:
-        # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
-        eos = [id_ for id_ in info.eos_token_ids if id_ < limits.vocab_size]
-        sampling.stop_token_ids.extend(id_ for id_ in eos if id_ not in sampling.stop_token_ids)
-    return sampling

@@ -1,11 +1,13 @@
-"""What a client asked for, whichever edge it came through."""
+"""What a client asks for, independent of the API that it uses."""
 
-from collections.abc import Sequence
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2
-
-from .embeds_prompt import EmbedsPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,37 +21,75 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbedsPrompt:
+    """Token ids and safetensors files, in order. Their contents are checked later, against the model's limits."""
+
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
-    """What a client asked for, checked for form but not yet against the model's limits."""
+    """A request whose form has been checked, but not yet its values against the model's limits."""
 
     prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt]
     """A conversation, texts, lists of what should be token ids, or prompts with embeddings."""
     prompt_field: str
-    """What the client calls it, for errors."""
+    """The client's name for them, for errors."""
     sampling: types_pb2.SamplingParams
     """Only what the client set."""
     text: output_processor_pb2.TextOptions = field(default_factory=output_processor_pb2.TextOptions)
     ignore_eos: bool = False
     priority: int = 0
-    """Lower runs first, as the client asks: the gateway may raise it."""
+    """The client's; a lower one runs first. The gateway may raise it."""
     num_samples: int = 1
-    """Of each prompt."""
+    """Outputs of each prompt."""
     bad_words: Sequence[str] = ()
-    """Texts that must not appear."""
+    """Texts that must not appear in the output."""
     truncate_prompt_tokens: int | None = None
-    """Only the last so many tokens of a prompt count; -1: as many as leave room for the answer."""
+    """Keep only the last so many tokens of a prompt; -1: as many as leave room for the answer."""
     add_special_tokens: bool = True
-    """To texts; a chat's template has its own."""
+    """For texts; a chat's template adds its own."""
     echo: bool = False
-    """The prompt's text is wanted too."""
+    """Return the prompt's text too."""
     before: Sequence[int] = ()
-    """Tokens that a single prompt continues: earlier turns of a session."""
+    """Tokens that a single prompt continues: the earlier turns of a session."""
     timeout: float | None = None
     """Seconds; None: the gateway's default."""
 
-    @property
-    def texts(self) -> Sequence[str | bytes]:
-        """What is to be encoded."""
-        if isinstance(self.prompts, Chat):
-            return [self.prompts.messages_json]
-        return [prompt for prompt in self.prompts if isinstance(prompt, str)]
+
+def read_embeds_prompts(value: object) -> list[EmbedsPrompt]:
+    """Return the prompts of ``prompt_embeds``: one prompt, or a list of prompts. Raises ``InvalidArgument``.
+
+    A prompt is the base64 of a safetensors file, or a list of parts, ``{"token_ids": […]}`` and ``{"embeds": base64}``.
+    """
+    if isinstance(value, str):
+        return [EmbedsPrompt([_decode(value)])]
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument(f"{FIELD} must be base64, or a list of prompts that have embeddings", FIELD)
+    if all(isinstance(item, Mapping) for item in value):
+        return [_read_parts(value)]
+    return [EmbedsPrompt([_decode(item)]) if isinstance(item, str) else _read_parts(item) for item in value]
+
+
+def _read_parts(value: object) -> EmbedsPrompt:
+    if not isinstance(value, list) or not value:
+        raise InvalidArgument(f"{FIELD}: a prompt must be base64 or a list of parts", FIELD)
+    return EmbedsPrompt([_read_part(part) for part in value])
+
+
+def _read_part(part: object) -> Part:
+    if isinstance(part, Mapping) and len(part) == 1:
+        if isinstance(token_ids := part.get("token_ids"), list):
+            return token_ids
+        if "embeds" in part:
+            return _decode(part["embeds"])
+    raise InvalidArgument(f'{FIELD}: a part must be {{"token_ids": [...]}} or {{"embeds": base64}}', FIELD)
+
+
+def _decode(text: object) -> bytes:
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{FIELD} must be the base64 of a safetensors file", FIELD)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidArgument(f"{FIELD} is not base64", FIELD) from None

@@ -1,11 +1,12 @@
-"""The span of one request at the gateway: the root of its trace, unless the client has begun one."""
+"""Makes a request's span at the gateway: the root of its trace, unless the client has begun one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from tokenloom.request.errors import of_exception
-from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, Headers, Span, Tracer
+from tokenloom.services.runtime.telemetry.tracing import CURRENT, Attributes, Headers, Tracer
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..metrics import FINISH_REASONS
@@ -13,7 +14,7 @@ from .job import Chat, Job
 
 
 class Outcome(Protocol):
-    """What came of a request, as :class:`Generation` tells it."""
+    """What :class:`Generation` knows at a request's end."""
 
     request_id: str
     finished: dict[int, output_processor_pb2.RequestFinished]
@@ -22,36 +23,25 @@ class Outcome(Protocol):
     def usage(self) -> inference_pb2.Usage: ...
 
 
+@dataclass(slots=True)
 class RequestTrace:
-    """One sampled request's. ``outcome`` is set once there is one."""
+    """Passes a traced request's outcome to its span."""
 
-    def __init__(self, span: Span) -> None:
-        self.outcome: Outcome | None = None
-        self._span = span
-
-    @property
-    def headers(self) -> Headers:
-        """For the parts that work on the request."""
-        return self._span.headers
-
-    def end(self, error: str) -> None:
-        """It is over."""
-        self._span.end(_outcome_attributes(self.outcome) if self.outcome is not None else None, error)
+    outcome: Outcome | None = None
+    """Set once the request is prepared."""
 
 
 @contextmanager
-def traced(tracer: Tracer | None, job: Job, headers: Headers, model: str) -> Iterator[RequestTrace | None]:
-    """Makes the span of a request. ``headers``: of the client's trace. Gives None when nobody traces it."""
+def traced(tracer: Tracer, job: Job, headers: Headers, model: str) -> Iterator[RequestTrace | None]:
+    """Make the span of a request. ``headers``: of the client's trace. Gives None when the request is not sampled."""
     operation = "chat" if isinstance(job.prompts, Chat) else "text_completion"
-    span = None
-    if tracer is not None:
-        attributes = _request_attributes(operation, job, model)
-        span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)
+    attributes = _request_attributes(operation, job, model)
+    span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)
     if span is None:
         yield None
         return
-    trace, error = RequestTrace(span), "the client left"
-    token = CURRENT.set(trace.headers)
+    trace, error = RequestTrace(), "the client left"
+    token = CURRENT.set(span.headers)
     try:
         yield trace
         error = ""
@@ -60,11 +50,11 @@ def traced(tracer: Tracer | None, job: Job, headers: Headers, model: str) -> Ite
         raise
     finally:
         CURRENT.reset(token)
-        trace.end(error)
+        span.end(_outcome_attributes(trace.outcome) if trace.outcome is not None else None, error)
 
 
 def _request_attributes(operation: str, job: Job, model: str) -> Attributes:
-    """As https://opentelemetry.io/docs/specs/semconv/gen-ai/ names them; only what the client set."""
+    """Return what the client set, under the names of https://opentelemetry.io/docs/specs/semconv/gen-ai/."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "tokenloom",

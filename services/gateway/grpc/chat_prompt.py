@@ -1,4 +1,4 @@
-"""A chat of the public gRPC API in OpenAI's form, so that it is read as one that comes over HTTP."""
+"""Chats of the public gRPC API, put into OpenAI's form so that they are read like those over HTTP."""
 
 import json
 from collections.abc import Mapping
@@ -10,9 +10,8 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
 
 from ..generation.job import Chat
-from ..http import sse
-from ..openai.chat_messages import read_messages
-from ..tools.tool_request import ToolRequest, read_tool_request, tools_json
+from ..openai.chat_messages import read_chat
+from ..tools.tool_request import ToolRequest, read_tool_request
 
 _MODES = {
     inference_pb2.TOOL_CHOICE_MODE_NONE: "none",
@@ -21,16 +20,17 @@ _MODES = {
 }
 
 
-def read_chat(chat: inference_pb2.ChatPrompt) -> tuple[Chat, ToolRequest]:
-    """The conversation and its tools. Raises ``InvalidArgument`` naming the field."""
+def read_chat_prompt(chat: inference_pb2.ChatPrompt) -> tuple[Chat, ToolRequest]:
+    """Return the conversation and its tools. Raises ``InvalidArgument`` naming the field."""
+    tools = [_tool(f"tools[{index}].function", tool.function) for index, tool in enumerate(chat.tools)]
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
-    request = read_tool_request(_tools(chat), _choice(chat), parallel)
-    kwargs = _template_kwargs(chat)
-    conversation = Chat(
-        messages_json=read_messages([_message(message) for message in chat.messages], "chat.messages"),
-        tools_json=tools_json(request.tools),
-        template_kwargs_json=sse.encode_json(kwargs) if kwargs else b"",
-        add_generation_prompt=not chat.HasField("add_generation_prompt") or chat.add_generation_prompt,
+    request = read_tool_request(tools, _choice(chat), parallel)
+    conversation = read_chat(
+        [_message(message) for message in chat.messages],
+        request.tools,
+        _template_kwargs(chat),
+        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
+        where="chat.messages",
     )
     return conversation, request
 
@@ -42,10 +42,6 @@ def _message(message: inference_pb2.ChatMessage) -> Mapping[str, object]:
     ]
     texts = {name: getattr(message, name) for name in ("role", "content", "name", "tool_call_id", "reasoning")}
     return texts | {"tool_calls": calls}
-
-
-def _tools(chat: inference_pb2.ChatPrompt) -> list[object]:
-    return [_tool(f"tools[{index}].function", tool.function) for index, tool in enumerate(chat.tools)]
 
 
 def _tool(where: str, function: inference_pb2.Function) -> Mapping[str, object]:
@@ -83,7 +79,7 @@ def _template_kwargs(chat: inference_pb2.ChatPrompt) -> Any:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """A Struct has no integers; a template that counts or slices needs them."""
+    """Return whole numbers as integers: a Struct has none, and a template that counts or slices needs them."""
     if isinstance(value, dict):
         return {key: _whole_numbers(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,5 +1,7 @@
-"""Requests of the public gRPC API, narrowed to jobs."""
+"""Requests of the public gRPC API as jobs, and sessions: prompts that continue after they were answered."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
@@ -7,21 +9,20 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan
-from ..generation.embeds_prompt import EmbedsPrompt, of_message
-from ..generation.job import Chat, Job
-from .chat_prompt import read_chat
+from ..generation.job import Chat, EmbedsPrompt, Job
+from .chat_prompt import read_chat_prompt
 
 
 def read_request(
     request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None
 ) -> tuple[Job, MessagePlan | None]:
-    """What is asked for, and how a chat's turns are read; None: as they are. ``timeout``: seconds that are left.
+    """Return the job, and how a chat's turns are read; None: as plain text. ``timeout``: seconds that are left.
 
     Raises ``InvalidArgument`` naming the field.
     """
     if request.WhichOneof("prompt") != "chat":
         return _job(request, _prompts(request), timeout), None
-    chat, tools = read_chat(request.chat)
+    chat, tools = read_chat_prompt(request.chat)
     job = _job(request, chat, timeout)
     include_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
     return job, plans.apply(tools, job, include_reasoning=include_reasoning)
@@ -34,7 +35,8 @@ def _prompts(request: inference_pb2.GenerateRequest) -> list[str] | list[list[in
         case "token_ids":
             return [list(request.token_ids.ids)]
         case "parts":
-            return [of_message(request.parts)]
+            parts = request.parts.parts
+            return [EmbedsPrompt([p.embeds if p.HasField("embeds") else list(p.token_ids.ids) for p in parts])]
     raise InvalidArgument("prompt must be set: text, token_ids, chat or parts", "prompt")
 
 
@@ -67,5 +69,46 @@ def _job(
 
 
 def _optional(request: inference_pb2.GenerateRequest, name: str) -> Any:
-    """None: the client left it open."""
+    """Return a field; None when the client did not set it."""
     return getattr(request, name) if request.HasField(name) else None
+
+
+class InputSession:
+    """Streaming input (``resumable`` requests in vLLM V1): keeps the tokens of a session's turns.
+
+    Each turn is a request of its own; the mesh finds what it repeats in the prefix cache.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._num_output = 0
+
+    def read_turn(self, request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None) -> Job:
+        """Return the next turn's job. Raises ``InvalidArgument`` for what sessions do not support."""
+        if (kind := request.WhichOneof("prompt")) not in (None, "text", "token_ids"):
+            raise InvalidArgument(f"a turn of a session must be text or token_ids, not {kind}", kind)
+        if request.n > 1:
+            raise InvalidArgument("n must be 1 in a session: only one output can be continued", "n")
+        if request.HasField("truncate_prompt_tokens"):
+            raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
+        job, _ = read_request(request, plans, timeout)
+        if not self._tokens:
+            return job
+        # The tokens that begin a text were added to the first turn.
+        return replace(job, before=self._tokens, add_special_tokens=request.add_special_tokens)
+
+    def begin(self, prompt: Iterable[int]) -> None:
+        """Start a turn with its whole prompt."""
+        self._tokens = list(prompt)
+        self._num_output = 0
+
+    def take(self, token_ids: Iterable[int]) -> None:
+        """Add output of the turn."""
+        before = len(self._tokens)
+        self._tokens += token_ids
+        self._num_output += len(self._tokens) - before
+
+    def end(self) -> None:
+        """End the turn. Its last token is not continued, as in vLLM: its KV was never computed."""
+        if self._num_output:
+            del self._tokens[-1]

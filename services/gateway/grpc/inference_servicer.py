@@ -1,4 +1,4 @@
-"""The public gRPC API."""
+"""Serves the public gRPC API."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,17 +17,16 @@ from ..generation.job import Job
 from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..mesh.collector import Delta
-from .inference_request import read_request
-from .input_session import InputSession
+from .inference_request import InputSession, read_request
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_SESSIONS = 1024
-"""Open at once: each holds its tokens, a context's length at most."""
+"""Limit on open sessions; each holds the tokens of at most one context."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    """Generates over the same road as HTTP."""
+    """Generates as the HTTP API does."""
 
     def __init__(
         self, generator: Generator, health: MeshHealth, model: str, plans: MessagePlans, idle_timeout: float
@@ -41,7 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._plans = plans
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Writes to the context: a handler parked in a ``yield`` would not see the cancellation at once."""
+        """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         check_model(request.model or None, self._model)
         job, plan = read_request(request, self._plans, context.time_remaining())
         await _echo_id(request, context)
@@ -50,9 +49,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def GenerateSession(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> None:
-        """Writes to the context, too."""
+        """Writes to the context, for the same reason."""
         if self._num_sessions >= MAX_SESSIONS:
-            raise errors.ResourceExhausted(f"{MAX_SESSIONS} sessions are open; try again")
+            raise errors.ResourceExhausted(f"{MAX_SESSIONS} sessions are open; retry later")
         self._num_sessions += 1
         try:
             await self._converse(request_iterator, context)
@@ -60,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._num_sessions -= 1
 
     async def _converse(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Context) -> None:
-        """Reads a turn when the one before is answered: those that wait are in gRPC's window, which bounds them."""
+        """Read a turn when the one before is answered; turns that wait are bounded by gRPC's window."""
         session: InputSession | None = None
         while (request := await self._next_turn(requests)) is not None:
             check_model(request.model or None, self._model)
@@ -78,7 +77,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with asyncio.timeout(self._idle_timeout):
                 return await anext(requests, None)
         except TimeoutError:
-            raise errors.DeadlineExceeded(f"the session's next turn did not come in {self._idle_timeout:g} s") from None
+            raise errors.DeadlineExceeded(f"no turn arrived within {self._idle_timeout:g} s") from None
 
     async def _answer(
         self,
@@ -88,7 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         context: Context,
         session: InputSession | None = None,
     ) -> None:
-        """``session``: hears of the tokens."""
+        """Write the answer to one request. ``session``: gets its tokens."""
         trace_headers = pick_headers(context.invocation_metadata() or ())
         async with self._generator.open(job, trace_headers) as generation:
             if session is not None:
@@ -103,12 +102,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     if session is not None:
                         session.take(delta.token_ids)
                     if turns:
-                        _tell_apart(response, turns[delta.index], ends=delta.finished is not None)
+                        _split_text(response, turns[delta.index], ends=delta.finished is not None)
                     response.prompt_token_ids.extend(prompt_ids)
                     prompt_ids = ()
                     live -= delta.finished is not None
                     if not live:
-                        _close(response, generation, with_timeline=request.return_timeline)
+                        response.usage.CopyFrom(generation.usage)
+                        if request.return_timeline:
+                            response.timeline.CopyFrom(generation.timeline)
                     await context.write(response)
 
     async def ListModels(
@@ -120,8 +121,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> None:
+    """Return the client's id for the request, in a form that fits metadata."""
     if request.user_request_id:
-        await context.send_initial_metadata((("x-request-id", _printable(request.user_request_id)),))
+        printable = "".join(char for char in request.user_request_id[:128] if " " <= char <= "~")
+        await context.send_initial_metadata((("x-request-id", printable),))
 
 
 def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateResponse:
@@ -132,35 +135,24 @@ def _response(generation: Generation, delta: Delta) -> inference_pb2.GenerateRes
         token_ids=delta.token_ids,
         token_index=delta.token_index,
     )
-    for told in delta.logprobs:
-        response.logprobs.top = told.logprobs.top
-        logprob_columns.extend(response.logprobs, told.logprobs)
-    for told in delta.prompt_logprobs:
-        response.prompt_logprobs.top = told.logprobs.top
-        logprob_columns.extend(response.prompt_logprobs, told.logprobs)
+    for part in delta.logprobs:
+        response.logprobs.top = part.logprobs.top
+        logprob_columns.extend(response.logprobs, part.logprobs)
+    for part in delta.prompt_logprobs:
+        response.prompt_logprobs.top = part.logprobs.top
+        logprob_columns.extend(response.prompt_logprobs, part.logprobs)
     if delta.finished is not None:
         response.finish_reason = delta.finished.reason
         response.stop_reason = delta.finished.stop_reason
     return response
 
 
-def _tell_apart(response: inference_pb2.GenerateResponse, turn: ParsedMessage, *, ends: bool) -> None:
-    """Puts reasoning and calls, out of the text, where they belong."""
-    told = turn.feed(response.text, ends=ends)
-    response.text, response.reasoning = told.content, told.reasoning
-    for call in told.calls:
+def _split_text(response: inference_pb2.GenerateResponse, turn: ParsedMessage, *, ends: bool) -> None:
+    """Move reasoning and calls out of the text into their own fields."""
+    added = turn.feed(response.text, ends=ends)
+    response.text, response.reasoning = added.content, added.reasoning
+    for call in added.calls:
         new = response.tool_calls.add(index=call.index, id=call.call_id)
         new.function.name, new.function.arguments = call.name, call.arguments
     if turn.num_calls and response.finish_reason == types_pb2.FINISH_REASON_STOP:
         response.finish_reason = types_pb2.FINISH_REASON_TOOL_CALLS
-
-
-def _close(response: inference_pb2.GenerateResponse, generation: Generation, *, with_timeline: bool) -> None:
-    response.usage.CopyFrom(generation.usage)
-    if with_timeline:
-        response.timeline.CopyFrom(generation.timeline)
-
-
-def _printable(text: str) -> str:
-    """Fit for metadata, and no longer than an id needs to be."""
-    return "".join(c for c in text[:128] if " " <= c <= "~")

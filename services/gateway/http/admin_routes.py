@@ -1,31 +1,40 @@
-"""Routes for who runs the mesh: vLLM's names, asked of every engine. There are none without an admin key."""
+"""Routes for operators, under vLLM's names: each asks every engine. They exist only with an admin key."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import parse_qs
+
+import grpc.aio
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.v1 import coordinator_pb2, engine_pb2_grpc
 from tokenloom.v1 import engine_pb2 as pb
 
-from ..mesh.engine_admins import Ask, EngineAdmins
+from ..mesh.mesh_view import MeshView
 from .app import Handler
 from .exchange import Exchange
-from .query import Query
 from .sse import encode_json
 
 _MODES = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
 _TAGS = {"weights": pb.WAKE_TAG_WEIGHTS, "kv_cache": pb.WAKE_TAG_KV_CACHE}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 T = TypeVar("T")
+Ask = Callable[["engine_pb2_grpc.EngineAdminAsyncStub"], Awaitable[T]]
 
 
+@dataclass(frozen=True, slots=True)
 class AdminRoutes:
-    """Pause, sleep, caches and profiles of all engines."""
+    """Pauses engines, puts them to sleep, resets their caches and records profiles."""
 
-    def __init__(self, admins: EngineAdmins, *, timeout: float) -> None:
-        """``timeout``: seconds that the slowest engine may take."""
-        self._admins = admins
-        self._timeout = timeout
+    mesh: MeshView
+    channels: Channels
+    """With a certificate that engines accept as an operator's."""
+    timeout: float
+    """Seconds that the slowest engine may take."""
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {
@@ -41,20 +50,20 @@ class AdminRoutes:
         }
 
     async def pause(self, exchange: Exchange) -> None:
-        """``mode``: what happens to running requests; ``clear_cache``: forget cached prefixes too."""
+        """``mode``: what happens to running requests; ``clear_cache``: whether to drop cached prefixes too."""
         query = Query(exchange.query, ("mode", "clear_cache"))
         mode = _MODES[query.choice("mode", _MODES, "abort")]
         request = pb.PauseRequest(mode=mode, clear_cache=query.boolean("clear_cache", True))
         await self._do(exchange, "paused", lambda stub: stub.Pause(request))
 
     async def resume(self, exchange: Exchange) -> None:
-        Query(exchange.query, ())
+        Query(exchange.query)
         await self._do(exchange, "resumed", lambda stub: stub.Resume(pb.ResumeRequest()))
 
     async def is_paused(self, exchange: Exchange) -> None:
-        """Whether every engine is."""
-        told = await self._ask(lambda stub: stub.GetEngineInfo(pb.GetEngineInfoRequest()))
-        engines = {name: info.pause_mode != pb.PAUSE_MODE_UNSPECIFIED for name, info in told.items()}
+        """Answer whether every engine is paused."""
+        infos = await self._ask(lambda stub: stub.GetEngineInfo(pb.GetEngineInfoRequest()))
+        engines = {name: info.pause_mode != pb.PAUSE_MODE_UNSPECIFIED for name, info in infos.items()}
         await exchange.respond(200, encode_json({"is_paused": all(engines.values()), "engines": engines}))
 
     async def sleep(self, exchange: Exchange) -> None:
@@ -65,19 +74,19 @@ class AdminRoutes:
         await self._do(exchange, "asleep", lambda stub: stub.Sleep(request))
 
     async def wake_up(self, exchange: Exchange) -> None:
-        """``tags``: what to wake; none: all."""
+        """``tags``: what to wake; none: everything."""
         tags = Query(exchange.query, ("tags",)).choices("tags", _TAGS)
         request = pb.WakeUpRequest(tags=[_TAGS[tag] for tag in tags])
         await self._do(exchange, "awake", lambda stub: stub.WakeUp(request))
 
     async def is_sleeping(self, exchange: Exchange) -> None:
-        """Whether every engine does."""
-        told = await self._ask(lambda stub: stub.IsSleeping(pb.IsSleepingRequest()))
-        engines = {name: answer.sleeping for name, answer in told.items()}
+        """Answer whether every engine sleeps."""
+        answers = await self._ask(lambda stub: stub.IsSleeping(pb.IsSleepingRequest()))
+        engines = {name: answer.sleeping for name, answer in answers.items()}
         await exchange.respond(200, encode_json({"is_sleeping": all(engines.values()), "engines": engines}))
 
     async def reset_prefix_cache(self, exchange: Exchange) -> None:
-        """``reset_running_requests``: preempt them rather than refuse."""
+        """``reset_running_requests``: preempt running requests instead of refusing."""
         preempt = Query(exchange.query, ("reset_running_requests",)).boolean("reset_running_requests", False)
         request = pb.ResetPrefixCacheRequest(preempt_running=preempt)
         await self._do(exchange, "reset", lambda stub: stub.ResetPrefixCache(request))
@@ -89,12 +98,69 @@ class AdminRoutes:
         await self._do(exchange, "written", lambda stub: stub.StopProfile(pb.StopProfileRequest()))
 
     async def _do(self, exchange: Exchange, status: str, send: "Ask[object]") -> None:
-        told = await self._ask(send)
-        await exchange.respond(200, encode_json({"status": status, "engines": list(told)}))
+        engines = list(await self._ask(send))
+        await exchange.respond(200, encode_json({"status": status, "engines": engines}))
 
     async def _ask(self, send: "Ask[T]") -> dict[str, T]:
+        """Return each engine's answer, by its name. All engines are asked, whatever one of them answers.
+
+        Raises ``Unavailable`` without any engine, ``DeadlineExceeded`` when one takes too long, and otherwise the first
+        failure, which begins with the engine's name.
+        """
+        alive = (
+            entry.identity for entry in self.mesh.engines if entry.report.state != coordinator_pb2.ENGINE_STATE_DEAD
+        )
+        engines = {engine.engine_id: engine.address for engine in sorted(alive, key=lambda engine: engine.engine_id)}
+        if not engines:
+            raise errors.Unavailable("no engine is known; retry")
         try:
-            async with asyncio.timeout(self._timeout):
-                return await self._admins.ask(send)
+            async with asyncio.timeout(self.timeout):
+                asked = [self._ask_one(address, send) for address in engines.values()]
+                answers = await asyncio.gather(*asked, return_exceptions=True)
         except TimeoutError:
-            raise errors.DeadlineExceeded(f"an engine took longer than {self._timeout:g} s") from None
+            raise errors.DeadlineExceeded(f"an engine took longer than {self.timeout:g} s") from None
+        return {name: _checked(name, answer) for name, answer in zip(engines, answers, strict=True)}
+
+    async def _ask_one(self, address: str, send: "Ask[T]") -> T:
+        async with self.channels.open(address, "engine") as channel:
+            try:
+                return await send(engine_pb2_grpc.EngineAdminStub(channel))
+            except grpc.aio.AioRpcError as failure:
+                raise errors.from_rpc(failure) from failure
+
+
+def _checked(engine_id: str, answer: T | BaseException) -> T:
+    if not isinstance(answer, BaseException):
+        return answer
+    error = errors.of_exception(answer)
+    error.message = f"{engine_id}: {error.message}"
+    raise error
+
+
+class Query:
+    """Reads the parameters of a query string. Every method raises ``InvalidArgument`` naming the parameter."""
+
+    def __init__(self, raw: bytes, known: Collection[str] = ()) -> None:
+        try:
+            self._values: Mapping[str, list[str]] = parse_qs(raw.decode("ascii"), keep_blank_values=True)
+        except ValueError:
+            raise errors.InvalidArgument("the query string is not valid") from None
+        for name in self._values:
+            if name not in known:
+                raise errors.InvalidArgument(f"{name[:64]}: no such parameter", name[:64])
+
+    def choice(self, name: str, choices: Collection[str], default: str) -> str:
+        return (self.choices(name, choices) or [default])[-1]
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = _BOOLEANS.get(self._values.get(name, [str(default)])[-1].lower())
+        if value is None:
+            raise errors.InvalidArgument(f"{name} must be true or false", name)
+        return value
+
+    def choices(self, name: str, choices: Collection[str]) -> list[str]:
+        """Return the values of a parameter that may be repeated."""
+        values = self._values.get(name, [])
+        if any(value not in choices for value in values):
+            raise errors.InvalidArgument(f"{name} must be one of {', '.join(choices)}", name)
+        return values

@@ -1,19 +1,15 @@
-"""The HTTP edge: who may come in, which path does what, and how failures are told."""
+"""The ASGI application: checks keys and origins, finds the handler of a path, and reports errors."""
 
 import contextlib
 import logging
-import re
-import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
 from .auth import ApiKeys
-from .body import ClientDisconnected, Receive
-from .cors import Cors
-from .exchange import Exchange, MethodNotAllowed, Send
+from .exchange import ClientDisconnected, Exchange, Headers, MethodNotAllowed, Receive, Send
 
 log = logging.getLogger(__name__)
 
@@ -22,33 +18,36 @@ Routes = Mapping[str, Mapping[str, Handler]]
 """Path to method to handler."""
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
-"""What answers without a key: for load balancers and browsers, which have none. It tells nothing of anybody."""
+"""Paths that need no key, for load balancers and browsers, which have none."""
 
 _MODEL_PATH = "/v1/models/"
-_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+_PREFLIGHT_SECONDS = 600
 
 
 class App:
-    """The ASGI application."""
+    """Serves the routes of the gateway."""
 
     def __init__(
         self,
         routes: Routes,
         keys: ApiKeys,
-        admin_routes: Routes | None = None,
-        admin_keys: ApiKeys | None = None,
-        cors: Cors | None = None,
+        admin_routes: Routes,
+        admin_keys: ApiKeys,
+        cors_origins: Collection[str] = (),
     ) -> None:
-        """``admin_keys``: what the admin routes take instead of ``keys``; ``cors``: None: no page of another origin."""
+        """Args:
+        admin_keys: The keys that the admin routes accept, instead of ``keys``.
+        cors_origins: Origins of web pages that may call the API from a browser; ``*``: all.
+        """
         self._routes = routes
         self._keys = keys
-        self._admin_routes = admin_routes or {}
-        self._admin_keys = admin_keys or ApiKeys()
-        self._cors = cors
+        self._admin_routes = admin_routes
+        self._admin_keys = admin_keys
+        self._cors = Cors(cors_origins) if cors_origins else None
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
-        exchange = Exchange(scope, receive, send, _request_id(scope))
+        exchange = Exchange(scope, receive, send)
         if self._cors is not None:
             self._cors.allow(exchange)
         try:
@@ -64,28 +63,53 @@ class App:
                 await exchange.fail(known)
 
     def _handler(self, exchange: Exchange) -> Handler:
-        """Raises for a client without a key before it tells which paths there are."""
+        """Return what handles the request. Raises for a client without a key before it reveals which paths exist."""
         if self._cors is not None and self._cors.is_preflight(exchange):
             return self._cors.answer
         methods = self._admin_routes.get(exchange.path)
-        if exchange.path not in OPEN_PATHS:
-            keys = self._keys if methods is None else self._admin_keys
+        keys = self._keys if methods is None else self._admin_keys
+        if keys.required and exchange.path not in OPEN_PATHS:
             keys.authorize(exchange.headers.get(b"authorization"))
         methods = methods or self._routes.get(exchange.path)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
-            raise errors.ModelNotFound("no such model is served; GET /v1/models lists those that are", field="model")
+            raise errors.ModelNotFound("this model is not served; GET /v1/models lists what is", field="model")
         if methods is None:
-            raise errors.NotFound("there is nothing at this path; /docs lists what there is")
-        # An ASGI server drops the body of an answer to HEAD.
+            raise errors.NotFound("Not found; see /docs for the available endpoints.")
+        # An ASGI server drops the body of a response to HEAD.
         handler = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
         if handler is None:
             raise MethodNotAllowed(exchange.method, methods)
         return handler
 
 
-def _request_id(scope: dict[str, Any]) -> bytes:
-    """The client's, when it is fit for a header and a log line; else a new one."""
-    for name, value in scope["headers"]:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
-            return bytes(value)
-    return secrets.token_hex(16).encode()
+class Cors:
+    """Lets browsers call the API from pages of the given origins."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._any = "*" in origins
+        self._origins = frozenset(origin.rstrip("/").encode() for origin in origins)
+
+    def allow(self, exchange: Exchange) -> None:
+        """Add the headers that a browser expects to the response, if the page's origin is allowed."""
+        origin = exchange.headers.get(b"origin")
+        if origin is not None and (self._any or origin in self._origins):
+            exchange.extra_headers = (
+                (b"access-control-allow-origin", b"*" if self._any else origin),
+                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                (b"vary", b"origin"),
+            )
+
+    def is_preflight(self, exchange: Exchange) -> bool:
+        """Return whether a browser asks what it may send."""
+        return exchange.method == "OPTIONS" and b"access-control-request-method" in exchange.headers
+
+    async def answer(self, exchange: Exchange) -> None:
+        """Answer a preflight. A page of another origin gets no headers, and its browser gives up."""
+        headers: Headers = ()
+        if exchange.extra_headers:
+            headers = (
+                (b"access-control-allow-methods", b"GET, HEAD, POST"),
+                (b"access-control-allow-headers", b"authorization, content-type, x-request-id, *"),
+                (b"access-control-max-age", str(_PREFLIGHT_SECONDS).encode()),
+            )
+        await exchange.respond(200, b"", b"text/plain", headers)

@@ -1,4 +1,4 @@
-"""API keys: who may use the public edge. Keys are kept and compared as SHA-256 digests, never as text."""
+"""API keys of the public edge. Keys are kept and compared as SHA-256 digests, never as text."""
 
 import hashlib
 import hmac
@@ -14,19 +14,22 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ApiKeys:
-    """The accepted keys."""
+    """Holds the accepted keys.
+
+    Attributes:
+        required: Whether clients need a key.
+    """
 
     def __init__(self, digests: Iterable[bytes] = (), *, required: bool = True) -> None:
-        """``required``: False lets everybody in."""
         self._digests = tuple(digests)
-        self._required = required
+        self.required = required
 
     @classmethod
     def load(cls, keys: Iterable[str], file: Path | None) -> "ApiKeys":
-        """From keys in plain text and a file with one hex SHA-256 of a key a line (``#`` starts a comment).
+        """Load keys in plain text, and a file with the hex SHA-256 of one key on each line (``#`` starts a comment).
 
-        Without both, everybody may come in; an empty file lets nobody in. Raises :class:`errors.InvalidArgument` for a
-        file that cannot be read, or naming the line that is no digest.
+        Without both no key is required; with an empty file no key is accepted. Raises :class:`errors.InvalidArgument`
+        for a file that cannot be read, or naming a line that is not a digest.
         """
         digests = [_digest(key.encode()) for key in keys]
         if file is not None:
@@ -34,20 +37,20 @@ class ApiKeys:
         return cls(digests, required=bool(digests) or file is not None)
 
     def authorize(self, authorization: bytes | None) -> None:
-        """Checks the value of an ``authorization`` header. Raises :class:`errors.Unauthenticated`."""
-        if not self._required:
+        """Check the value of an ``authorization`` header. Raises :class:`errors.Unauthenticated`."""
+        if not self.required:
             return
         scheme, _, key = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key:
             raise errors.Unauthenticated("an API key is required: Authorization: Bearer <key>")
         presented = _digest(key.strip())
-        # No early exit: the time must not tell which key came close.
+        # No early exit: the time taken must not reveal which key came close.
         matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if not any(matches):
             raise errors.Unauthenticated("the API key is not valid")
 
     def authorize_call(self, details: grpc.HandlerCallDetails) -> None:
-        """The same for a gRPC call's metadata."""
+        """Check the metadata of a gRPC call in the same way."""
         for key, value in details.invocation_metadata or ():
             if key == "authorization":
                 self.authorize(value.encode() if isinstance(value, str) else value)

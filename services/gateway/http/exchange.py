@@ -1,100 +1,209 @@
-"""One HTTP request and its response, on bare ASGI: nothing between an event and the socket."""
+"""One HTTP request and its response: reads the body within limits, writes the response, notices a disconnect."""
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import msgspec
 
 from tokenloom.request import errors
 
-from . import direct_writer, sse
-from .body import Receive, read_body
+from . import sse
+from .uvicorn_protocol import EXTENSION, DirectWriter
 
+Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 JSON = b"application/json"
+BODY_SECONDS = 60.0
+"""Limit on the time from the end of a request's head to the end of its body."""
 FAREWELL_SECONDS = 1.0
-"""How long a client that does not read may delay its own error event."""
+"""Limit on the time that a client which does not read may delay the error event of its own stream."""
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
+
+class UnsupportedEncoding(errors.InvalidArgument):
+    """Raised for a compressed body: its size after decompression is not known in advance."""
+
+    http_status = 415
+    reason = "UNSUPPORTED_ENCODING"
+
+
+class BodyTimeout(errors.InvalidArgument):
+    """Raised for a body that is incomplete when its time is over."""
+
+    http_status = 408
+    reason = "BODY_TIMEOUT"
 
 
 class MethodNotAllowed(errors.InvalidArgument):
-    """The path exists, but not with this method."""
+    """Raised for a path that exists, but not with the request's method."""
 
     http_status = 405
     reason = "METHOD_NOT_ALLOWED"
 
     def __init__(self, method: str, allowed: Iterable[str]) -> None:
         self.allowed = ", ".join(allowed)
-        super().__init__(f"this path takes {self.allowed}, not {method[:32]}")
+        super().__init__(f"this path accepts {self.allowed}, not {method[:32]}")
+
+
+class ClientDisconnected(Exception):
+    """Raised when the client has left; no response is possible any more."""
 
 
 class Exchange:
-    """The response's state, so that a failure is told in the form that is still possible.
+    """Holds a request and the state of its response, so that an error is reported in a form that is still possible.
 
     Attributes:
         method, path, query: Of the request.
-        headers: Of the request, lower-case names.
-        receive: The request's body, then the disconnect.
-        direct: The way to the connection past ASGI; None under another server than ours.
-        request_id: Echoed to the client; never an identity inside the mesh.
-        extra_headers: Of the answer, whatever it is.
+        headers: Of the request, with lower-case names.
+        direct: Writes to the connection past ASGI; None under a server that does not offer it.
+        request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
+        extra_headers: Added to the response, whatever it is.
     """
 
-    def __init__(self, scope: dict[str, Any], receive: Receive, send: Send, request_id: bytes) -> None:
+    def __init__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.receive = receive
         self.query: bytes = scope["query_string"]
-        self.request_id = request_id
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.direct: DirectWriter | None = scope["extensions"].get(EXTENSION) if "extensions" in scope else None
+        given = self.headers.get(b"x-request-id", b"")
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
         self.started = False
-        self.direct = direct_writer.find(scope)
+        self._receive = receive
         self._send = send
 
-    @property
-    def writable(self) -> bool:
-        """Whether :meth:`write_now` may be called: a stream has begun, and the client keeps up with it."""
-        return self.direct is not None and self.direct.is_open
-
     async def read_body(self, limit: int) -> bytes:
-        """As :func:`body.read_body`; nobody waits for a body that came with its head."""
-        arrived = self.direct.take_body() if self.direct is not None else None
-        return await read_body(self.headers, self.receive, limit, arrived)
+        """Return the whole body, at most ``limit`` bytes.
+
+        Raises :class:`errors.PayloadTooLarge` (before reading, when Content-Length is given),
+        :class:`UnsupportedEncoding`, :class:`BodyTimeout` and :class:`ClientDisconnected`.
+        """
+        if self.headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+            raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
+        length = self.headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        body = self.direct.take_body() if self.direct is not None else None
+        if body is None:
+            return await self._receive_body(limit)
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+
+    @contextmanager
+    def until_disconnected(self) -> Iterator[None]:
+        """Cancel the ``with`` block when the client leaves, and raise :class:`ClientDisconnected` then.
+
+        Enter it after the body was read: from then on ``receive`` reports only the disconnect.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        def leave() -> None:
+            nonlocal gone
+            gone = True
+            task.cancel()
+
+        watcher = None
+        if self.direct is None:
+            watcher = asyncio.create_task(self._watch(leave), name="disconnect watch")
+        elif self.direct.cycle.disconnected:
+            raise ClientDisconnected
+        else:
+            self.direct.watch(leave)
+        try:
+            yield
+        except asyncio.CancelledError:
+            # As in asyncio.timeout: swallow only the cancellation that comes from here.
+            if gone and task.uncancel() == 0:
+                raise ClientDisconnected from None
+            raise
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+            elif self.direct is not None:
+                self.direct.unwatch(leave)
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Sends status and headers."""
+        """Send status and headers."""
         self.started = True
         all_headers = [*headers, *self.extra_headers, (b"x-request-id", self.request_id)]
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
 
     async def write(self, body: bytes) -> None:
-        """Sends a piece of the body; waits while the client does not read."""
+        """Send a piece of the body; wait while the client does not read."""
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-    def write_now(self, body: bytes) -> None:
-        """As :meth:`write`, without waiting; only while :attr:`writable`."""
-        assert self.direct is not None
-        self.direct.write(body)
-
     async def finish(self, body: bytes = b"") -> None:
-        """Sends the last piece."""
+        """Send the last piece of the body."""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: Headers = ()) -> None:
-        """A whole response at once."""
+        """Send a whole response."""
         length = str(len(body)).encode()
         await self.start(status, [(b"content-type", content_type), (b"content-length", length), *headers])
         await self.finish(body)
 
     async def fail(self, error: errors.TokenloomError) -> None:
-        """Tells the error: as a status when nothing was sent yet, else as the stream's last event."""
+        """Report an error: as a status while nothing was sent, otherwise as the last event of the stream."""
         if not self.started:
             await self.respond(error.http_status, sse.encode_json(errors.openai_body(error)), headers=_headers(error))
             return
         async with asyncio.timeout(FAREWELL_SECONDS):
             await self.finish(sse.error_event(error))
+
+    async def _receive_body(self, limit: int) -> bytes:
+        body = bytearray()
+        more = True
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise _too_large(limit)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise BodyTimeout(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+        return bytes(body)
+
+    async def _watch(self, leave: Callable[[], None]) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        leave()
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``body``.
+
+    Raises ``InvalidArgument`` for anything else, NaN, infinities, numbers beyond float64, bad UTF-8 and deep nesting.
+    """
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise errors.InvalidArgument("the body is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise errors.InvalidArgument("the body is not valid UTF-8") from None
+    except msgspec.DecodeError as error:
+        raise errors.InvalidArgument(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise errors.InvalidArgument("the body must be a JSON object")
+    return value
+
+
+def _too_large(limit: int) -> errors.PayloadTooLarge:
+    return errors.PayloadTooLarge(f"the body is larger than {limit} bytes")
 
 
 def _headers(error: errors.TokenloomError) -> Headers:

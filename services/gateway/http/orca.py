@@ -1,10 +1,9 @@
-"""Load in a response's header, for balancers that ask for it: ORCA, as vLLM answers it and the Gateway API Inference
-Extension reads it. The names are vLLM's; BIN is xds.data.orca.v3.OrcaLoadReport."""
+"""Puts the mesh's load into a response header for balancers that ask for it (ORCA), with vLLM's names, as the Gateway
+API Inference Extension reads it. BIN is xds.data.orca.v3.OrcaLoadReport."""
 
 import base64
 import json
 import struct
-from collections.abc import Mapping
 
 from ..mesh.mesh_view import MeshLoad
 
@@ -14,31 +13,24 @@ _NAMED_METRICS_TAG = b"\x42"  # field 8, a map's entry: a message of a string (f
 
 
 def response_headers(wanted: bytes, load: MeshLoad) -> list[tuple[bytes, bytes]]:
-    """The header in the format that a client wants: TEXT, JSON or BIN; none for another."""
+    """Return the header in the format that the client wants: TEXT, JSON or BIN; none for another format."""
     metrics = {
         "kv_cache_usage_perc": load.kv_usage,
         "num_requests_waiting": float(load.num_waiting),
         "num_requests_running": float(load.num_running),
     }
-    encode = _FORMATS.get(wanted.strip().upper())
-    return [(RESPONSE_HEADER, encode(metrics))] if encode is not None else []
-
-
-def _text(metrics: Mapping[str, float]) -> bytes:
-    return b"TEXT " + ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items()).encode()
-
-
-def _json(metrics: Mapping[str, float]) -> bytes:
-    return b"JSON " + json.dumps({"named_metrics": metrics}).encode()
-
-
-def _binary(metrics: Mapping[str, float]) -> bytes:
-    return b"BIN " + base64.b64encode(b"".join(_map_entry(name.encode(), metrics[name]) for name in metrics))
+    match wanted.strip().upper():
+        case b"TEXT":
+            value = ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items()).encode()
+        case b"JSON":
+            value = json.dumps({"named_metrics": metrics}).encode()
+        case b"BIN":
+            value = base64.b64encode(b"".join(_map_entry(name.encode(), metrics[name]) for name in metrics))
+        case _:
+            return []
+    return [(RESPONSE_HEADER, b"%b %b" % (wanted.strip().upper(), value))]
 
 
 def _map_entry(name: bytes, value: float) -> bytes:
     entry = b"\x0a" + bytes([len(name)]) + name + b"\x11" + struct.pack("<d", value)
     return _NAMED_METRICS_TAG + bytes([len(entry)]) + entry  # both lengths are below 128: one byte each
-
-
-_FORMATS = {b"TEXT": _text, b"JSON": _json, b"BIN": _binary}

@@ -1,77 +1,46 @@
-"""``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
+"""``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
 
-import msgspec
-
-from tokenloom.request import errors, validation
+from tokenloom.request import errors
+from tokenloom.request.narrowing import narrow_token_ids
 from tokenloom.v1 import tokenizer_pb2
 
-from ..generation.job import Chat
 from ..health import MeshHealth
 from ..mesh.tokenizer_client import TokenizerClient
-from ..openai.chat_messages import read_messages
+from ..openai.chat_messages import read_chat
 from ..openai.openai_models import Body, BodyReader
-from ..tools.tool_request import read_tools, tools_json
+from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
+from ..tools.tool_request import read_tools
 from .app import Handler
-from .body import decode_object
 from .endpoint import check_model
-from .exchange import Exchange
+from .exchange import Exchange, decode_object
 from .sse import encode_json
 
 
-class TokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of ``/tokenize``: a prompt or a conversation."""
-
-    model: Any = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-
-
-class DetokenizeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of ``/detokenize``."""
-
-    model: Any = None
-    tokens: Any = None
-
-
+@dataclass(frozen=True, slots=True)
 class TokenizeRoutes:
-    """Text to token ids and back, as requests get them."""
+    """Turns text into token ids as for requests, and back."""
 
-    def __init__(
-        self,
-        reader: BodyReader,
-        tokenizers: TokenizerClient,
-        health: MeshHealth,
-        model: str,
-        *,
-        max_body_bytes: int,
-        timeout: float,
-    ) -> None:
-        """``timeout``: seconds that a call may take."""
-        self._reader = reader
-        self._tokenizers = tokenizers
-        self._health = health
-        self._model = model
-        self._max_body_bytes = max_body_bytes
-        self._timeout = timeout
+    reader: BodyReader
+    tokenizers: TokenizerClient
+    health: MeshHealth
+    model: str
+    max_body_bytes: int
+    timeout: float
+    """Seconds that a call may take."""
 
     def routes(self) -> Mapping[str, Mapping[str, Handler]]:
         return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
 
     async def tokenize(self, exchange: Exchange) -> None:
-        fields = self._reader.read(await self._body(exchange), TokenizeFields)
+        fields = self.reader.read(await self._body(exchange), TokenizeRequest)
         async with self._limited():
             prompt = await self._encode(fields)
-        limits = self._health.limits()
+        limits = self.health.limits()
         answer = {
             "count": len(prompt.token_ids),
             "max_model_len": limits.max_model_len if limits else None,
@@ -81,49 +50,42 @@ class TokenizeRoutes:
         await exchange.respond(200, encode_json(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        fields = self._reader.read(await self._body(exchange), DetokenizeFields)
-        token_ids = validation.narrow_token_ids("tokens", fields.tokens)
+        fields = self.reader.read(await self._body(exchange), DetokenizeRequest)
+        token_ids = narrow_token_ids("tokens", fields.tokens)
         async with self._limited():
-            text = await self._tokenizers.decode(token_ids, skip_special_tokens=False)
+            text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
         await exchange.respond(200, encode_json({"prompt": text}))
 
-    async def _encode(self, fields: TokenizeFields) -> tokenizer_pb2.TokenizedPrompt:
+    async def _encode(self, fields: TokenizeRequest) -> tokenizer_pb2.TokenizedPrompt:
         if (fields.prompt is None) == (fields.messages is None):
             raise errors.InvalidArgument("exactly one of prompt and messages must be set", "prompt")
         strings = bool(fields.return_token_strs)
         if fields.messages is not None:
             if fields.add_special_tokens:
                 raise errors.InvalidArgument(
-                    "add_special_tokens is not supported for chats: the template has its own", "add_special_tokens"
+                    "add_special_tokens is not supported for chats: the template adds its own", "add_special_tokens"
                 )
-            return await self._tokenizers.encode_chat(_chat(fields, fields.messages), want_token_strings=strings)
+            tools = read_tools(fields.tools)
+            chat = read_chat(fields.messages, tools, fields.chat_template_kwargs, fields.add_generation_prompt)
+            return (await self.tokenizers.encode_chat(chat, want_token_strings=strings)).prompt
         assert fields.prompt is not None
-        (prompt,) = await self._tokenizers.encode(
+        encoded = await self.tokenizers.encode(
             [fields.prompt],
             add_special_tokens=fields.add_special_tokens is not False,
             want_hashes=False,
             want_token_strings=strings,
         )
-        return prompt
+        return encoded.prompts[0]
 
     async def _body(self, exchange: Exchange) -> Body:
-        body = decode_object(await exchange.read_body(self._max_body_bytes))
-        check_model(body.get("model"), self._model)
+        body = decode_object(await exchange.read_body(self.max_body_bytes))
+        check_model(body.get("model"), self.model)
         return body
 
     @asynccontextmanager
     async def _limited(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 yield
         except TimeoutError:
-            raise errors.DeadlineExceeded(f"the request took longer than {self._timeout:g} s") from None
-
-
-def _chat(fields: TokenizeFields, messages: list[dict[str, Any]]) -> Chat:
-    return Chat(
-        messages_json=read_messages(messages, "messages"),
-        tools_json=tools_json(read_tools(fields.tools)),
-        template_kwargs_json=encode_json(fields.chat_template_kwargs) if fields.chat_template_kwargs else b"",
-        add_generation_prompt=fields.add_generation_prompt is not False,
-    )
+            raise errors.DeadlineExceeded(f"the request took longer than {self.timeout:g} s") from None

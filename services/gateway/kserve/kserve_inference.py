@@ -1,4 +1,4 @@
-"""Requests of the Open Inference Protocol as completions: by another wire, with the same fields and checks."""
+"""Requests of the Open Inference Protocol, read as completions: with the same fields and checks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
 from ..generation.job import Job
-from ..http.body import decode_object
+from ..http.exchange import decode_object
 from ..openai.completions import CompletionsApi
 from .kserve_tensors import read_inputs
 
 VERSION = "1"
-"""Of every model."""
+"""The version of every model."""
 INPUTS = {"text_input": "BYTES", "sampling_parameters": "BYTES", "stream": "BOOL", "exclude_input_in_output": "BOOL"}
 OUTPUTS = ("text_output", "finish_reason")
 _NOT_IN_TENSORS = ("logprobs", "prompt_logprobs", "return_token_ids", "return_timeline", "stream_options")
@@ -24,18 +24,18 @@ _MAX_TIMEOUT_US = 2**62
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """One request, read."""
+    """One request."""
 
     job: Job
     stream: bool
     outputs: Sequence[str]
-    """Names of the tensors that are wanted, in order."""
+    """Names of the tensors to return, in order."""
     raw: bool
-    """Tensors come, and go, as bytes."""
+    """Whether tensors are sent as raw bytes, both ways."""
 
 
 def read_inference(request: pb.ModelInferRequest, api: CompletionsApi, time_remaining: float | None) -> Inference:
-    """Raises ``InvalidArgument`` naming the tensor or parameter. ``time_remaining``: of the call, seconds."""
+    """Read a request. Raises ``InvalidArgument`` naming the tensor or parameter. ``time_remaining``: seconds."""
     check_version(request.model_version)
     inputs = read_inputs(request, INPUTS)
     if not inputs.get("text_input"):
@@ -56,13 +56,13 @@ def read_inference(request: pb.ModelInferRequest, api: CompletionsApi, time_rema
 
 
 def check_version(version: str) -> None:
-    """Raises ``NotFound`` for a version that is not served."""
+    """Raise ``NotFound`` for a version that is not served."""
     if version not in ("", VERSION):
-        raise NotFound(f"no version {version[:16]!r} of the model is served; there is {VERSION!r}")
+        raise NotFound(f"version {version[:16]!r} of the model is not served; the only version is {VERSION!r}")
 
 
 def _values(json: Sequence[object] | None, request: pb.ModelInferRequest) -> dict[str, Any]:
-    """What a completion's body would hold."""
+    """Return the fields of a completion's body."""
     values: dict[str, Any] = {}
     if json:
         data = _single("sampling_parameters", json)
@@ -74,10 +74,10 @@ def _values(json: Sequence[object] | None, request: pb.ModelInferRequest) -> dic
             values[name] = getattr(parameter, kind)
     for name in ("prompt", "echo", "stream", "model", "prompt_embeds"):
         if name in values:
-            raise InvalidArgument(f"{name} is no parameter here: tensors and model_name say it", name)
+            raise InvalidArgument(f"{name} is not a parameter here: send it as a tensor or as model_name", name)
     for name in _NOT_IN_TENSORS:
         if values.get(name) not in (None, False):
-            raise InvalidArgument(f"{name} is not supported: the answer's tensors hold only text", name)
+            raise InvalidArgument(f"{name} is not supported: the response's tensors hold only text", name)
     return values
 
 
@@ -85,7 +85,7 @@ def _outputs(request: pb.ModelInferRequest) -> Sequence[str]:
     names = [output.name for output in request.outputs]
     for name in names:
         if name not in OUTPUTS:
-            raise InvalidArgument(f"outputs: no tensor named {name[:64]!r}; there are {', '.join(OUTPUTS)}", "outputs")
+            raise InvalidArgument(f"outputs: unknown tensor {name[:64]!r}; known are {', '.join(OUTPUTS)}", "outputs")
     return names or OUTPUTS
 
 

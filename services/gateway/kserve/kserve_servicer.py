@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, over the same road as HTTP."""
+"""Serves the Open Inference Protocol; generates as the HTTP API does."""
 
 from collections.abc import AsyncIterator
 from importlib.metadata import version
@@ -22,7 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Text in, text out."""
+    """Takes text and returns text."""
 
     def __init__(self, api: CompletionsApi, generator: Generator, health: MeshHealth, model: str) -> None:
         self._api = api
@@ -61,14 +61,14 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
         inference = self._read(request, context)
         if inference.stream:
-            raise errors.InvalidArgument("stream is for ModelStreamInfer", "stream")
+            raise errors.InvalidArgument("stream is only supported by ModelStreamInfer", "stream")
         async with self._generator.open(inference.job) as generation:
             return await self._whole(request, inference, generation)
 
     async def ModelStreamInfer(  # type: ignore[override]
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
     ) -> None:
-        """Writes to the context: a handler parked in a ``yield`` would not see the cancellation at once."""
+        """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         async for request in requests:
             try:
                 await self._answer(request, context)
@@ -132,7 +132,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
 
 def _echoed(generation: Generation, index: int) -> str:
-    """What comes before an output, when the client wants its prompt back."""
+    """Return the prompt, if the client asked for it before the output."""
     return generation.prompt_texts[index // generation.num_samples] if generation.prompt_texts else ""
 
 

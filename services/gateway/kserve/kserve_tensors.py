@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol: small, of texts and booleans. No I/O."""
+"""Reads and writes tensors of the Open Inference Protocol: texts and booleans."""
 
 import math
 import struct
@@ -14,7 +14,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> dict[str, Values]:
-    """The elements of each input. ``datatypes``: of the inputs that there are.
+    """Return the elements of each input. ``datatypes``: of the known inputs, by name.
 
     Raises ``InvalidArgument`` naming the tensor.
     """
@@ -27,7 +27,7 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
         name = tensor.name[:64]
         expected = datatypes.get(name)
         if expected is None:
-            raise InvalidArgument(f"inputs: no tensor named {name!r}; there are {', '.join(datatypes)}", "inputs")
+            raise InvalidArgument(f"inputs: unknown tensor {name!r}; known are {', '.join(datatypes)}", "inputs")
         if tensor.datatype != expected:
             raise InvalidArgument(f"{name} must be of {expected}, not {tensor.datatype[:16]!r}", name)
         values = _raw(name, expected, raw[index]) if raw else _typed(tensor)
@@ -40,7 +40,7 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
 def write_output(
     response: pb.ModelInferResponse, name: str, texts: Sequence[str], *, raw: bool, index: int | None = None
 ) -> None:
-    """Adds a tensor of texts. ``index``: of the only one, in a stream."""
+    """Add a tensor of texts. ``index``: position of the only text, in a stream."""
     tensor = response.outputs.add(name=name, datatype="BYTES", shape=[len(texts)])
     if index is not None:
         tensor.parameters["index"].int64_param = index

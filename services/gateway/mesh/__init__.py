@@ -1,1 +1,1 @@
-"""The gateway's links to the mesh: tokenizers, output processors, coordinator and engine administration."""
+"""Connects the gateway to tokenizers, output processors and the coordinator."""

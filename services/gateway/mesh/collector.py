@@ -1,4 +1,4 @@
-"""What arrived for one client request and is not sent yet: merged, so that a slow client costs its own output only."""
+"""Holds the output of a request until it is sent, merged, so that a slow client delays only its own output."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,30 +10,29 @@ from tokenloom.v1 import output_processor_pb2
 
 
 class Delta(msgspec.Struct):
-    """New output of one index since the last time it was taken. There is one for each token, and a dataclass would take
-    four times as long to make."""
+    """New output of one index. A msgspec struct: each token makes one, and a dataclass takes four times as long."""
 
     index: int
     token_index: int
-    """Of the first of ``token_ids`` in the whole output."""
+    """Position of the first of ``token_ids`` in the whole output."""
     text: str = ""
     token_ids: list[int] = []
     finished: output_processor_pb2.RequestFinished | None = None
     logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = ()
-    """Of ``token_ids``, in order, when asked for."""
+    """For ``token_ids``, in order, when asked for."""
     prompt_logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = ()
-    """Of the prompt, with or before the first tokens of its first sample."""
+    """For the prompt; with or before the first tokens of its first sample."""
 
 
 Outlet = Callable[[Delta], bool]
-"""Takes output on its way to the client at once; False: not now, the client is slow."""
+"""Sends output to the client at once and returns True, or returns False while the client is slow."""
 
 
 class Collector:
     """Joins the outputs of one client request (one index for each sample of each prompt) for its only reader.
 
-    Writers never wait. What piles up while the reader waits for its client is merged into one delta an index, so the
-    bound is the output itself: ``max_tokens`` for each index.
+    Writers never wait. Output that arrives while the reader waits for its client is merged into one delta per index, so
+    it is bounded by ``max_tokens`` for each index.
     """
 
     def __init__(self, num_outputs: int) -> None:
@@ -46,7 +45,7 @@ class Collector:
 
     @property
     def done(self) -> bool:
-        """Whether every index has ended and all of it was taken."""
+        """Whether every index has ended and all output was taken."""
         return self._live == 0 and not self._pending
 
     def put(
@@ -59,12 +58,12 @@ class Collector:
         logprobs: Sequence[output_processor_pb2.SlotTextLogprobs] = (),
         ends: bool = False,
     ) -> None:
-        """Adds output. Tokens that are missing or doubled fail the whole request: wrong text is worse than an error.
+        """Add output. Missing or repeated tokens fail the whole request: wrong text is worse than an error.
 
-        ``ends``: :meth:`finish` follows at once; both then become one delta.
+        ``ends``: :meth:`finish` follows at once, and both become one delta.
         """
         if token_index != self._num_tokens[index]:
-            self.fail(errors.Internal(f"output token {self._num_tokens[index]} expected, {token_index} arrived"))
+            self.fail(errors.Internal(f"expected output token {self._num_tokens[index]}, received {token_index}"))
             return
         self._num_tokens[index] += len(token_ids)
         delta = self._pending.get(index)
@@ -80,19 +79,21 @@ class Collector:
             self._wake()
 
     def put_prompt(self, index: int, logprobs: output_processor_pb2.SlotTextLogprobs) -> None:
-        """Adds what is told of an index's prompt."""
+        """Add log probabilities of an index's prompt."""
         delta = self._pending.setdefault(index, Delta(index, self._num_tokens[index]))
         delta.prompt_logprobs = [*delta.prompt_logprobs, logprobs]
         self._wake()
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
-        """Ends an index. An error of one index is an error of the request."""
+        """End an index. An error of one index is an error of the request."""
         if finished.HasField("error"):
             self.fail(errors.from_proto(finished.error))
             return
         if finished.completion_tokens != self._num_tokens[index]:
             self.fail(
-                errors.Internal(f"{finished.completion_tokens} output tokens sent, {self._num_tokens[index]} arrived")
+                errors.Internal(
+                    f"{finished.completion_tokens} output tokens were sent, {self._num_tokens[index]} arrived"
+                )
             )
             return
         delta = self._pending.setdefault(index, Delta(index, self._num_tokens[index]))
@@ -102,15 +103,15 @@ class Collector:
         self._wake()
 
     def fail(self, error: errors.TokenloomError) -> None:
-        """Ends the request; the first error stays."""
+        """End the request. Only the first error is kept."""
         if self._error is None:
             self._error = error
             self._wake()
 
     async def take(self, outlet: Outlet | None = None) -> list[Delta]:
-        """Waits for output and takes all of it, at most one delta an index. Raises what :meth:`fail` was given.
+        """Wait for output and return all of it, at most one delta per index. Raises the error given to :meth:`fail`.
 
-        While it waits, what ``outlet`` takes is done with: the reader wakes for an end, an error or a slow client.
+        While it waits, output goes to ``outlet``: the reader wakes only for an end, an error or a slow client.
         """
         while not self._pending and self._error is None:
             assert self._waiter is None, "a collector has one reader"
@@ -129,11 +130,11 @@ class Collector:
     def _pour(self, delta: Delta, outlet: Outlet) -> bool:
         try:
             return outlet(delta)
-        except Exception as error:  # one request's fault never ends the stream of all
+        except Exception as error:  # an error of one request must not end the stream of all
             self.fail(errors.of_exception(error))
             return True
 
     def _wake(self) -> None:
-        self._outlet = None  # what comes before the reader does waits for it
+        self._outlet = None  # output that arrives before the reader runs is left to the reader
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -1,9 +1,10 @@
-"""What the coordinator last said of the engines: limits, gauges, and whether a request would be placed."""
+"""Keeps what the coordinator last reported of the engines: limits, load, and which of them serve."""
 
 import asyncio
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 import grpc
 import grpc.aio
@@ -17,12 +18,13 @@ log = logging.getLogger(__name__)
 
 BACKOFF = 0.2
 POOL_FIELDS = ("model", "tokenizer")
-"""What an engine must share with our tokenizer to be ours; the rest is between engines."""
+"""Fields in which an engine must equal our tokenizer to be ours; the others matter between engines."""
+_IDENTITY = attrgetter("identity", "report.state")
 
 
 @dataclass(frozen=True, slots=True)
 class MeshLoad:
-    """How busy the engines are, together.
+    """The load of all engines together.
 
     Attributes:
         kv_usage: Share of all their KV blocks, 0 to 1.
@@ -34,7 +36,7 @@ class MeshLoad:
 
 
 class MeshView:
-    """Watches the coordinator. Off the data path: while it is away the last complete snapshot stays."""
+    """Watches the coordinator. It is not on the data path: while it is away, the last complete snapshot stays."""
 
     def __init__(self, address: str, channels: Channels) -> None:
         self._address = address
@@ -46,11 +48,11 @@ class MeshView:
 
     @property
     def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
-        """All engines of the last complete snapshot."""
+        """Return all engines of the last complete snapshot."""
         return self._snapshot.engines
 
     def load(self) -> MeshLoad:
-        """Of all engines, as they last reported."""
+        """Return the load of all engines, as they last reported it."""
         entries = self._snapshot.engines
         num_blocks = sum(entry.identity.num_kv_blocks for entry in entries)
         num_used = sum(entry.report.kv_usage * entry.identity.num_kv_blocks for entry in entries)
@@ -61,7 +63,7 @@ class MeshView:
         )
 
     def serving(self, fingerprint: types_pb2.Fingerprint) -> list[coordinator_pb2.EngineEntry]:
-        """Engines that serve what our tokenizer encodes for."""
+        """Return the engines that serve what our tokenizer encodes for."""
         return [
             entry
             for entry in self._snapshot.engines
@@ -70,14 +72,14 @@ class MeshView:
         ]
 
     def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
-        """What every serving engine can take, or could when there last was one; None before the first."""
+        """Return what every serving engine accepts, or accepted when the last one served; None before the first."""
         if self._limits_of != fingerprint:
             self._limits_of = fingerprint
-            self._update_limits(fingerprint)
+            self._update_limits()
         return self._limits
 
     async def run(self) -> None:
-        """Watches and reconnects, until cancelled."""
+        """Watch and reconnect, until cancelled."""
         async with self._channels.open(self._address, "coordinator") as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
@@ -95,14 +97,17 @@ class MeshView:
 
     def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
         self.connected = True
-        # A coordinator that just came back does not know its engines yet: the older, complete view is the better one.
+        # A coordinator that has just restarted does not know its engines yet: prefer the older, complete view.
         if snapshot.complete or not self._snapshot.complete:
-            self._snapshot = snapshot
-            if self._limits_of is not None:  # now, rather than when a request waits for it
-                self._update_limits(self._limits_of)
+            before, self._snapshot = self._snapshot, snapshot
+            # Most snapshots differ only in the engines' load.
+            if list(map(_IDENTITY, before.engines)) != list(map(_IDENTITY, snapshot.engines)):
+                self._update_limits()
 
-    def _update_limits(self, fingerprint: types_pb2.Fingerprint) -> None:
-        if limits := [entry.identity.limits for entry in self.serving(fingerprint)]:
+    def _update_limits(self) -> None:
+        if self._limits_of is None:
+            return
+        if limits := [entry.identity.limits for entry in self.serving(self._limits_of)]:
             self._limits = types_pb2.ModelLimits(
                 max_model_len=min(limit.max_model_len for limit in limits),
                 vocab_size=min(limit.vocab_size for limit in limits),

@@ -1,51 +1,92 @@
-"""The stream to one output processor: submits go up, frames come down and are dealt out to the requests' collectors."""
+"""Keeps the streams to the output processors: sends requests, and hands the frames' output to their collectors."""
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import grpc
 import grpc.aio
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.v1 import output_processor_pb2, output_processor_pb2_grpc, types_pb2
+from tokenloom.services.runtime.peers.members import Members
+from tokenloom.v1 import output_processor_pb2 as pb
+from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
 from .collector import Collector
 
 log = logging.getLogger(__name__)
 
-SlotTextLogprobs: TypeAlias = output_processor_pb2.SlotTextLogprobs
-Call: TypeAlias = "grpc.aio.StreamStreamCall[output_processor_pb2.ProcessInput, output_processor_pb2.ProcessFrame]"
+Cancel: TypeAlias = Callable[[], None]
+Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ProcessInput, pb.ProcessFrame]"
 
 INITIAL_CREDIT = 64
-"""Frames in flight: a step's worth each, so this is over a second of decoding."""
+"""Frames in flight. A frame holds the tokens of one step, so this is more than a second of decoding."""
 MESSAGE_TOKENS = 1 << 20
-"""Prompt tokens that share one message at most (packed, 2 to 4 MB): below every message limit."""
+"""Limit on the prompt tokens that share one message (2 to 4 MB when packed), below every message limit."""
 MIN_BACKOFF, MAX_BACKOFF = 0.1, 1.0
 SILENT_TICKS = round(hello.SILENCE_SECONDS / hello.HEARTBEAT_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """One submitted request: (stream, slot) is its identity."""
+class OutputPool:
+    """Spreads requests over the output processors that are connected, in turn."""
 
-    stream: "ProcessStream"
-    slot: int
+    def __init__(self, members: Members, peer_id: str, epoch: int, channels: Channels) -> None:
+        self._members = members
+        self._peer_id = peer_id
+        self._epoch = epoch
+        self._channels = channels
+        self._links: list[OutputLink] = []  # one for each output processor
+        self._turn = 0
 
-    def cancel(self) -> None:
-        """Ends the request if it is live; no more output reaches its collector."""
-        self.stream.cancel(self.slot)
+    @property
+    def healthy(self) -> bool:
+        return any(link.stream for link in self._links)
+
+    def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
+        """Connect to all of them, and keep them connected for as long as the host lives."""
+        ours = hello.make_hello(self._peer_id, self._epoch, fingerprint=fingerprint, initial_credit=INITIAL_CREDIT)
+
+        def joined(address: str) -> None:
+            if all(link.address != address for link in self._links):
+                host.spawn(self._keep(address, ours), name=f"link to output processor {address}")
+
+        host.spawn(self._members.watch(joined), name="output processors")
+
+    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
+        """Send a request to the next output processor in turn; its samples go to the collector, from ``index`` on.
+
+        Returns what cancels it. Raises :class:`errors.Unavailable` when none is connected.
+        """
+        for _ in self._links:
+            self._turn = (self._turn + 1) % len(self._links)
+            link = self._links[self._turn]
+            if link.stream is not None and link.address in self._members:
+                return link.stream.submit(submit, collector, index)
+        raise errors.Unavailable("no output processor is connected; retry")
+
+    async def _keep(self, address: str, ours: types_pb2.Hello) -> None:
+        link = OutputLink(address, ours)
+        self._links.append(link)
+        try:
+            async with self._channels.open(address, "output_processor") as channel:
+                stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
+                while address in self._members:  # requests that have begun continue to their end
+                    await link.connect(stub)
+        finally:
+            self._links.remove(link)
 
 
 @dataclass(slots=True)
 class _Target:
-    """Where a slot's output goes: its samples to as many indices of a collector."""
+    """Says where a slot's output goes: each of its samples to an index of a collector."""
 
     collector: Collector
     first_index: int
@@ -53,47 +94,43 @@ class _Target:
 
 
 class ProcessStream:
-    """One incarnation of the stream; never reused after it ended."""
+    """Holds one incarnation of a stream; it is not reused after it has ended."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, _Target] = {}  # as many as the gateway admits requests
+        self._slots: dict[int, _Target] = {}  # bounded by the requests that the gateway admits
         self._next_slot = 1
-        self._outbox: deque[output_processor_pb2.ProcessInput] = deque()  # bounded likewise: the writer empties it
+        self._outbox: deque[pb.ProcessInput] = deque()  # bounded by the same; `write` empties it
         self._outbox_tokens = 0
         self._outbox_filled = asyncio.Event()
         self._silent_ticks = 0
         self._uncredited = 0
-        self.ended = False
+        self._ended = False
 
-    @property
-    def num_live(self) -> int:
-        return len(self._slots)
-
-    def submit(self, submit: output_processor_pb2.Submit, collector: Collector, index: int) -> Ticket:
-        """Sends a request (its slot is filled in here); its samples go to the collector, from ``index`` on."""
-        assert not self.ended
+    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
+        """Send a request, whose slot is filled in here; its samples go to the collector, from ``index`` on."""
+        assert not self._ended
         if not self._slots:
             self._silent_ticks = 0
         submit.slot = slot = self._next_slot
         self._next_slot += 1
         self._slots[slot] = _Target(collector, index, submit.num_samples or 1)
-        num_tokens = len(submit.prompt.token_ids)
-        self._message(num_tokens).submit.append(submit)
-        return Ticket(self, slot)
+        self._message(len(submit.prompt.token_ids)).submit.append(submit)
+        return partial(self.cancel, slot)
 
     def cancel(self, slot: int) -> None:
-        if self._slots.pop(slot, None) is not None and not self.ended:
+        """End a request if it is live; no more output reaches its collector."""
+        if self._slots.pop(slot, None) is not None and not self._ended:
             self._message().cancel_slots.append(slot)
 
     def end(self, error: errors.TokenloomError) -> None:
-        """The stream is gone: so are its requests."""
-        self.ended = True
+        """Fail all requests: the stream is gone."""
+        self._ended = True
         for target in self._slots.values():
             target.collector.fail(error)
         self._slots.clear()
 
     async def write(self, call: Call) -> None:
-        """Sends what is in the outbox, for ever. What is added while a write waits shares a message."""
+        """Send what is in the outbox, until cancelled. What is added while a write waits shares a message."""
         while True:
             await self._outbox_filled.wait()
             message = self._outbox.popleft()
@@ -102,8 +139,13 @@ class ProcessStream:
                 self._outbox_tokens = 0
             await call.write(message)
 
+    async def read(self, call: Call) -> None:
+        """Hand out frames, until the stream fails."""
+        while True:
+            self.deal(await _next(call))
+
     async def watch(self) -> None:
-        """Raises :class:`errors.Unavailable` when the peer owes a heartbeat.
+        """Raise :class:`errors.Unavailable` when the output processor owes a heartbeat.
 
         Counts ticks, not time: a pause of this process is one tick, however long.
         """
@@ -112,8 +154,8 @@ class ProcessStream:
             self._silent_ticks = self._silent_ticks + 1 if self._slots else 0
         raise errors.Unavailable("the output processor is silent")
 
-    def deal(self, frame: output_processor_pb2.ProcessFrame) -> None:
-        """Hands a frame's columns to their collectors, and grants credit for it.
+    def deal(self, frame: pb.ProcessFrame) -> None:
+        """Hand a frame's columns to their collectors, and grant credit for it.
 
         Raises :class:`errors.FailedPrecondition` when the columns do not fit together.
         """
@@ -142,20 +184,22 @@ class ProcessStream:
             start = end
         for finished in frame.finished:
             self._finish(finished)
-        if n or frame.finished or frame.logprobs:  # heartbeats are free
+        if n or frame.finished or frame.logprobs:  # heartbeats need no credit
             self._grant()
 
-    def _deal_prompts(self, logprobs: Iterable[SlotTextLogprobs]) -> dict[tuple[int, int], list[SlotTextLogprobs]]:
-        """Hands out what is told of prompts; returns what is told of tokens, by slot and sample."""
-        told: dict[tuple[int, int], list[SlotTextLogprobs]] = {}
+    def _deal_prompts(
+        self, logprobs: Iterable[pb.SlotTextLogprobs]
+    ) -> dict[tuple[int, int], list[pb.SlotTextLogprobs]]:
+        """Hand out the log probabilities of prompts; return those of output tokens, by slot and sample."""
+        of_tokens: dict[tuple[int, int], list[pb.SlotTextLogprobs]] = {}
         for each in logprobs:
             if not each.prompt:
-                told.setdefault((each.slot, each.sample_index), []).append(each)
+                of_tokens.setdefault((each.slot, each.sample_index), []).append(each)
             elif (target := self._slots.get(each.slot)) is not None:
                 target.collector.put_prompt(target.first_index, each)
-        return told
+        return of_tokens
 
-    def _finish(self, finished: output_processor_pb2.RequestFinished) -> None:
+    def _finish(self, finished: pb.RequestFinished) -> None:
         if (target := self._slots.get(finished.slot)) is not None:
             target.num_live -= 1
             if not target.num_live:
@@ -168,80 +212,60 @@ class ProcessStream:
             self._message().credit += self._uncredited
             self._uncredited = 0
 
-    def _message(self, num_tokens: int = 0) -> output_processor_pb2.ProcessInput:
-        """The message under construction with room for so many prompt tokens."""
+    def _message(self, num_tokens: int = 0) -> pb.ProcessInput:
+        """Return the message under construction, with room for that many prompt tokens."""
         self._outbox_tokens += num_tokens
         if not self._outbox or self._outbox_tokens > MESSAGE_TOKENS:
-            self._outbox.append(output_processor_pb2.ProcessInput())
+            self._outbox.append(pb.ProcessInput())
             self._outbox_tokens = num_tokens
             self._outbox_filled.set()
         return self._outbox[-1]
 
 
 class OutputLink:
-    """Keeps a stream to one output processor, whatever happens to the other side."""
+    """Connects to one output processor, again and again.
 
-    def __init__(self, address: str, peer_id: str, epoch: int, channels: Channels) -> None:
+    Attributes:
+        stream: The live stream, once both sides have said hello; otherwise None.
+    """
+
+    def __init__(self, address: str, ours: types_pb2.Hello) -> None:
+        """``ours``: what this gateway says hello with."""
         self.address = address
-        self._channels = channels
-        self._peer_id = peer_id
-        self._epoch = epoch
-        self._stream: ProcessStream | None = None
+        self.stream: ProcessStream | None = None
+        self._ours = ours
+        self._backoff = MIN_BACKOFF
 
-    @property
-    def stream(self) -> ProcessStream | None:
-        """The live stream, once both sides said hello."""
-        return self._stream
-
-    async def run(self, fingerprint: types_pb2.Fingerprint, while_true: Callable[[], bool] = lambda: True) -> None:
-        """Connects, serves and reconnects for as long as ``while_true`` says so; what is begun goes on to its end."""
-        backoff = MIN_BACKOFF
-        async with self._channels.open(self.address, "output_processor") as channel:
-            stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
-            while while_true():
-                connected = await self._connect(stub, fingerprint)
-                backoff = MIN_BACKOFF if connected else min(backoff * 2, MAX_BACKOFF)
-                await asyncio.sleep(backoff)
-
-    async def _connect(
-        self, stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub", fingerprint: types_pb2.Fingerprint
-    ) -> bool:
-        """One incarnation of the stream, to its end. Returns whether it ever served."""
+    async def connect(self, stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub") -> None:
+        """Keep one incarnation of the stream to its end, then back off."""
         call = stub.Process()
         stream = ProcessStream()
         greeted = False
         try:
-            await self._greet(call, fingerprint)
-            greeted = True
-            self._stream = stream
+            await self._greet(call)
+            greeted, self.stream = True, stream
             log.info("connected to output processor %s", self.address)
-            await first_of(stream.write(call), stream.watch(), _read(call, stream))
+            await first_of(stream.write(call), stream.watch(), stream.read(call))
         except (grpc.aio.AioRpcError, errors.TokenloomError, asyncio.InvalidStateError, TimeoutError) as error:
             level = logging.WARNING if greeted else logging.DEBUG
             reason = error.code().name if isinstance(error, grpc.aio.AioRpcError) else error
             log.log(level, "output processor %s: %s", self.address, reason)
         finally:
-            # Leaving the call alone would keep it, and its requests, alive on the other side.
-            call.cancel()
-            self._stream = None
-            stream.end(errors.Unavailable("the part that makes this answer's text went away; try again"))
-        return greeted
+            call.cancel()  # otherwise the call and its requests would stay alive on the other side
+            self.stream = None
+            stream.end(errors.Unavailable("The output processor handling this request became unavailable; retry."))
+        self._backoff = MIN_BACKOFF if greeted else min(self._backoff * 2, MAX_BACKOFF)
+        await asyncio.sleep(self._backoff)
 
-    async def _greet(self, call: Call, fingerprint: types_pb2.Fingerprint) -> None:
-        ours = hello.make_hello(self._peer_id, self._epoch, fingerprint=fingerprint, initial_credit=INITIAL_CREDIT)
+    async def _greet(self, call: Call) -> None:
         async with asyncio.timeout(hello.SILENCE_SECONDS):
-            await call.write(output_processor_pb2.ProcessInput(hello=ours))
+            await call.write(pb.ProcessInput(hello=self._ours))
             frame = await _next(call)
-        hello.check_hello(frame.hello, fingerprint=fingerprint)
+        hello.check_hello(frame.hello, fingerprint=self._ours.fingerprint)
 
 
-async def _read(call: Call, stream: ProcessStream) -> None:
-    while True:
-        stream.deal(await _next(call))
-
-
-async def _next(call: Call) -> output_processor_pb2.ProcessFrame:
+async def _next(call: Call) -> pb.ProcessFrame:
     frame = await call.read()
-    if not isinstance(frame, output_processor_pb2.ProcessFrame):
+    if not isinstance(frame, pb.ProcessFrame):
         raise errors.Unavailable("the output processor ended the stream")
     return frame

@@ -1,12 +1,13 @@
-"""Calls to the tokenizer replicas. They are stateless, so a call that one could not answer goes to another."""
+"""Calls to the tokenizer replicas. They are stateless, so a call that one replica cannot answer goes to another."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers.channels import Channels
@@ -20,45 +21,37 @@ from ..generation.job import Chat
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-"""How often each replica is asked who it is; also how soon a lost one is noticed by ``healthy``."""
-
-T = TypeVar("T")
-
-
-def _metadata() -> tuple[tuple[str, str], ...]:
-    """The trace of the request that this task works on."""
-    return tuple(CURRENT.get().items())
+"""Interval of the probes of each replica, and so the time within which ``healthy`` notices a lost one."""
 
 
 class TokenizerClient:
-    """Round-robin over the replicas that answer and agree with the first one on what they serve."""
+    """Spreads calls over the replicas that answer and serve the same as the first one, in turn.
+
+    Attributes:
+        info: What the replicas serve; None until the first one has answered.
+    """
 
     def __init__(self, members: Members, channels: Channels) -> None:
         self._members = members
         self._channels = channels
-        self._stubs: dict[str, tokenizer_pb2_grpc.TokenizerAsyncStub] = {}  # by address: as many as there are replicas
+        self._stubs: dict[str, tokenizer_pb2_grpc.TokenizerAsyncStub] = {}  # by address, one for each replica
         self._alive: set[str] = set()
         self._turn = 0
         self._known = asyncio.Event()
-        self._info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
-
-    @property
-    def info(self) -> tokenizer_pb2.GetTokenizerInfoResponse | None:
-        """What the replicas serve; None until the first one answered."""
-        return self._info
+        self.info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
 
     @property
     def healthy(self) -> bool:
         return bool(self._alive)
 
     async def wait_known(self) -> tokenizer_pb2.GetTokenizerInfoResponse:
-        """Waits for the first answer."""
+        """Return what the replicas serve, once the first one has answered."""
         await self._known.wait()
-        assert self._info is not None
-        return self._info
+        assert self.info is not None
+        return self.info
 
     async def run(self) -> None:
-        """Holds the channels and probes every replica, until cancelled."""
+        """Keep the channels and probe every replica, until cancelled."""
         async with asyncio.TaskGroup() as group:
 
             def joined(address: str) -> None:
@@ -67,25 +60,27 @@ class TokenizerClient:
 
             await self._members.watch(joined)
 
-    async def encode(
+    def encode(
         self,
         texts: Sequence[str],
         *,
         add_special_tokens: bool = True,
         want_hashes: bool = True,
         want_token_strings: bool = False,
-    ) -> list[tokenizer_pb2.TokenizedPrompt]:
-        """Token ids and block hashes of each text."""
+    ) -> Awaitable[tokenizer_pb2.EncodeResponse]:
+        """Return token ids and block hashes of each text."""
         request = tokenizer_pb2.EncodeRequest(
             texts=texts,
             add_special_tokens=add_special_tokens,
             want_hashes=want_hashes,
             want_token_strings=want_token_strings,
         )
-        return list((await self._call(lambda stub: stub.Encode(request, metadata=_metadata()))).prompts)
+        return self._call("Encode", request)
 
-    async def encode_chat(self, chat: Chat, *, want_token_strings: bool = False) -> tokenizer_pb2.TokenizedPrompt:
-        """Token ids and block hashes of a rendered conversation."""
+    def encode_chat(
+        self, chat: Chat, *, want_token_strings: bool = False
+    ) -> Awaitable[tokenizer_pb2.EncodeChatResponse]:
+        """Return token ids and block hashes of a rendered conversation."""
         request = tokenizer_pb2.EncodeChatRequest(
             messages_json=chat.messages_json,
             tools_json=chat.tools_json,
@@ -94,36 +89,36 @@ class TokenizerClient:
             want_hashes=True,
             want_token_strings=want_token_strings,
         )
-        return (await self._call(lambda stub: stub.EncodeChat(request, metadata=_metadata()))).prompt
+        return self._call("EncodeChat", request)
 
-    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a complete sequence."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> Awaitable[tokenizer_pb2.DecodeResponse]:
+        """Return the text of a complete sequence."""
         request = tokenizer_pb2.DecodeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
-        return (await self._call(lambda stub: stub.Decode(request, metadata=_metadata()))).text
+        return self._call("Decode", request)
 
-    async def _call(self, send: "Callable[[tokenizer_pb2_grpc.TokenizerAsyncStub], Awaitable[T]]") -> T:
-        """Each living replica once, beginning with the next in turn; only an unavailable one is passed over.
+    async def _call(self, method: str, request: Message) -> Any:
+        """Ask each living replica once, beginning with the next in turn; only an unavailable one is skipped.
 
         The request's own deadline cancels the call from outside.
         """
         self._turn += 1
         candidates = sorted(self._alive) or list(self._stubs)
-        error: errors.TokenloomError = errors.Unavailable("no tokenizer is connected; try again")
+        error: errors.TokenloomError | None = None
         for step in range(len(candidates)):
             address = candidates[(self._turn + step) % len(candidates)]
             if (stub := self._stubs.get(address)) is None:
                 continue  # it left while another was asked
             try:
-                return await send(stub)
+                return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
             except grpc.aio.AioRpcError as failure:
                 error = errors.from_rpc(failure)
                 if failure.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise error from failure
                 self._alive.discard(address)
-        raise error
+        raise error or errors.Unavailable("no tokenizer is connected; retry")
 
     async def _keep(self, address: str) -> None:
-        """Probes a replica until it neither answers nor is a member any more."""
+        """Probe a replica until it neither answers nor is a member any more."""
         async with self._channels.open(address, "tokenizer") as channel:
             self._stubs[address] = tokenizer_pb2_grpc.TokenizerStub(channel)
             try:
@@ -134,7 +129,7 @@ class TokenizerClient:
                 del self._stubs[address]
 
     async def _probe(self, address: str) -> bool:
-        """Whether the replica answers."""
+        """Return whether the replica answers."""
         try:
             info: tokenizer_pb2.GetTokenizerInfoResponse = await self._stubs[address].GetTokenizerInfo(
                 tokenizer_pb2.GetTokenizerInfoRequest(), timeout=PROBE_SECONDS
@@ -148,12 +143,12 @@ class TokenizerClient:
         return True
 
     def _learn(self, address: str, info: tokenizer_pb2.GetTokenizerInfoResponse) -> None:
-        if self._info is None:
-            self._info = info
+        if self.info is None:
+            self.info = info
             self._known.set()
-        difference = fingerprint_difference(self._info.fingerprint, info.fingerprint)
+        difference = fingerprint_difference(self.info.fingerprint, info.fingerprint)
         if difference is None:
             self._alive.add(address)
         else:
             self._alive.discard(address)
-            log.error("tokenizer %s serves something else: %s", address, difference)
+            log.error("tokenizer %s differs from the first one and gets no calls: %s", address, difference)

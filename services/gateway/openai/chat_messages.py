@@ -1,4 +1,4 @@
-"""A conversation as clients send it, narrowed to what chat templates take."""
+"""A conversation as clients send it, narrowed to what chat templates accept."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,20 +6,38 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
+from ..generation.job import Chat
 from ..http import sse
+from ..tools.tool_request import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXTS = ("name", "tool_call_id")
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], where: str) -> bytes:
-    """A conversation as JSON for the tokenizer. Raises ``InvalidArgument`` naming the part."""
+def read_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    add_generation_prompt: bool | None = None,
+    *,
+    where: str = "messages",
+) -> Chat:
+    """Return a conversation for the tokenizer. Raises ``InvalidArgument`` naming the part below ``where``."""
     if not messages:
         raise InvalidArgument(f"{where} must not be empty", where)
-    return sse.encode_json([_message(f"{where}[{index}]", message) for index, message in enumerate(messages)])
+    turns = []
+    for index, message in enumerate(messages):
+        turns.append(_message(f"{where}[{index}]", message))
+    return Chat(
+        messages_json=sse.encode_json(turns),
+        tools_json=sse.encode_json([tool.definition for tool in tools]) if tools else b"",
+        template_kwargs_json=sse.encode_json(template_kwargs) if template_kwargs else b"",
+        add_generation_prompt=add_generation_prompt is not False,
+    )
 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
-    """One turn as templates take it: role, text, and what only some roles have."""
+    """Return one turn as templates accept it: role, text, and what only some roles have."""
     role = message.get("role")
     if role not in ROLES:
         raise InvalidArgument(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
@@ -29,23 +47,22 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, object]:
     turn: dict[str, object] = {"role": role}
     calls = _tool_calls(f"{where}.tool_calls", message.get("tool_calls")) if role == "assistant" else []
     content = message.get("content")
-    turn["content"] = "" if calls and content in (None, []) else _content(f"{where}.content", content)
+    if isinstance(content, str):
+        turn["content"] = content
+    else:
+        turn["content"] = "" if calls and content in (None, []) else _join_parts(f"{where}.content", content)
     if calls:
         turn["tool_calls"] = calls
-    for name in ("name", "tool_call_id"):
-        if text := _optional_string(f"{where}.{name}", message.get(name)):
-            turn[name] = text
-    if role == "assistant":
-        for name in ("reasoning_content", "reasoning"):  # vLLM has renamed it; templates have the older name
-            if text := _optional_string(f"{where}.{name}", message.get(name)):
-                turn["reasoning_content"] = text
+    # vLLM has renamed reasoning_content to reasoning; templates use the older name.
+    for name in (*_TEXTS, "reasoning_content", "reasoning") if role == "assistant" else _TEXTS:
+        value = message.get(name)
+        if value is not None and (text := _string(f"{where}.{name}", value)):
+            turn["reasoning_content" if name == "reasoning" else name] = text
     return turn
 
 
-def _content(where: str, content: object) -> str:
-    """A string as it is; parts of text joined by line breaks, as vLLM does."""
-    if isinstance(content, str):
-        return content
+def _join_parts(where: str, content: object) -> str:
+    """Return the text of a turn that is sent in parts; they are joined by line breaks, as in vLLM."""
     if not isinstance(content, list) or not content:
         raise InvalidArgument(f"{where} must be a string or a list of text parts", where)
     return "\n".join(_part(f"{where}[{index}]", part) for index, part in enumerate(content))
@@ -57,12 +74,12 @@ def _part(where: str, part: object) -> str:
     if not isinstance(part, dict):
         raise InvalidArgument(f"{where} must be an object with type and text", where)
     if part.get("type") != "text":
-        raise InvalidArgument(f"{where}.type: only text is supported yet", f"{where}.type")
+        raise InvalidArgument(f"{where}.type: only text is supported", f"{where}.type")
     return _string(f"{where}.text", part.get("text"))
 
 
 def _tool_calls(where: str, calls: object) -> list[dict[str, object]]:
-    """The calls of a past turn; their arguments as objects, which templates write in their own way."""
+    """Return the calls of a past turn, with arguments as objects, which each template writes in its own way."""
     if calls is None:
         return []
     if not isinstance(calls, list):
@@ -77,12 +94,12 @@ def _tool_call(where: str, call: object) -> dict[str, object]:
     name = _string(f"{where}.function.name", function.get("name"))
     arguments = _arguments(f"{where}.function.arguments", function.get("arguments"))
     turn: dict[str, object] = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    call_id = _optional_string(f"{where}.id", call.get("id"))
-    return turn | {"id": call_id} if call_id else turn
+    call_id = call.get("id")
+    return turn | {"id": _string(f"{where}.id", call_id)} if call_id not in (None, "") else turn
 
 
 def _arguments(where: str, arguments: object) -> dict[str, object]:
-    """OpenAI has them as JSON in a string; an object is taken too."""
+    """Return the arguments as an object. OpenAI's API sends JSON in a string; an object is accepted too."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
@@ -97,8 +114,3 @@ def _string(where: str, value: object) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{where} must be a string", where)
     return value
-
-
-def _optional_string(where: str, value: object) -> str:
-    """Empty for None."""
-    return "" if value is None else _string(where, value)

@@ -1,40 +1,31 @@
-"""``/v1/completions``: reading bodies, shaping answers."""
+"""``/v1/completions``: reads bodies and shapes answers."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from tokenloom.request import errors
 from tokenloom.request.prompt_embeds import FIELD
 
-from ..generation.embeds_prompt import EmbedsPrompt, read_prompts
 from ..generation.generation import Generation
-from ..generation.job import Job
+from ..generation.job import EmbedsPrompt, Job, read_embeds_prompts
 from ..http import sse
 from ..mesh.collector import Delta
+from ..openapi.request_schemas import CompletionRequest
 from .answer import AnswerBase, finish_reason
 from .openai_logprobs import CompletionLogprobs
-from .openai_models import Body, BodyReader, CommonFields, Options, make_job, sampling_params
+from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
 
-class CompletionFields(CommonFields, frozen=True, kw_only=True):
-    """A completion body, but for the sampling parameters."""
-
-    prompt: Any = None
-    prompt_embeds: Any = None
-    best_of: Any = None
-    logprobs: Any = None
-    echo: bool | None = None
-
-
+@dataclass(frozen=True, slots=True)
 class CompletionsApi:
-    """The endpoint, for one served model."""
+    """Reads bodies of the endpoint and makes its answers."""
 
-    def __init__(self, reader: BodyReader, model: str) -> None:
-        self._reader = reader
-        self._model = model
+    reader: BodyReader
+    model: str
 
     def read(self, body: Body) -> tuple[Job, Options]:
-        fields = self._reader.read(body, CompletionFields)
+        """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
+        fields = self.reader.read(body, CompletionRequest)
         echo = bool(fields.echo)
         echo_only = echo and body.get("max_tokens") == 0 and type(body["max_tokens"]) is int
         own = {"max_tokens": 1} if echo_only else {}
@@ -55,33 +46,36 @@ class CompletionsApi:
         return job, options
 
     def answer(self, generation: Generation, options: Options) -> "CompletionAnswer":
-        return CompletionAnswer(AnswerBase(generation, options, "cmpl", self._model))
+        return CompletionAnswer(AnswerBase(generation, options, "cmpl", self.model, "text_completion"))
 
 
 class CompletionAnswer:
-    """The continuations of one prompt or several; a stream interleaves them by index."""
+    """Shapes the continuations of one prompt or several; a stream interleaves them."""
 
     def __init__(self, base: AnswerBase) -> None:
         self._base = base
-        self._writer = base.writer("text_completion")
+        self._writer = base.writer
         outputs = range(base.generation.num_outputs)
         self._texts = [""] * len(outputs)
         self._token_ids: list[list[int]] = [[] for _ in outputs]
         self._logprobs = [CompletionLogprobs(as_ids=base.options.tokens_as_ids) for _ in outputs]
         self._live = len(outputs)
         self._begun: set[int] = set()
-        self._tells_all = base.tells_all or base.options.echo
-        self._text_events = [self._writer.text_event(index, b'"text":') for index in outputs]
+        self._has_details = base.has_details or base.options.echo
+        self._text_ends = [self._writer.text_ends(index, b'"text":') for index in outputs]
 
     def first_events(self) -> bytes:
+        """Return the events before any output."""
         return b""
 
     def events(self, delta: Delta) -> bytes:
-        if delta.finished is None and not self._tells_all:
-            return self._text_events[delta.index](delta.text) if delta.text else b""
+        """Return the events of some output; empty when there is nothing to send."""
+        if delta.finished is None and not self._has_details:
+            head, tail = self._text_ends[delta.index]
+            return b"%b%b%b" % (head, sse.encode_json(delta.text), tail) if delta.text else b""
         if self._base.options.echo_only:
             _drop_output(delta)
-        if not (delta.text or delta.finished is not None or (self._tells_all and delta.token_ids)):
+        if not (delta.text or delta.finished is not None or (self._has_details and delta.token_ids)):
             return b""
         is_first = delta.index not in self._begun
         self._begun.add(delta.index)
@@ -93,18 +87,18 @@ class CompletionAnswer:
             extra += b',"stop_reason":' + sse.encode_json(self._base.stop_reason(delta.finished))
             if self._live == 0 and not self._base.options.include_usage:
                 timeline = sse.members(self._base.timeline())
-        told = b"null"
+        logprobs = b"null"
         if self._base.options.num_logprobs is not None:
-            told = sse.encode_json(self._logprobs[delta.index].take())
-        choice = sse.choice(delta.index, b'"text":' + sse.encode_json(text), finish, extra, told)
+            logprobs = sse.encode_json(self._logprobs[delta.index].take())
+        choice = sse.choice(delta.index, b'"text":' + sse.encode_json(text), finish, extra, logprobs)
         return self._writer.event(choice, timeline, self._base.usage_of(delta.index))
 
     def last_events(self) -> bytes:
-        if not self._base.options.include_usage:
-            return b""
-        return self._writer.event(b"", sse.members(self._base.timeline()), self._base.usage)
+        """Return the events after all output, without ``[DONE]``."""
+        return self._base.last_events()
 
     def add(self, delta: Delta) -> None:
+        """Keep some output for :meth:`body`."""
         if self._base.options.echo_only:
             _drop_output(delta)
         if not (delta.token_ids or delta.text or delta.finished is not None):
@@ -115,24 +109,25 @@ class CompletionAnswer:
         self._token_ids[delta.index] += delta.token_ids
 
     def body(self) -> bytes:
+        """Return the whole JSON response."""
         choices = [self._choice(index) for index in range(len(self._texts))]
         return sse.encode_json(self._base.head("text_completion") | {"choices": choices} | self._base.tail())
 
     def _take(self, delta: Delta, *, is_first: bool) -> str:
-        """A delta's text and log probabilities, after the prompt's own with the first if that is echoed."""
+        """Return a delta's text and keep its log probabilities; the first delta comes after the prompt's, if echoed."""
         options, generation, columns = self._base.options, self._base.generation, self._logprobs[delta.index]
         echoed = ""
         if is_first and options.echo:
             echoed = generation.prompt_texts[delta.index // generation.num_samples]
             if options.num_logprobs is not None:
-                told = generation.prompt_logprobs[delta.index // generation.num_samples]
-                columns.add_first(generation.prompt_of(delta.index)[0], told[0].first_text if told else b"")
+                parts = generation.prompt_logprobs[delta.index // generation.num_samples]
+                columns.add_first(generation.prompt_of(delta.index)[0], parts[0].first_text if parts else b"")
                 columns.add(self._base.prompt_positions(delta.index))
         columns.add(self._base.positions(delta))
         return echoed + delta.text
 
     def _ids(self, delta: Delta, *, is_first: bool) -> bytes:
-        """Token ids when asked for; the prompt's in the index's first event."""
+        """Return the token ids when asked for, with the prompt's in an output's first event."""
         if not self._base.options.return_token_ids:
             return b""
         ids = sse.token_ids_member(delta.token_ids)
@@ -156,24 +151,24 @@ class CompletionAnswer:
 
 
 def _drop_output(delta: Delta) -> None:
-    """The one token that an engine computes at least."""
+    """Remove the one token that an engine computes at least."""
     delta.text, delta.token_ids, delta.logprobs = "", [], ()
 
 
-def _embeds_prompts(fields: CompletionFields) -> Sequence[EmbedsPrompt]:
+def _embeds_prompts(fields: CompletionRequest) -> Sequence[EmbedsPrompt]:
     if fields.prompt:
-        raise errors.InvalidArgument(f"prompt and {FIELD} exclude each other; {FIELD} takes token ids too", "prompt")
+        raise errors.InvalidArgument(f"prompt and {FIELD} exclude each other; {FIELD} accepts token ids too", "prompt")
     if fields.echo:
-        raise errors.InvalidArgument(f"echo does not go with {FIELD}: rows have no text", "echo")
-    return read_prompts(fields.prompt_embeds)
+        raise errors.InvalidArgument(f"echo is not supported with {FIELD}: embeddings have no text", "echo")
+    return read_embeds_prompts(fields.prompt_embeds)
 
 
 def _prompts(prompt: object) -> Sequence[str | Sequence[object]]:
-    """One prompt or several, as texts or token ids; the ids themselves are checked later, against the limits."""
+    """Return one prompt or several, as texts or token ids; the ids are checked later, against the limits."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        kinds = set(map(type, prompt))  # of JSON's types there are no subtypes
+        kinds = set(map(type, prompt))  # values decoded from JSON have no subtypes
         if kinds in ({str}, {list}):
             return prompt
         if not kinds & {str, list, dict, type(None)}:

@@ -5,47 +5,25 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from tokenloom.request import errors, validation
+from tokenloom.request import errors
+from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_int, narrow_sampling
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
-from ..generation.embeds_prompt import EmbedsPrompt
-from ..generation.job import Chat, Job
+from ..generation.job import Chat, EmbedsPrompt, Job
+from ..openapi.request_schemas import CommonFields, StreamOptions
 from .response_format import read_response_format
 
 log = logging.getLogger(__name__)
 
 Body = Mapping[str, Any]
 
-SAMPLING_FIELDS = frozenset(
-    {
-        "max_tokens",
-        "min_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "stop_token_ids",
-        "prompt_logprobs",
-        "logprob_token_ids",
-        "logit_bias",
-        "allowed_token_ids",
-        "repetition_detection",
-        "skip_reading_prefix_cache",
-        "thinking_token_budget",
-        "extra_args",
-        "structured_outputs",
-    }
-)
-"""Fields that :func:`validation.narrow_sampling` reads, the same for both endpoints."""
+_SAMPLING_FIELDS = SAMPLING_NAMES - {"logprobs"}
+"""Sampling parameters that both endpoints spell like their table."""
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "suffix": (None, ""),
@@ -60,6 +38,8 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "prompt_embeds": (None,),
+    "thinking_token_budget": (None,),
+    "extra_args": (None, {}),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),
     "continue_final_message": (None, False),
@@ -89,37 +69,6 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Known fields that change nothing here."""
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream tells besides text."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that the gateway itself reads, of both endpoints."""
-
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    return_token_ids: bool | None = None
-    return_timeline: bool | None = None
-    n: Any = None
-    bad_words: list[str] | None = None
-    truncate_prompt_tokens: Any = None
-    add_special_tokens: bool | None = None
-    detokenize: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    stream_interval: Any = None
-    return_tokens_as_token_ids: bool | None = None
-    response_format: Any = None
-    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -158,7 +107,7 @@ class Options:
         if fields.stream_options is not None and not stream:
             raise errors.InvalidArgument("stream_options is only allowed with stream", "stream_options")
         if stream and sampling.HasField("prompt_logprobs"):
-            raise errors.InvalidArgument("prompt_logprobs are not told in a stream", "prompt_logprobs")
+            raise errors.InvalidArgument("prompt_logprobs are not available in a stream", "prompt_logprobs")
         options = fields.stream_options or StreamOptions()
         return cls(
             stream=stream,
@@ -211,7 +160,7 @@ class BodyReader:
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
     """The sampling parameters of a body, ``response_format`` among them; ``own``: those that the endpoint spells in its
     own way."""
-    sampling = validation.narrow_sampling({name: body[name] for name in body if name in SAMPLING_FIELDS} | own)
+    sampling = narrow_sampling({name: body[name] for name in body if name in _SAMPLING_FIELDS} | own)
     if (constraint := read_response_format(body.get("response_format"))) is not None:
         if sampling.HasField("structured_outputs"):
             raise errors.InvalidArgument("response_format and structured_outputs exclude each other", "response_format")
@@ -226,45 +175,28 @@ def make_job(
     sampling: types_pb2.SamplingParams,
     **own: Any,
 ) -> Job:
-    """What the body asks for; ``own``: what only the endpoint has."""
-    return Job(
-        prompts,
-        prompt_field,
-        sampling,
-        text_options(fields),
-        ignore_eos=bool(fields.ignore_eos),
-        priority=fields.priority or 0,
-        num_samples=num_samples(fields),
-        bad_words=fields.bad_words or (),
-        truncate_prompt_tokens=truncation(fields),
-        **own,
-    )
-
-
-def text_options(fields: CommonFields) -> output_processor_pb2.TextOptions:
-    """How the text is made."""
-    interval = fields.stream_interval
-    return output_processor_pb2.TextOptions(
+    """Return what the body asks for; ``own`` holds what only the endpoint has."""
+    interval, keep = fields.stream_interval, fields.truncate_prompt_tokens
+    text = output_processor_pb2.TextOptions(
         stop=stop_strings(fields),
         include_stop_str_in_output=bool(fields.include_stop_str_in_output),
         skip_special_tokens=fields.skip_special_tokens,
         spaces_between_special_tokens=fields.spaces_between_special_tokens,
         detokenize=fields.detokenize,
-        stream_interval=0 if interval is None else validation.narrow_int("stream_interval", interval, 1, 2**32 - 1),
+        stream_interval=0 if interval is None else narrow("stream_interval", interval),
     )
-
-
-def num_samples(fields: CommonFields) -> int:
-    """``n``."""
-    return 1 if fields.n is None else validation.narrow_int("n", fields.n, 1, validation.MAX_SAMPLES)
-
-
-def truncation(fields: CommonFields) -> int | None:
-    """``truncate_prompt_tokens``."""
-    keep = fields.truncate_prompt_tokens
-    if keep is None:
-        return None
-    return validation.narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1)
+    return Job(
+        prompts,
+        prompt_field,
+        sampling,
+        text,
+        ignore_eos=bool(fields.ignore_eos),
+        priority=fields.priority or 0,
+        num_samples=1 if fields.n is None else narrow("n", fields.n),
+        bad_words=fields.bad_words or (),
+        truncate_prompt_tokens=None if keep is None else narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1),
+        **own,
+    )
 
 
 def stop_strings(fields: CommonFields) -> list[str]:
@@ -275,7 +207,7 @@ def stop_strings(fields: CommonFields) -> list[str]:
 
 @functools.cache  # there are two
 def _known_fields(model: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(model.__struct_fields__) | SAMPLING_FIELDS | WITHOUT_EFFECT
+    return frozenset(model.__struct_fields__) | _SAMPLING_FIELDS | WITHOUT_EFFECT
 
 
 def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> None:

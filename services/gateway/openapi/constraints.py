@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
 INTEGER_OR_FALSE = {"anyOf": [{"type": "integer"}, {"const": False}, {"type": "null"}]}
 
 _TOKEN_ID = {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**32}
@@ -96,6 +97,7 @@ TOOL: Mapping[str, Any] = {
     },
     "required": ["function"],
 }
+TOOL_CHOICE = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 
 
 def _given(name: str) -> dict[str, Any]:

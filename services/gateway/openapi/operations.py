@@ -40,7 +40,7 @@ OPERATIONS = (
         "/v1/chat/completions",
         "Answer in a conversation",
         response_schemas.ChatCompletion,
-        request_schemas.ChatCompletionRequest,
+        request_schemas.with_sampling(request_schemas.ChatCompletionRequest),
         streams=True,
     ),
     Operation(
@@ -48,7 +48,7 @@ OPERATIONS = (
         "/v1/completions",
         "Continue prompts",
         response_schemas.Completion,
-        request_schemas.CompletionRequest,
+        request_schemas.with_sampling(request_schemas.CompletionRequest),
         streams=True,
     ),
     Operation(

@@ -1,6 +1,7 @@
-"""Request bodies as the API's description tells them; what is read and refused is decided where bodies are read.
+"""Defines the request bodies of the HTTP API, for reading and for the OpenAPI document alike.
 
-A test holds both to the same fields.
+Sampling parameters are not fields of the bodies: they are read, and described, by their table. Fields whose values are
+checked by the code that uses them are typed ``Any`` and carry the schema of what is accepted.
 """
 
 from typing import Annotated, Any
@@ -8,14 +9,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from .constraints import INTEGER_OR_FALSE, PROMPT, TOOL, TURN
+from tokenloom.request.sampling_params import GenerationFields
 
-Turn = Annotated[dict[str, Any], Meta(extra_json_schema=dict(TURN))]
-Tool = Annotated[dict[str, Any], Meta(extra_json_schema=dict(TOOL))]
+from .constraints import INTEGER, INTEGER_OR_FALSE, PROMPT, TOOL, TOOL_CHOICE, TURN
+
+Turns = Annotated[list[dict[str, Any]], Meta(extra_json_schema={"items": TURN, "minItems": 1})]
+Tools = Annotated[Any, Meta(extra_json_schema={"anyOf": [{"type": "array", "items": TOOL}, {"type": "null"}]})]
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
-    """What a stream tells besides text."""
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stream contains in addition to text."""
 
     include_usage: Annotated[bool | None, Meta(description="End with an event that carries the usage.")] = None
     continuous_usage_stats: Annotated[
@@ -23,153 +26,150 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     ] = None
 
 
-class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Ends an output that repeats itself, with finish reason `repetition`."""
+class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that both endpoints share and the gateway itself reads."""
 
-    max_pattern_size: Annotated[int, Meta(ge=0, le=1024, description="Longest pattern, tokens; 0: off.")] = 0
-    min_pattern_size: Annotated[int, Meta(ge=0, description="Shortest pattern, tokens, at most the longest; 0: 1.")] = 0
-    min_count: Annotated[int, Meta(ge=0, description="Times in a row, from 2 to 1024.")] = 0
-
-
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """How tokens are drawn; vLLM's names beside OpenAI's. Null: the model's default."""
-
-    max_tokens: Annotated[int | None, Meta(description="Most tokens to generate.")] = None
-    min_tokens: Annotated[int | None, Meta(description="No end before so many tokens.")] = None
-    temperature: Annotated[float | None, Meta(description="At least 0; 0 takes the likeliest token.")] = None
-    top_p: Annotated[float | None, Meta(description="Above 0, at most 1: likeliest tokens of this probability.")] = None
-    top_k: Annotated[int | None, Meta(description="Likeliest so many tokens; 0 or -1: all.")] = None
-    min_p: Annotated[
-        float | None, Meta(description="From 0 to 1: tokens at least this likely beside the likeliest.")
-    ] = None
-    seed: Annotated[int | None, Meta(description="64 bits. The same seed draws the same tokens.")] = None
-    presence_penalty: Annotated[float | None, Meta(description="From -2 to 2: for tokens that were generated.")] = None
-    frequency_penalty: Annotated[float | None, Meta(description="From -2 to 2: for each time they were.")] = None
-    repetition_penalty: Annotated[
-        float | None, Meta(description="Above 0: divides logits of tokens in the prompt or the output.")
-    ] = None
-    stop_token_ids: Annotated[list[int] | None, Meta(description="Tokens that end the output, at most 1024.")] = None
-    prompt_logprobs: Annotated[
-        Any,
-        Meta(
-            description="Alternatives to tell for each token of the prompt; not in a stream.",
-            extra_json_schema=INTEGER_OR_FALSE,
-        ),
-    ] = None
-    logprob_token_ids: Annotated[
-        list[int] | None, Meta(description="With logprobs: tokens to tell at each position.")
-    ] = None
-    logit_bias: Annotated[
-        dict[str, float] | None, Meta(description="Token id to what is added to its logit, from -100 to 100.")
-    ] = None
-    allowed_token_ids: Annotated[list[int] | None, Meta(description="The only tokens that may be drawn.")] = None
-    repetition_detection: Annotated[RepetitionDetection | None, Meta(description="Ends repetitive outputs.")] = None
-    skip_reading_prefix_cache: Annotated[bool | None, Meta(description="Compute the whole prompt anew.")] = None
-    thinking_token_budget: Annotated[None, Meta(description="Not supported yet.")] = None
-    extra_args: Annotated[dict[str, Any] | None, Meta(description="Not supported yet, but for an empty object.")] = None
-    structured_outputs: Annotated[
-        dict[str, Any] | None,
-        Meta(description="What the output must be: exactly one of json, json_object, regex, choice, grammar."),
-    ] = None
-
-
-class CommonFields(SamplingFields, kw_only=True):
-    """Fields of both endpoints that generate."""
-
-    model: Annotated[str | None, Meta(description="The served model; null: that one.")] = None
+    model: Annotated[str | None, Meta(description="Name of the served model; null: that model.")] = None
     stream: Annotated[bool | None, Meta(description="Answer with server-sent events.")] = None
     stream_options: Annotated[StreamOptions | None, Meta(description="Only with stream.")] = None
-    stop: Annotated[str | list[str] | None, Meta(description="Texts that end the output, at most 16.")] = None
-    include_stop_str_in_output: Annotated[bool | None, Meta(description="Keep the stop string.")] = None
-    skip_special_tokens: Annotated[bool | None, Meta(description="Leave special tokens out (default).")] = None
-    ignore_eos: Annotated[bool | None, Meta(description="Go on after an end of sequence.")] = None
-    return_token_ids: Annotated[bool | None, Meta(description="Tell token ids of prompt and output.")] = None
-    return_timeline: Annotated[bool | None, Meta(description="Tell where the request's time went.")] = None
-    n: Annotated[int | None, Meta(description="Samples of each prompt, from 1 to 128.")] = None
-    bad_words: Annotated[list[str] | None, Meta(description="Texts that must not appear.")] = None
+    return_token_ids: Annotated[bool | None, Meta(description="Return the token ids of prompt and output.")] = None
+    return_timeline: Annotated[bool | None, Meta(description="Return where the request spent its time.")] = None
     truncate_prompt_tokens: Annotated[
-        int | None, Meta(description="Only the prompt's last tokens, so many; -1: as many as leave room.")
+        Any,
+        Meta(
+            description="Keep only so many of the prompt's last tokens; -1: as many as leave room for the answer.",
+            extra_json_schema=INTEGER,
+        ),
     ] = None
     add_special_tokens: Annotated[
-        bool | None, Meta(description="Encode prompts with a beginning of sequence (default); for chats only false.")
+        bool | None, Meta(description="Begin prompts with the special tokens (default); for chats only false.")
     ] = None
-    detokenize: Annotated[bool | None, Meta(description="False: no text, token ids only.")] = None
-    spaces_between_special_tokens: Annotated[bool | None, Meta(description="With special tokens in the text.")] = None
-    stream_interval: Annotated[int | None, Meta(description="Tokens in an event, at least 1.")] = None
-    return_tokens_as_token_ids: Annotated[bool | None, Meta(description="Logprobs tell tokens as token_id:….")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Meta(description="Write tokens in logprobs as token_id:….")] = (
+        None
+    )
     response_format: Annotated[
-        dict[str, Any] | None,
-        Meta(description='{"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": …}}.'),
+        Any,
+        Meta(
+            description='{"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": …}}.',
+            extra_json_schema={"anyOf": [{"type": "object"}, {"type": "null"}]},
+        ),
     ] = None
-    priority: Annotated[int | None, Meta(description="Lower runs first, where engines take priorities.")] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
+        Meta(description="Lower runs first, if engines schedule by priority."),
+    ] = None
+    # Described in the table of sampling parameters:
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    ignore_eos: bool | None = None
+    n: Any = None
+    stream_interval: Any = None
+    bad_words: list[str] | None = None
 
 
-class CompletionRequest(CommonFields, kw_only=True):
+class CompletionRequest(CommonFields, frozen=True, kw_only=True):
     """Continues prompts."""
 
     prompt: Annotated[
-        Any,
-        Meta(
-            description="One prompt or several, as text or token ids.",
-            extra_json_schema=dict(PROMPT),  # of which msgspec has no type: lists of several kinds
-        ),
+        Any, Meta(description="One prompt or several, as text or token ids.", extra_json_schema=dict(PROMPT))
     ] = None
     prompt_embeds: Annotated[
         Any,
         Meta(description="Instead of a prompt: base64 of a safetensors file, or lists of such parts and token ids."),
     ] = None
-    best_of: Annotated[int | None, Meta(description="Only equal to n.")] = None
+    best_of: Annotated[Any, Meta(description="Must equal n.", extra_json_schema=INTEGER)] = None
     logprobs: Annotated[
         Any,
-        Meta(description="Alternatives to tell at each position; false: none.", extra_json_schema=INTEGER_OR_FALSE),
+        Meta(description="Number of alternatives at each position; false: none.", extra_json_schema=INTEGER_OR_FALSE),
     ] = None
-    echo: Annotated[bool | None, Meta(description="The prompt before the output.")] = None
+    echo: Annotated[bool | None, Meta(description="Put the prompt before the output.")] = None
 
 
-class ChatCompletionRequest(CommonFields, kw_only=True):
+class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
     """Answers in a conversation."""
 
     messages: Annotated[
-        list[Turn],
+        Turns,
         Meta(
-            min_length=1,
             description="Turns: role (system, developer, user, assistant, tool), content (text or parts of text), "
             "tool_calls, tool_call_id, name, reasoning_content.",
         ),
     ]
-    max_completion_tokens: Annotated[int | None, Meta(description="Newer name of max_tokens, and wins.")] = None
-    add_generation_prompt: Annotated[bool | None, Meta(description="End with the assistant's opening (default).")] = (
-        None
-    )
-    chat_template_kwargs: Annotated[
-        dict[str, Any] | None, Meta(description="What the chat template documents, such as enable_thinking.")
+    max_completion_tokens: Annotated[
+        Any, Meta(description="Newer name of max_tokens; takes precedence.", extra_json_schema=INTEGER)
     ] = None
-    logprobs: Annotated[bool | None, Meta(description="Tell log probabilities of the output.")] = None
-    top_logprobs: Annotated[int | None, Meta(description="With logprobs: alternatives at each position.")] = None
-    tools: Annotated[list[Tool] | None, Meta(description="Functions that the model may call, at most 128.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn (default).")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Meta(description="Variables of the chat template, such as enable_thinking.")
+    ] = None
+    logprobs: Annotated[bool | None, Meta(description="Return log probabilities of the output.")] = None
+    top_logprobs: Annotated[
+        Any, Meta(description="With logprobs: number of alternatives at each position.", extra_json_schema=INTEGER)
+    ] = None
+    tools: Annotated[Tools, Meta(description="Functions that the model may call, at most 128.")] = None
     tool_choice: Annotated[
-        str | dict[str, Any] | None,
-        Meta(description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}.'),
+        Any,
+        Meta(
+            description='"none", "auto", "required" or {"type": "function", "function": {"name": …}}.',
+            extra_json_schema=TOOL_CHOICE,
+        ),
     ] = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="False: one call at most.")] = None
     include_reasoning: Annotated[bool | None, Meta(description="False: leave the model's reasoning out.")] = None
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt or a conversation to encode; exactly one of them."""
 
-    model: Annotated[str | None, Meta(description="The served model; null: that one.")] = None
+    model: Annotated[
+        Any,
+        Meta(
+            description="Name of the served model; null: that model.",
+            extra_json_schema={"anyOf": [{"type": "string"}, {"type": "null"}]},
+        ),
+    ] = None
     prompt: Annotated[str | None, Meta(description="A text.")] = None
-    messages: Annotated[Annotated[list[Turn], Meta(min_length=1)] | None, Meta(description="A conversation.")] = None
-    add_special_tokens: Annotated[bool | None, Meta(description="Of texts; for chats only false.")] = None
-    return_token_strs: Annotated[bool | None, Meta(description="Tell the tokens' strings.")] = None
-    add_generation_prompt: Annotated[bool | None, Meta(description="End with the assistant's opening.")] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template.")] = None
-    tools: Annotated[list[Tool] | None, Meta(description="Functions that the template writes.")] = None
+    messages: Annotated[Turns | None, Meta(description="A conversation.")] = None
+    add_special_tokens: Annotated[bool | None, Meta(description="For texts; for chats only false.")] = None
+    return_token_strs: Annotated[bool | None, Meta(description="Return the tokens' strings.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description="Open the assistant's turn.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="Variables of the chat template.")] = None
+    tools: Annotated[Tools, Meta(description="Functions for the chat template.")] = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids to decode."""
 
-    model: Annotated[str | None, Meta(description="The served model; null: that one.")] = None
-    tokens: Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(description="Token ids.")]
+    model: Annotated[
+        Any,
+        Meta(
+            description="Name of the served model; null: that model.",
+            extra_json_schema={"anyOf": [{"type": "string"}, {"type": "null"}]},
+        ),
+    ] = None
+    tokens: Annotated[
+        Any,
+        Meta(
+            description="Token ids.",
+            extra_json_schema={"type": "array", "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**32}},
+        ),
+    ] = None
+
+
+def with_sampling(body: type[CommonFields]) -> type[msgspec.Struct]:
+    """Return ``body`` with the sampling parameters as fields, each of which may be null, for the OpenAPI document."""
+    rows = [(row.name, _nullable(row.type), None) for row in msgspec.structs.fields(GenerationFields)]
+    rows = [row for row in rows if row[0] != "logprobs"]  # each endpoint has its own
+    return msgspec.defstruct(
+        body.__name__, rows, bases=(body,), namespace={"__doc__": body.__doc__}, frozen=True, kw_only=True
+    )
+
+
+def _nullable(row: Any) -> Any:
+    kind, (*bounds, text) = row.__origin__, row.__metadata__
+    if "anyOf" in (text.extra_json_schema or {}):
+        return Annotated[Any, text]
+    return Annotated[(Annotated[kind, *bounds] if bounds else kind) | None, text]

@@ -1,4 +1,4 @@
-"""Reasoning between ``<think>`` and ``</think>``, before the answer."""
+"""Finds reasoning between ``<think>`` and ``</think>``, before the answer."""
 
 from ..assistant.markers import begins_marker, find_marker
 from ..assistant.message_parts import Content, Reasoning, TextPart
@@ -7,17 +7,17 @@ START, END = "<think>", "</think>"
 
 
 class ThinkParser:
-    """One output as it grows. Space around the marks is neither reasoning nor content."""
+    """Reads one output as it grows. Space around the marks is neither reasoning nor content."""
 
     def __init__(self, *, inside: bool) -> None:
         """``inside``: the output begins with reasoning, with or without its opening mark."""
         self._inside = inside
         self._begun = False
-        self._trims = inside  # space that comes next is dropped
+        self._trims = inside  # space that follows is dropped
         self._text = ""
 
     def feed(self, text: str) -> list[TextPart]:
-        """What is certain after some more text."""
+        """Return what is certain after more text."""
         self._text += text
         if not self._begun and not self._begin():
             return []
@@ -34,14 +34,14 @@ class ThinkParser:
         return self._reasoning(kept)
 
     def finish(self) -> list[TextPart]:
-        """What is left at the output's end."""
+        """Return the rest at the output's end."""
         text, self._text = self._text, ""
         if self._inside:
             return self._reasoning(text)
         return [Content(text)] if text and not self._trims else []
 
     def _begin(self) -> bool:
-        """Whether it is clear how the output begins."""
+        """Return whether it is clear how the output begins."""
         ahead = self._text.lstrip()
         if not ahead or begins_marker(ahead, START):
             return False

@@ -1,1 +1,16 @@
-"""Tool calls: what clients offer, and how models write them."""
+"""Tool calls: what clients offer and how models write them. The formats of calls, by the names that operators use."""
+
+from collections.abc import Mapping
+
+from . import mistral
+from .hermes import HermesParser
+from .llama3_json import Llama3JsonParser
+from .tool_parser import ToolFormat
+
+FORMATS: Mapping[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda names: HermesParser()),
+    "llama3_json": ToolFormat(Llama3JsonParser, keeps_special_tokens=True),
+    "mistral": ToolFormat(
+        lambda names: mistral.MistralParser(), keeps_special_tokens=True, new_call_id=mistral.new_call_id
+    ),
+}

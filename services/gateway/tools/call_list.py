@@ -1,25 +1,25 @@
-"""Calls written as a JSON array of objects."""
+"""Reads calls written as a JSON array of objects."""
 
 from ..assistant.message_parts import Content, ToolPart
 from .call_object import CallObject
 
 
 class CallList:
-    """Reads ``[{"name": …, "arguments": {…}}, …]`` while it is written; also what a required call is constrained to.
+    """Reads ``[{"name": …, "arguments": {…}}, …]`` while it is written. Required calls are constrained to this form.
 
     Attributes:
-        is_over: What follows is not part of it.
+        is_over: Whether the list has ended.
     """
 
     def __init__(self, mark: str = "") -> None:
-        """``mark``: what stood before it, to be given back with it when no call begins."""
+        """``mark``: what stood before the list; it is returned as text with the list when no call begins."""
         self.is_over = False
         self._lead = mark
         self._is_open = False
         self._call: CallObject | None = None
 
     def feed(self, text: str) -> tuple[list[ToolPart], str]:
-        """What is certain now, and what of the text follows the list."""
+        """Return what is certain now, and the text after the list."""
         parts: list[ToolPart] = []
         while text and not self.is_over:
             if self._call is None:
@@ -33,13 +33,13 @@ class CallList:
         return parts, text
 
     def finish(self) -> list[ToolPart]:
-        """The text ended before the list."""
+        """Return the rest when the text ends before the list."""
         if self._call is not None:
             return self._call.finish()
         return [Content(self._lead)] if self._lead and not self.is_over else []
 
     def _between(self, text: str, parts: list[ToolPart]) -> str:
-        """Takes one character outside of the objects."""
+        """Read one character outside of the objects; return the text after it."""
         char = text[0]
         if char == "{" and self._is_open:
             self._call, self._lead = CallObject(self._lead), ""

@@ -1,4 +1,4 @@
-"""A call written as ``{"name": …, "arguments": {…}}``, read while it is written."""
+"""Reads a call written as ``{"name": …, "arguments": {…}}`` while it is written."""
 
 import json
 from collections.abc import Collection
@@ -7,19 +7,19 @@ from ..assistant.message_parts import CallArguments, CallBegin, Content, ToolPar
 from .json_extent import JsonExtent
 
 _ARGUMENTS = ("arguments", "parameters")
-"""Models were trained with either name."""
+"""Models use either name."""
 
 
 class CallObject:
-    """One call. Until its name is known it may turn out to be something else, and is given back as text.
+    """One object. Until its name is known it may turn out not to be a call; it is then returned as text.
 
     Attributes:
-        is_over: What follows is not part of it.
-        began: It is a call.
+        is_over: Whether the object has ended.
+        began: Whether it is a call.
     """
 
     def __init__(self, mark: str = "", names: Collection[str] | None = None) -> None:
-        """``mark``: what stood before it, to be given back with it; ``names``: the only ones that make a call."""
+        """``mark``: what stood before the object, returned as text with it; ``names``: the only names of calls."""
         self.is_over = False
         self.began = False
         self._names = names
@@ -28,13 +28,13 @@ class CallObject:
         self._value = JsonExtent()
         self._key = ""
         self._token = ""
-        self._arguments = ""  # that wait for the name, or for their end
-        self._told = False
+        self._arguments = ""  # held until the name is known, or until they end
+        self._has_sent = False
         self._streams = False
         self._parts: list[ToolPart] = []
 
     def feed(self, text: str) -> tuple[list[ToolPart], str]:
-        """What is certain now, and what of the text follows the call."""
+        """Return what is certain now, and the text after the call."""
         for at, char in enumerate(text):
             if self.is_over:
                 return self._take(), text[at:]
@@ -44,15 +44,15 @@ class CallObject:
         return self._take(), ""
 
     def finish(self) -> list[ToolPart]:
-        """The text ended before the call."""
+        """Return the rest when the text ends before the call."""
         if not self.is_over:
-            if self.began and self._arguments and not self._told:
+            if self.began and self._arguments and not self._has_sent:
                 self._parts.append(CallArguments(self._arguments))
             self._end()
         return self._take()
 
     def _take(self) -> list[ToolPart]:
-        """Arguments of several characters in one part."""
+        """Return the parts, with adjacent arguments joined."""
         taken: list[ToolPart] = []
         for part in self._parts:
             if taken and isinstance(part, CallArguments) and isinstance(taken[-1], CallArguments):
@@ -89,9 +89,9 @@ class CallObject:
         if char == ":" or char.isspace():
             return
         self._begin_value(char)
-        self._streams = self._key in _ARGUMENTS and char == "{" and self.began and not self._told
+        self._streams = self._key in _ARGUMENTS and char == "{" and self.began and not self._has_sent
         if self._streams:
-            self._told = True
+            self._has_sent = True
             self._parts.append(CallArguments(char))
         self._step = self._in_value
 
@@ -120,16 +120,16 @@ class CallObject:
                 return
             self.began = True
             self._parts.append(CallBegin(name))
-        elif self._key in _ARGUMENTS and not self._told and not self._arguments:
-            # Some models write the arguments as a string that holds JSON, as OpenAI's API has them.
+        elif self._key in _ARGUMENTS and not self._has_sent and not self._arguments:
+            # Some models write the arguments as a string that holds JSON, as in OpenAI's API.
             text = _string(self._token)
             self._arguments = "{}" if self._token == "null" else self._token if text is None else text
-        if self.began and self._arguments and not self._told:
-            self._told = True
+        if self.began and self._arguments and not self._has_sent:
+            self._has_sent = True
             self._parts.append(CallArguments(self._arguments))
 
     def _close(self) -> None:
-        if self.began and not self._told:
+        if self.began and not self._has_sent:
             self._parts.append(CallArguments("{}"))
         self._end()
 
@@ -140,7 +140,7 @@ class CallObject:
 
 
 def _string(token: str) -> str | None:
-    """The value of a JSON string; None when it is something else."""
+    """Return the value of a JSON string; None for another value."""
     try:
         value = json.loads(token)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Calls that the request forces: decoding is constrained to JSON, whatever format the model has of its own."""
+"""Calls that the request forces: decoding is constrained to JSON, whatever the model's own format is."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from .tool_request import Tool, ToolChoice, ToolRequest
 
 
 def constraint_of(request: ToolRequest) -> types_pb2.StructuredOutputs | None:
-    """What the output must be; None: it is free. Raises ``InvalidArgument`` for schemas beyond the limits."""
+    """Return the constraint on the output, if any. Raises ``InvalidArgument`` for schemas beyond the limits."""
     if request.named is not None:
         constraint = json_schema_constraint(request.named.parameters, "tools")
     elif request.choice is ToolChoice.REQUIRED:
@@ -25,7 +25,7 @@ def constraint_of(request: ToolRequest) -> types_pb2.StructuredOutputs | None:
 
 
 class NamedCall:
-    """The output is the arguments of one call."""
+    """Reads an output that consists of the arguments of one call."""
 
     def __init__(self, name: str) -> None:
         self._begin: list[ToolPart] = [CallBegin(name)]
@@ -39,7 +39,7 @@ class NamedCall:
 
 
 class RequiredCalls:
-    """The output is a JSON array of calls."""
+    """Reads an output that is a JSON array of calls."""
 
     def __init__(self) -> None:
         self._calls = CallList()
@@ -52,7 +52,7 @@ class RequiredCalls:
 
 
 def _list_schema(tools: Sequence[Tool], *, parallel: bool) -> Mapping[str, Any]:
-    """An array of at least one call. Each tool's schema keeps its own ``$ref``s, now below ``$defs``."""
+    """Return the schema of an array of calls. Each tool's schema keeps its own ``$ref``s, now below ``$defs``."""
     calls = [
         {
             "type": "object",
@@ -70,8 +70,8 @@ def _list_schema(tools: Sequence[Tool], *, parallel: bool) -> Mapping[str, Any]:
 
 
 def _moved(schema: Mapping[str, Any], to: str) -> Any:
-    """The schema with references to its own parts as they are below ``to``."""
-    source = json.dumps(schema)  # what is nested too deeply fails here as it does in the check
+    """Return the schema with references to its own parts moved below ``to``."""
+    source = json.dumps(schema)  # a schema that is nested too deeply fails here as in the check
     if '"$ref"' not in source:
         return schema
     return json.loads(source, object_hook=lambda part: _redirected(part, to))

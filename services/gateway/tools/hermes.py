@@ -1,34 +1,21 @@
 """Calls of Hermes, Qwen2.5, Qwen3 and the demo model: JSON objects between ``<tool_call>`` and ``</tool_call>``."""
 
-from collections.abc import Collection
-
 from ..assistant.markers import find_marker
 from ..assistant.message_parts import ToolPart
-from .call_id import new_call_id
 from .call_object import CallObject
-from .tool_parser import ToolParser, Words
+from .tool_parser import Words
 
 START, END = "<tool_call>", "</tool_call>"
 
 
-class HermesFormat:
-    """Fulfils :class:`.parser.ToolFormat`."""
+class HermesParser:
+    """Fulfils :class:`.tool_parser.ToolParser`."""
 
-    keeps_special_tokens = False
-
-    def parser(self, names: Collection[str]) -> ToolParser:
-        return _Parser()
-
-    def new_call_id(self) -> str:
-        return new_call_id()
-
-
-class _Parser:
     def __init__(self) -> None:
         self._text = ""
         self._words = Words()
         self._call: CallObject | None = None
-        self._unclosed = False  # a call whose closing mark may still come
+        self._unclosed = False  # after a call whose closing mark may follow
 
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []
@@ -51,7 +38,7 @@ class _Parser:
         return self._words.add(self._text) + self._words.finish()
 
     def _find_call(self, parts: list[ToolPart]) -> bool:
-        """Whether there is more to do."""
+        """Return whether there may be more to find."""
         before, marker, self._text = find_marker(self._text, (START, END))
         parts += self._words.add(before)
         if marker == START:

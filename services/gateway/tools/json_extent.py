@@ -1,4 +1,4 @@
-"""Where a JSON value ends, character by character. Whether it is valid JSON its reader finds out."""
+"""Finds where a JSON value ends, character by character. Whether it is valid JSON is its reader's business."""
 
 _ENDS_SCALAR = frozenset(",}] \t\r\n")
 
@@ -7,7 +7,7 @@ class JsonExtent:
     """One value, beginning with its first character.
 
     Attributes:
-        ended: Whether it is whole. A number or word is whole only when something follows.
+        ended: Whether the value is complete. A number or word is complete only when something follows.
     """
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_kind", "ended")
@@ -20,32 +20,19 @@ class JsonExtent:
         self._escaped = False
 
     def takes(self, char: str) -> bool:
-        """Whether the character belongs to the value."""
-        if not self._kind:
-            self._kind = char
-            if char not in '"{[':
-                return not self._end_if(char in _ENDS_SCALAR)
-        elif self._kind not in '"{[':
-            return not self._end_if(char in _ENDS_SCALAR)
+        """Return whether the character belongs to the value."""
+        self._kind = self._kind or char
+        if self._kind not in '"{[':
+            self.ended = char in _ENDS_SCALAR
+            return not self.ended
         if self._in_string:
-            self._in_string_takes(char)
+            self._in_string = self._escaped or char != '"'
+            self._escaped = char == "\\" and not self._escaped
         elif char == '"':
             self._in_string = True
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
-        self._end_if(not self._in_string and not self._depth)
+        self.ended = not self._in_string and not self._depth
         return True
-
-    def _in_string_takes(self, char: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_string = False
-
-    def _end_if(self, ended: bool) -> bool:
-        self.ended = ended
-        return ended

@@ -4,28 +4,16 @@ from collections.abc import Collection
 
 from ..assistant.markers import begins_marker
 from ..assistant.message_parts import Content, ToolPart
-from .call_id import new_call_id
 from .call_object import CallObject
-from .tool_parser import ToolParser
 
 _TAG = "<|python_tag|>"
 
 
-class Llama3JsonFormat:
-    """Fulfils :class:`.parser.ToolFormat`."""
+class Llama3JsonParser:
+    """Fulfils :class:`.tool_parser.ToolParser`."""
 
-    keeps_special_tokens = True
-
-    def parser(self, names: Collection[str]) -> ToolParser:
-        return _Parser(names)
-
-    def new_call_id(self) -> str:
-        return new_call_id()
-
-
-class _Parser:
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names  # an answer may be JSON, too: only an object that names a tool is a call
+        self._names = names  # an answer may be JSON too: only an object that names a tool is a call
         self._text = ""
         self._call: CallObject | None = None
         self._may_call = True
@@ -55,7 +43,7 @@ class _Parser:
         return [Content(rest)] if rest else []
 
     def _find_call(self) -> bool:
-        """Whether it is clear what comes: a call, or only text from here on."""
+        """Return whether it is clear what follows: a call, or only text from here on."""
         separators = "; \t\r\n" if self._called else " \t\r\n"
         ahead = self._text.lstrip(separators)
         mark = self._text[: len(self._text) - len(ahead)]

@@ -1,15 +1,14 @@
-"""Calls of Mistral's models: ``[TOOL_CALLS]`` and a JSON array of calls, or, of newer ones, ``name[ARGS]{…}`` each."""
+"""Calls of Mistral's models: ``[TOOL_CALLS]`` and a JSON array of calls; in newer models ``name[ARGS]{…}`` for each."""
 
 import re
 import secrets
 import string
-from collections.abc import Collection
 
 from ..assistant.markers import find_marker
 from ..assistant.message_parts import CallArguments, CallBegin, Content, ToolPart
 from .call_list import CallList
 from .json_extent import JsonExtent
-from .tool_parser import ToolParser, Words
+from .tool_parser import Words
 
 START = "[TOOL_CALLS]"
 # Between a name and its arguments, in some versions: an id of the model's own, and a mark.
@@ -18,21 +17,13 @@ _LONGEST_HEAD = 160
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-class MistralFormat:
-    """Fulfils :class:`.parser.ToolFormat`."""
-
-    keeps_special_tokens = True
-
-    def parser(self, names: Collection[str]) -> ToolParser:
-        return _Parser()
-
-    def new_call_id(self) -> str:
-        """Nine characters: templates refuse others."""
-        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+def new_call_id() -> str:
+    """Return nine characters: Mistral's templates refuse other ids."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
 
 
 class _NamedCall:
-    """``name[ARGS]{…}``; fulfils what :class:`CallList` does."""
+    """Reads ``name[ARGS]{…}``; has the interface of :class:`CallList`."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -45,7 +36,7 @@ class _NamedCall:
             self._head += text
             matched = _HEAD.match(self._head)
             if matched is None:
-                # What no name can begin with, or what is longer than any.
+                # No name begins like this, or is this long.
                 self.is_over = len(self._head) > _LONGEST_HEAD or "{" in self._head or START in self._head
                 return ([Content(START)], self._head) if self.is_over else ([], "")
             self._arguments = JsonExtent()
@@ -62,7 +53,9 @@ class _NamedCall:
         return [Content(START + self._head)] if self._arguments is None else []
 
 
-class _Parser:
+class MistralParser:
+    """Fulfils :class:`.tool_parser.ToolParser`."""
+
     def __init__(self) -> None:
         self._text = ""
         self._words = Words()

@@ -1,36 +1,42 @@
-"""What a parser of tool calls is, and the text around calls."""
+"""Defines parsers of tool calls, and keeps the text around calls."""
 
-from collections.abc import Collection
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..assistant.message_parts import Content, ToolPart
 
 
 class ToolParser(Protocol):
-    """Finds calls in one output as it grows. Whatever pieces the text comes in, the calls are the same."""
+    """Finds calls in one output as it grows. The calls do not depend on the pieces that the text arrives in."""
 
     def feed(self, text: str) -> list[ToolPart]:
-        """What is certain after some more text."""
+        """Return what is certain after more text."""
 
     def finish(self) -> list[ToolPart]:
-        """What is left at the output's end: a call that was cut off stays as far as it came."""
+        """Return the rest at the output's end; a call that was cut off stays incomplete."""
 
 
-class ToolFormat(Protocol):
+def new_call_id() -> str:
+    """Return a call's id in OpenAI's form. A tool's result names the call by it."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
     """How a family of models writes calls."""
 
-    keeps_special_tokens: bool
-    """Whether the marks of a call are special tokens, which texts are otherwise without."""
-
-    def parser(self, names: Collection[str]) -> ToolParser:
-        """For one output. ``names``: of the tools that there are."""
-
-    def new_call_id(self) -> str:
-        """As the format's templates take it back."""
+    open: Callable[[Collection[str]], ToolParser]
+    """Makes a parser for one output, given the names of the tools."""
+    keeps_special_tokens: bool = False
+    """Whether the marks of a call are special tokens, which texts otherwise do not contain."""
+    new_call_id: Callable[[], str] = new_call_id
+    """Makes ids that the format's templates accept."""
 
 
 class Words:
-    """Text beside calls: space before a call is no content."""
+    """Text around calls: space before a call is not content."""
 
     def __init__(self) -> None:
         self._space = ""
@@ -46,7 +52,7 @@ class Words:
         return [Content(words)]
 
     def call(self) -> None:
-        """A call begins here."""
+        """Note that a call begins here."""
         self._space = ""
         self._after_call = True
 

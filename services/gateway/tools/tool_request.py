@@ -1,4 +1,4 @@
-"""``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a chat body, and what they ask of the output."""
+"""Reads ``tools``, ``tool_choice`` and ``parallel_tool_calls`` of a chat."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,8 @@ from typing import Any
 
 from tokenloom.request.errors import InvalidArgument
 
-from ..http.sse import encode_json
-
 MAX_TOOLS = 128
-"""In one request, as OpenAI has it."""
+"""Limit of one request, as in OpenAI's API."""
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -24,7 +22,7 @@ class Tool:
     parameters: Mapping[str, Any]
     """JSON schema of its arguments."""
     definition: Mapping[str, Any]
-    """As the client sent it and templates write it."""
+    """As the client sent it, for templates."""
 
 
 class ToolChoice(Enum):
@@ -38,18 +36,21 @@ class ToolChoice(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """What a body says of tools."""
+    """The tools of a request, and what the model may do with them."""
 
     tools: Sequence[Tool] = ()
     choice: ToolChoice = ToolChoice.NONE
     named: Tool | None = None
-    """The only one to be called."""
+    """The only one that may be called."""
     parallel: bool = True
     """Whether more than one call may be made."""
 
 
+NO_TOOLS = ToolRequest()
+
+
 def read_tool_request(tools: object, choice: object, parallel: bool | None) -> ToolRequest:
-    """Raises ``InvalidArgument`` naming the field."""
+    """Return the tools and the choice among them. Raises ``InvalidArgument`` naming the field."""
     known = read_tools(tools)
     if choice is None:
         choice = "auto" if known else "none"
@@ -64,7 +65,7 @@ def read_tool_request(tools: object, choice: object, parallel: bool | None) -> T
 
 
 def read_tools(tools: object) -> Sequence[Tool]:
-    """Raises ``InvalidArgument`` naming the tool."""
+    """Return the tools. Raises ``InvalidArgument`` naming the tool."""
     if tools is None:
         return ()
     if not isinstance(tools, list):
@@ -75,11 +76,6 @@ def read_tools(tools: object) -> Sequence[Tool]:
     if len({tool.name for tool in known}) < len(known):
         raise InvalidArgument("tools holds two functions of one name", "tools")
     return known
-
-
-def tools_json(tools: Sequence[Tool]) -> bytes:
-    """As templates take them; empty without any."""
-    return encode_json([tool.definition for tool in tools]) if tools else b""
 
 
 def _tool(where: str, tool: object) -> Tool:

@@ -1,1 +1,1 @@
-"""Where a request runs: picks of the coordinator, the last snapshot, streams to engines."""
+"""Decides where a request runs: picks of the coordinator, its last snapshot, streams to engines."""

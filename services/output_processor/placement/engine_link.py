@@ -1,4 +1,4 @@
-"""The stream to one incarnation of an engine: attempts go out by slot, tokens come back by step."""
+"""Holds the stream to one incarnation of an engine: sends attempts by slot, receives tokens by step."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from .last_snapshot import EngineKey
 log = logging.getLogger(__name__)
 
 INITIAL_CREDIT = 64
-"""Frames in flight: over a second of steps, so that a pause of this process does not make the engine merge."""
+"""Frames in flight: over a second of steps, so that a pause of this process does not make the engine merge steps."""
 CONNECT_SECONDS = 2.0
 _TICK_SECONDS = 0.25
 _SILENT_TICKS = int(SILENCE_SECONDS / _TICK_SECONDS)
@@ -32,21 +32,21 @@ class AttemptOwner(Protocol):
     """Receives what an engine reports of its attempts. No call follows ``on_finished`` or ``on_lost``."""
 
     def on_kv_granted(self, attempt: "Attempt", kv: KVSource) -> None:
-        """The prefill takes more steps; its KV may be read meanwhile."""
+        """Called when the prefill takes more steps: its KV may be read meanwhile."""
 
     def on_prompt_logprobs(self, attempt: "Attempt", token_index: int, logprobs: Logprobs) -> None:
-        """The log probabilities of prompt tokens from this position on have arrived."""
+        """Called with log probabilities of prompt tokens, from this position on."""
 
     def on_tokens(
         self, attempt: "Attempt", token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None
     ) -> None:
-        """New tokens have arrived; ``token_index`` counts from the first of the whole output."""
+        """Called with new tokens; ``token_index`` is the position of the first of them in the whole output."""
 
     def on_finished(self, attempt: "Attempt", finished: Finished) -> None:
-        """The attempt has ended."""
+        """Called when the attempt has ended."""
 
     def on_lost(self, attempt: "Attempt") -> None:
-        """The engine died, fell silent or hangs."""
+        """Called when the engine died, fell silent or hangs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +75,10 @@ class Attempt:
 
 
 class EngineLink:
-    """Opened by ``run``; dead as soon as ``run`` returns, and then never used again."""
+    """Connects to an engine in ``run``. When ``run`` returns the link is dead, and is never used again."""
 
     def __init__(self, identity: EngineIdentity, hello: Hello, channels: Channels, *, hang_seconds: float) -> None:
-        """``hello``: ours, naming this engine as the peer. ``hang_seconds``: how long its step may stand still."""
+        """``hello`` names this engine as the peer. ``hang_seconds``: how long a step may last while there is work."""
         self.identity = identity
         self.key = EngineKey(identity.engine_id, identity.epoch)
         self._hello = hello
@@ -90,7 +90,7 @@ class EngineLink:
         self._call: grpc.aio.StreamStreamCall[EngineInput, EngineFrame] | None = None
         self._attempts: dict[int, Attempt] = {}  # live attempts: as many as this process admits requests
         self._last_slot = 0
-        self._outgoing = EngineInput()  # bounded likewise: the writer takes it whole
+        self._outgoing = EngineInput()  # bounded by the same number: the writer takes it whole
         self._wake = asyncio.Event()
         self._ungranted = 0
         self._step = 0
@@ -98,7 +98,7 @@ class EngineLink:
         self._still_ticks = 0
 
     async def opened(self) -> None:
-        """Returns once both sides said hello; raises ``Unavailable`` if that fails."""
+        """Return when both sides have said hello. Raises ``Unavailable`` if that fails."""
         await self._opened.wait()
         if self.error is not None:
             raise self.error
@@ -123,7 +123,7 @@ class EngineLink:
             self._wake.set()
 
     def stop_at(self, attempt: Attempt, num_tokens: int) -> None:
-        """A stop string was found: let the attempt end with so many output tokens, and confirm it as finished."""
+        """Make the attempt end with so many output tokens, because a stop string was found; the engine confirms it."""
         if attempt.slot in self._attempts:
             self._outgoing.stop_at.add(slot=attempt.slot, num_tokens=num_tokens)
             self._wake.set()
@@ -134,12 +134,13 @@ class EngineLink:
             self.drop_kv(attempt)
 
     def drop_kv(self, attempt: Attempt) -> None:
-        """Release the KV that a finished prefill left; without effect once another engine reads it."""
+        """Release the KV that a finished prefill left. This has no effect once another engine reads it."""
         self._outgoing.abort_slots.append(attempt.slot)
         self._wake.set()
 
     async def run(self) -> None:
-        """Connects and serves until either side ends; every live attempt is then lost. Raises nothing of the peer's."""
+        """Connect and serve until either side ends, then report every live attempt as lost. A failure of the engine is
+        logged, not raised."""
         helpers = Tasks(self._end)
         async with self._channels.open(self.identity.address, "engine") as channel:
             self._call = EngineStub(channel).Connect()
@@ -185,7 +186,8 @@ class EngineLink:
         raise errors.Unavailable("the engine ended the stream")
 
     async def _watch(self) -> None:
-        """Counts ticks rather than time: a pause of this process is one tick, however long."""
+        """End the link when the engine is silent or hangs. Ticks are counted rather than time, so that a pause of this
+        process counts as one tick, however long it was."""
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             if not self._attempts:
@@ -195,7 +197,7 @@ class EngineLink:
             if self._silent_ticks > _SILENT_TICKS:
                 raise errors.Unavailable(f"no frame for {SILENCE_SECONDS:g} s")
             if self._still_ticks > self._hang_ticks:
-                raise errors.Unavailable(f"step {self._step} stands still with work to do")
+                raise errors.Unavailable(f"step {self._step} lasts too long")
 
     def _receive(self, frame: EngineFrame) -> None:
         self._silent_ticks = 0
@@ -212,33 +214,33 @@ class EngineLink:
         self._grant()
 
     def _deal(self, frame: EngineFrame) -> None:
-        """Hands the columns out; columns that do not fit together end the stream."""
+        """Pass the frame's columns to the attempts. Columns whose lengths do not match end the stream."""
         slots, token_ids = list(frame.slot), list(frame.token_ids)
         counts = frame.num_tokens or [1] * len(slots)
         if not len(slots) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
-            raise errors.Unavailable("a frame's columns do not fit together")
-        told = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
+            raise errors.Unavailable("the columns of a frame differ in length")
+        logprobs = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         start = 0
         for slot, index, count in zip(slots, frame.token_index, counts, strict=True):
             if (attempt := self._attempts.get(slot)) is not None:
-                logprobs = _of_tokens(told[slot], index, count) if told and slot in told else None
-                attempt.owner.on_tokens(attempt, index, token_ids[start : start + count], logprobs)
+                columns = _of_tokens(logprobs[slot], index, count) if logprobs and slot in logprobs else None
+                attempt.owner.on_tokens(attempt, index, token_ids[start : start + count], columns)
             start += count
 
     def _deal_prompts(self, logprobs: Sequence[SlotLogprobs]) -> dict[int, SlotLogprobs]:
-        """Hands out what is told of prompts; returns what is told of tokens, by slot."""
-        told: dict[int, SlotLogprobs] = {}
+        """Pass the log probabilities of prompts to the attempts, and return those of output tokens by slot."""
+        of_tokens: dict[int, SlotLogprobs] = {}
         for each in logprobs:
             if not logprob_columns.fit_together(each.logprobs):
-                raise errors.Unavailable("a frame's log probabilities do not fit together")
+                raise errors.Unavailable("the log probabilities of a frame differ in length")
             if not each.prompt:
-                told[each.slot] = each
+                of_tokens[each.slot] = each
             elif (attempt := self._attempts.get(each.slot)) is not None:
                 attempt.owner.on_prompt_logprobs(attempt, each.token_index, each.logprobs)
-        return told
+        return of_tokens
 
     def _grant(self) -> None:
-        """Grants what was used up, a quarter at a time; heartbeats too, which cost nothing: the excess is harmless."""
+        """Grant the credit that was used, a quarter at a time. Heartbeats use none but count too, which is harmless."""
         self._ungranted += 1
         if self._ungranted >= INITIAL_CREDIT // 4:
             self._outgoing.credit += self._ungranted
@@ -246,13 +248,12 @@ class EngineLink:
             self._wake.set()
 
     def _end(self, cause: BaseException) -> None:
-        """Ends once: all attempts are lost, whoever waits for the hello hears of it."""
+        """End the link, once: all attempts are lost, and placements that wait for the hello fail."""
         if self.error is not None:
             return
-        log.log(
-            logging.WARNING if self._attempts else logging.INFO, "engine %s: %s", self.identity.engine_id, _tell(cause)
-        )
-        self.error = errors.Unavailable("the engine is gone; try again")
+        level = logging.WARNING if self._attempts else logging.INFO
+        log.log(level, "engine %s: %s", self.identity.engine_id, _describe(cause))
+        self.error = errors.Unavailable("The engine became unavailable; retry.")
         self._opened.set()
         attempts, self._attempts = self._attempts, {}
         for attempt in attempts.values():
@@ -261,10 +262,10 @@ class EngineLink:
             self._call.cancel()  # dropping a call does not end it
 
 
-def _of_tokens(told: SlotLogprobs, token_index: int, count: int) -> Logprobs:
-    if told.token_index != token_index or logprob_columns.num_positions(told.logprobs) != count:
-        raise errors.Unavailable("a frame's log probabilities are not those of its tokens")
-    return told.logprobs
+def _of_tokens(columns: SlotLogprobs, token_index: int, count: int) -> Logprobs:
+    if columns.token_index != token_index or logprob_columns.num_positions(columns.logprobs) != count:
+        raise errors.Unavailable("the log probabilities of a frame are not those of its tokens")
+    return columns.logprobs
 
 
 def _is_cancelling() -> bool:
@@ -272,7 +273,7 @@ def _is_cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _tell(cause: BaseException) -> str:
+def _describe(cause: BaseException) -> str:
     if isinstance(cause, grpc.aio.AioRpcError):
         return f"{cause.code().name}: {cause.details()}"
     return str(cause) or type(cause).__name__

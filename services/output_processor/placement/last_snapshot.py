@@ -1,4 +1,4 @@
-"""Placement without the coordinator: by its last snapshot, with the picks made since. No I/O."""
+"""Places requests while the coordinator is away: by its last snapshot and the picks made since. No I/O."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -20,14 +20,14 @@ _WAITING_WEIGHT = 4  # what one waiting request adds to a score
 
 
 class EngineKey(NamedTuple):
-    """An incarnation of an engine."""
+    """Names an incarnation of an engine."""
 
     engine_id: str
     epoch: int
 
 
 class LastSnapshot:
-    """The newest complete view of the engines that serve what this process serves."""
+    """Keeps the newest complete view of the engines that serve the same model as this process."""
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
@@ -39,7 +39,7 @@ class LastSnapshot:
         self._turn = 0
 
     def update(self, snapshot: Snapshot) -> None:
-        """A snapshot came. While engines re-join a new coordinator, what the former one knew stays."""
+        """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays."""
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
             return
@@ -76,11 +76,11 @@ class LastSnapshot:
         return PickResponse(engine=identity, whole_request=whole)
 
     def count(self, key: EngineKey) -> None:
-        """One more leg was placed there."""
+        """Count one more leg that was placed on an engine."""
         self._picks[key] += 1
 
     def release(self, key: EngineKey) -> None:
-        """A leg that was counted ended."""
+        """Forget a leg that was counted and has ended."""
         if self._picks[key] > 0:
             self._picks[key] -= 1
 

@@ -1,5 +1,4 @@
-"""The stream of picks to the coordinator: those of one moment in one message, answered in the order in which they were
-asked."""
+"""Asks the coordinator for picks over one stream, several in one message; answers come in the order of the picks."""
 
 import asyncio
 import logging
@@ -18,18 +17,18 @@ _REOPEN_SECONDS = 0.2
 
 
 class PickStream:
-    """Reopened for as long as ``run`` runs. What waits when it ends fails."""
+    """Keeps the stream open while ``run`` runs. When the stream ends, waiting picks fail and it is opened again."""
 
     def __init__(self, stub: "coordinator_pb2_grpc.CoordinatorAsyncStub") -> None:
         self._stub = stub
         self._waiting: deque[asyncio.Future[PickResponse]] = deque()  # as many as requests wait to be placed
-        self._batch = PickBatch()  # bounded likewise: the writer takes it whole
+        self._batch = PickBatch()  # bounded by the same number: the writer takes it whole
         self._wake = asyncio.Event()
         self.is_open = False
-        """Whether :meth:`pick` may be called: the coordinator takes picks."""
+        """Whether the coordinator takes picks; only then may :meth:`pick` be called."""
 
     def pick(self, request: PickRequest) -> asyncio.Future[PickResponse]:
-        """As the coordinator's ``Pick``: what it answers or raises, ``Unavailable`` also when the stream ends."""
+        """Return a future for the coordinator's answer or error. It fails with ``Unavailable`` if the stream ends."""
         assert self.is_open
         future: asyncio.Future[PickResponse] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
@@ -38,7 +37,7 @@ class PickStream:
         return future
 
     async def run(self) -> None:
-        """Keeps the stream open, for ever."""
+        """Keep the stream open until cancelled."""
         while True:
             call = self._stub.PickStream()
             try:
@@ -68,10 +67,10 @@ class PickStream:
 
     def _settle(self, result: PickResult) -> None:
         if not self._waiting:
-            raise errors.Internal("the coordinator answered a pick that nobody asked for")
+            raise errors.Internal("the coordinator sent more answers than it was asked for")
         future = self._waiting.popleft()
         if future.done():
-            return  # whoever asked has given up
+            return  # the request ended meanwhile
         if result.HasField("error"):
             _fail(future, errors.from_proto(result.error))
         else:
@@ -84,12 +83,12 @@ class PickStream:
         waiting, self._waiting = self._waiting, deque()
         for future in waiting:
             if not future.done():
-                _fail(future, errors.Unavailable("the coordinator went away"))
+                _fail(future, errors.Unavailable("The coordinator became unavailable; retry."))
 
 
 def _fail(future: asyncio.Future[PickResponse], error: errors.TokenloomError) -> None:
     future.set_exception(error)
-    future.exception()  # seen, though whoever asked may have ended before it waits
+    future.exception()  # marks it as seen: the request may have ended, and then nothing awaits it
 
 
 def _check(message: object) -> PickResults:

@@ -1,4 +1,4 @@
-"""Finds the engine of a leg: the coordinator's pick, or the last snapshot's while the coordinator is away."""
+"""Places legs: asks the coordinator for an engine, or the last snapshot while the coordinator is away."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ _REWATCH_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A pick that is on its way."""
+    """Holds a pick that the coordinator was asked for."""
 
     request: PickRequest
     response: Awaitable[PickResponse]
@@ -38,7 +38,7 @@ class Placer:
     """Places legs of requests on engines that answer."""
 
     def __init__(self, coordinator: grpc.aio.Channel, fingerprint: Fingerprint, links: "EngineLinks") -> None:
-        """``coordinator``: a channel to it; :meth:`close` closes it, and ``links``."""
+        """``coordinator``: a channel to the coordinator; :meth:`close` closes it and ``links``."""
         self._channel = coordinator
         self._stub = CoordinatorStub(coordinator)
         self._picks = PickStream(self._stub)
@@ -64,7 +64,7 @@ class Placer:
             await asyncio.sleep(_REWATCH_SECONDS)
 
     def ask(self, submit: Submit) -> Asked | None:
-        """Ask for the first engine of a request before the request is made, which then takes no time of its own.
+        """Ask for the first engine of a request, so that the request can be made while the coordinator answers.
 
         Returns None when only :meth:`place` can ask: the request continues from tokens or is traced, or the coordinator
         is away.
@@ -112,7 +112,7 @@ class Placer:
         raise errors.Unavailable("No engine answers; retry.")
 
     def release(self, attempt: Attempt) -> None:
-        """Note that an attempt ended or is not needed. Without effect the second time."""
+        """Note that an attempt ended or is not needed. A second call has no effect."""
         if attempt.is_counted:
             attempt.is_counted = False
             self._snapshot.release(attempt.link.key)
@@ -124,12 +124,12 @@ class Placer:
         return Attempt(attempt.link, is_counted=attempt.is_counted)
 
     async def close(self) -> None:
-        """Close the links and the channel; cancel :meth:`run` before."""
+        """Close the links and the channel. :meth:`run` must be cancelled before."""
         await self._links.close()
         await self._channel.close()
 
     def _ask(self, request: PickRequest, exclude: Collection[EngineKey], submit: Submit) -> Awaitable[PickResponse]:
-        """Ask over the stream of picks, or by a call where a trace goes with it or the stream is not open yet."""
+        """Ask over the stream of picks, or by a call of its own if the request is traced or the stream is not open."""
         del request.exclude[:]
         request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
         if submit.trace_headers or not self._picks.is_open:
@@ -140,7 +140,7 @@ class Placer:
     async def _picked(
         self, request: PickRequest, exclude: Collection[EngineKey], response: Awaitable[PickResponse]
     ) -> PickResponse:
-        """Return the coordinator's answer; by the last snapshot, and without a pick, when the coordinator is away."""
+        """Return the coordinator's answer or, while the coordinator is away, the last snapshot's, which has no pick."""
         try:
             async with asyncio.timeout(_PICK_SECONDS):
                 return await response
@@ -164,11 +164,11 @@ class EngineLinks:
         *,
         hang_seconds: float,
     ) -> None:
-        """``on_failure``: called when a bug of ours ended a link, so that its requests may never end."""
+        """``on_failure``: called when a bug ended a link, because its requests may then never end."""
         self._make_hello = make_hello
         self._channels = channels
         self._hang_seconds = hang_seconds
-        self._links: dict[EngineKey, EngineLink] = {}  # as many as engines in the registry; the dead leave
+        self._links: dict[EngineKey, EngineLink] = {}  # one for each live engine; dead links are removed
         self._tasks = Tasks(on_failure)
 
     @property
@@ -187,7 +187,7 @@ class EngineLinks:
         return link
 
     async def close(self) -> None:
-        """End every link; the engines abort what was live on them."""
+        """End every link; the engines abort the requests that were live on them."""
         await self._tasks.close()
 
     async def _run(self, link: EngineLink) -> None:

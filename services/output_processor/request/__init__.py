@@ -1,1 +1,1 @@
-"""One request: its samples, its attempts on engines, its journal."""
+"""Runs requests: their samples, the attempts of each on engines, its output."""

@@ -1,4 +1,4 @@
-"""The legs of one sample: one engine does all of it, or one its prompt and first token and another what follows."""
+"""Runs one sample on an engine, or in two legs: one engine computes the prompt and first token, another the rest."""
 
 import logging
 import time
@@ -21,13 +21,13 @@ from .sample_output import SampleOutput
 log = logging.getLogger(__name__)
 
 MAX_ENGINE_DEATHS = 2
-"""Engines that may die with a request on them: the request may be what kills them, so it ends."""
+"""Engines that may die while they run a request. Then it ends, because the request itself may kill them."""
 
 _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 
 
 class Legs:
-    """Runs one sample, from ``start`` or ``join`` to its end. A request is prefilled, handed over and decoded:
+    """Runs one sample, from ``start`` or ``begin_on`` to its end. It is prefilled, handed over and decoded:
 
     - The prefill leg ends with the first token and leaves the prompt's KV under a lease. The decode leg is placed then,
       or as soon as the KV is granted when the prefill takes more than a step: it pulls while the rest is computed.
@@ -47,8 +47,7 @@ class Legs:
         on_end: Callable[["Legs", RequestFinished], None],
         deadline: float | None = None,
     ) -> None:
-        """``params``: this sample's. ``tasks`` own the placements. ``on_end`` is called once. ``deadline``: monotonic
-        seconds."""
+        """``tasks`` own the placements. ``on_end`` is called once. ``deadline``: monotonic seconds."""
         self._submit = submit
         self._params = params
         self._output = output
@@ -57,9 +56,9 @@ class Legs:
         self._on_end = on_end
         self._on_settled: Callable[[Attempt], None] | None = None
         self._deadline = deadline
-        self._prefill: Attempt | None = None  # or the whole request's
+        self._prefill: Attempt | None = None  # or the attempt that does the whole request
         self._decode: Attempt | None = None
-        self._next: Attempt | None = None  # of a decode leg on the engine that still prefills
+        self._next: Attempt | None = None  # a decode leg that waits, because its engine still prefills
         self._kv: KVSource | None = None
         self._handed_over = False
         self._holds_kv = False  # the prefill leg's engine keeps it until it is read or dropped
@@ -74,9 +73,9 @@ class Legs:
         """Begin with the tokens of earlier attempts, which may already hold a stop string; then find an engine.
 
         Args:
-            asked: The coordinator's answer for the first leg, when it was asked already.
-            on_settled: Called once, when the engine is known that has or computes the prompt's KV and decodes from it;
-                other samples of the prompt may join there.
+            asked: The pick for the first leg, if the coordinator was asked already.
+            on_settled: Called once, with the attempt whose engine has or computes the prompt's KV and decodes from it.
+                Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
         if self._submit.accepted_token_ids:
@@ -86,10 +85,6 @@ class Legs:
                 return
         self._place(_PREFILL, asked)
 
-    def join(self, attempt: Attempt) -> None:
-        """Run the whole sample where another sample of the prompt has settled."""
-        self._send_prefill(attempt)
-
     def cancel(self) -> None:
         """End because the gateway wants no more output."""
         self._end(self._output.abort)
@@ -98,10 +93,8 @@ class Legs:
         """End with an error."""
         self._end(self._output.fail, error)
 
-    # Placing
-
     def _place(self, role: EngineRole, asked: Asked | None = None) -> None:
-        """Begin a placement; the result of one that was under way is released when it comes."""
+        """Begin a placement. If another one is under way, its result will be released."""
         self._num_placements += 1
         self._placing = self._num_placements
         name = f"place {self._submit.request_id}"
@@ -121,24 +114,25 @@ class Legs:
                 exclude=self._exclude,
                 asked=asked,
             )
-            if number != self._placing:  # the sample ended, or another placement began meanwhile
+            if number != self._placing:  # meanwhile the sample ended or another placement began
                 self._placer.release(attempt)
                 return
             self._placing = 0
             output.timeline.placement_ns += time.monotonic_ns() - started
-            self._send_decode(attempt) if role == _DECODE else self._send_prefill(attempt)
+            self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
             if log.isEnabledFor(logging.DEBUG):
                 request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
                 request_log.debug("%s placed on %s", EngineRole.Name(role), attempt.link.identity.engine_id)
         except Exception as error:
             if not is_ahead:
                 self.fail(error)
-            elif number == self._placing:  # tried again when it is due
+            elif number == self._placing:  # it is placed again when it is due
                 self._placing = 0
                 if self._handed_over:
                     self._place(_DECODE)
 
-    def _send_prefill(self, attempt: Attempt) -> None:
+    def begin_on(self, attempt: Attempt) -> None:
+        """Send the prefill leg, or all of the sample, to an engine."""
         timeline, identity = self._output.timeline, attempt.link.identity
         timeline.prefill_engine = timeline.decode_engine = identity.engine_id
         self._pool = identity.fingerprint
@@ -157,7 +151,7 @@ class Legs:
             self._next = attempt
             return
         self._decode = attempt
-        # One that comes ahead gets the tokens of the prefill leg, all of them, when that is over.
+        # If it is sent before the prefill leg has ended, it gets all tokens of that leg then.
         accepted = journal if self._handed_over else journal[: prefill.num_accepted]
         kv_source = None if is_same else self._kv
         self._send(attempt, accepted, kv_source=kv_source, awaits_tokens=not self._handed_over)
@@ -201,10 +195,8 @@ class Legs:
             on_settled, self._on_settled = self._on_settled, None
             on_settled(attempt)
 
-    # What the engines report
-
     def on_kv_granted(self, attempt: Attempt, kv: KVSource) -> None:
-        """The prefill takes a while: the decode leg may begin to read."""
+        """Place the decode leg, which reads while the rest of the prompt is computed."""
         if self._kv is None and attempt is self._prefill:
             self._kv = kv
             self._place(_DECODE)
@@ -259,7 +251,7 @@ class Legs:
             self._place(_PREFILL)
 
     def _hand_over(self, attempt: Attempt, finished: Finished) -> None:
-        """The first token has arrived: continue where the decode leg is, or will be."""
+        """Continue on the engine of the decode leg, or place that leg: the first token has arrived."""
         output = self._output
         is_complete = attempt.num_accepted < len(output.token_ids) == finished.num_output_tokens
         if attempt is not self._prefill or not is_complete:
@@ -275,8 +267,6 @@ class Legs:
             self._send_decode(following)
         elif not self._placing:
             self._place(_DECODE)
-
-    # Ending
 
     def _end(self, end_output: Callable[..., RequestFinished], *reason: object) -> None:
         """Free what is held on every engine, then report the end that ``end_output`` returns for ``reason``."""

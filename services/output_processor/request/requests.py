@@ -1,4 +1,4 @@
-"""Requests from Submit to the end of their last sample: how many may be live, their samples, their trace."""
+"""Runs requests from their Submit to the end of their last sample, and limits how many are live."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from .sample_output import SampleOutput
 
 
 class Requests:
-    """Makes requests of Submits, and counts their samples while they are live. The count has a bound, which also bounds
+    """Makes requests from Submits, and counts their samples while they are live. The limit of this count also limits
     every table and queue of this process."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Requests:
         self.num_live = 0
 
     def ask(self, submit: Submit) -> Asked | None:
-        """Ask the coordinator for the engine of a request that is not made yet. None when that has to wait."""
+        """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait."""
         if self._draining or self.num_live + max(submit.num_samples, 1) > self._max_requests:
             return None
         return self._placer.ask(submit)
@@ -98,9 +98,9 @@ class Requests:
 class SampleGroup:
     """Runs the samples of one request.
 
-    Sample 0 is placed like any request. Once it has settled, the others join it and find its prompt in that engine's
-    prefix cache: at once when one engine does the whole request, in the same message; with the first token of the
-    decode leg otherwise, so that one lease serves all.
+    Sample 0 is placed like any request. When it has settled, the others are sent to the same engine and find the prompt
+    in its prefix cache. If one engine does the whole request, they are sent in the same message as sample 0; otherwise
+    after the first token of the decode leg, so that one lease serves all.
     """
 
     def __init__(
@@ -125,26 +125,26 @@ class SampleGroup:
             for index, output in enumerate(samples)
         ]
         self._num_live = len(samples)
-        self._waiting = self._samples[1:]  # for sample 0 to settle
+        self._waiting = self._samples[1:]  # samples that begin when sample 0 has settled
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, asked: Asked | None = None) -> None:
-        """Begin with the tokens of earlier attempts, which may already end it. ``asked``: a pick for sample 0."""
+        """Start sample 0. Tokens of earlier attempts may already end it. ``asked``: its pick, if one was asked for."""
         if self._timeout is not None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
         self._samples[0].start(asked, on_settled=self._settled if self._waiting else None)
 
     def cancel(self) -> None:
-        """End all samples: the gateway wants no more output."""
+        """End all samples, because the gateway wants no more output."""
         self._waiting.clear()
         for sample in self._samples:
             sample.cancel()
 
     def _settled(self, attempt: Attempt) -> None:
-        """Let the other samples join sample 0 on its engine."""
+        """Run the other samples on the engine of sample 0."""
         waiting, self._waiting = self._waiting, []
         for sample in waiting:
-            sample.join(self._placer.share(attempt))
+            sample.begin_on(self._placer.share(attempt))
 
     def _sample_ended(self, sample: Legs, finished: RequestFinished) -> None:
         self._num_live -= 1
@@ -157,7 +157,7 @@ class SampleGroup:
             self._start_others(finished)
 
     def _start_others(self, first: RequestFinished) -> None:
-        """Sample 0 ended before it settled: with its first token, or with an error, which is then the error of all."""
+        """Start the other samples, because sample 0 ended before it settled; or end them with its error."""
         waiting, self._waiting = self._waiting, []
         for sample in waiting:
             if first.reason == FinishReason.FINISH_REASON_ERROR:

@@ -1,4 +1,4 @@
-"""The output of one sample: its journal of tokens, its text, its times and its end. No I/O."""
+"""Makes the output of one sample: its journal of tokens, its text, its times and its end. No I/O."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -55,7 +55,7 @@ class SampleOutput:
         has_prompt_logprobs = params.HasField("prompt_logprobs")
         self._prompt_logprobs = PromptLogprobs(vocabulary, prompt_ids) if has_prompt_logprobs else None
         self._bytes_to_skip = submit.emitted_text_bytes
-        # Kept as numbers until the end: a protobuf field costs as much to set as a token to decode.
+        # Kept as numbers until the end: setting a protobuf field costs as much as decoding a token.
         self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
         self._prefill: Finished | None = None
         self.token_ids: list[int] = []
@@ -81,7 +81,7 @@ class SampleOutput:
         if self.stop_match is not None:
             return None
         if token_index != len(self.token_ids):
-            raise errors.Internal("the engine's tokens do not follow one another")
+            raise errors.Internal("the engine skipped or repeated tokens")
         self._last_token_ns = now = self._clock()
         if not self._first_token_ns:
             self._first_token_ns = now
@@ -111,12 +111,12 @@ class SampleOutput:
         self._prefill = finished
 
     def retry(self) -> None:
-        """Note that an engine died and that another one takes its part."""
+        """Note that an engine died and that its leg is placed again."""
         self.num_attempts += 1
         self._outbox.engine_died(self._submit.slot)
 
     def finish(self, finished: Finished) -> RequestFinished:
-        """End as the engine did, and send the text that was held back for a stop string."""
+        """End because the engine has finished, and send the text that was held back for a stop string."""
         self._prefill = self._prefill or finished
         self.timeline.queued_ns = self._prefill.queued_ns
         self.timeline.prefill_ns = self._prefill.prefill_ns
@@ -152,7 +152,7 @@ class SampleOutput:
         return self._end(_ERROR, error=error)
 
     def _add_logprobs(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs) -> None:
-        """Send the log probabilities of tokens that were just added; what a stop string cut off is left out."""
+        """Send the log probabilities of tokens that were just added, without those of tokens after a stop string."""
         columns = with_texts(self._vocabulary, token_ids, logprob_columns.part(logprobs, 0, len(token_ids)))
         columns.token_index = token_index
         self._rows.add_logprobs(self._key, columns)

@@ -1,1 +1,1 @@
-"""The stream to one gateway: credit, and the frames that go out."""
+"""Serves the stream of one gateway: its slots, its credit and its frames."""

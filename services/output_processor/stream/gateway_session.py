@@ -1,4 +1,4 @@
-"""The stream of one gateway: its slots, its credit, its frames."""
+"""Serves the stream of one gateway: its slots, its credit and its frames."""
 
 import asyncio
 import time
@@ -15,21 +15,21 @@ from ..placement.placement import Asked
 from ..request.requests import Requests, SampleGroup
 from .outbox import Outbox
 
-_NO_CREDIT_SECONDS = 5.0  # after which a gateway that takes nothing is given up
+_NO_CREDIT_SECONDS = 5.0  # after which the stream of a gateway that grants no credit ends
 
 
 class Session:
     """Serves one ``Process`` stream. When the stream ends, for whatever reason, its requests are aborted."""
 
     def __init__(self, hello: Hello, requests: Requests) -> None:
-        """``hello``: the one that this process sends."""
+        """``hello``: what this process sends first."""
         self._hello = hello
         self._requests = requests
         self._live: dict[int, SampleGroup] = {}  # by slot; bounded by the requests that may be live
         self._last_slot = 0
         self._credit = Credit()
         self._wake = asyncio.Event()
-        # The writer wakes once all of an engine's frame was dealt out, so that a step is one frame here too.
+        # The writer runs after an engine's frame was passed on completely, so that one step is one frame here too.
         self._outbox = Outbox(self._wake.set)
         self._half_closed = False
         self._failure: BaseException | None = None
@@ -102,7 +102,7 @@ class Session:
 
     def _take_slot(self, slot: int) -> None:
         if slot <= self._last_slot:
-            raise errors.InvalidArgument(f"slot {slot}: slots only grow, the last one was {self._last_slot}", "slot")
+            raise errors.InvalidArgument(f"slot {slot} is not greater than the last one, {self._last_slot}", "slot")
         self._last_slot = slot
 
     def _refuse(self, slot: int, error: BaseException) -> None:
@@ -138,7 +138,7 @@ class Session:
             raise errors.ResourceExhausted(f"The gateway granted no credit for {_NO_CREDIT_SECONDS:g} s.")
 
     async def _keep_awake(self) -> None:
-        """Wake the writer for heartbeats, and to give up a gateway that takes nothing."""
+        """Wake the writer for heartbeats, and to notice a gateway that grants no credit."""
         while True:
             due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)

@@ -1,4 +1,4 @@
-"""Output for one gateway between two frames: columns, with the deltas of a slot merged. No I/O."""
+"""Collects output for one gateway between two frames: columns, with the deltas of a slot merged. No I/O."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,12 +9,12 @@ Key = tuple[int, int]
 
 
 class Outbox:
-    """Collects output until ``take``. Bounded by what the live requests can produce while the gateway gives no credit,
-    for which it has five seconds.
+    """Collects output until ``take``. It holds at most what the live requests produce while the gateway grants no
+    credit, which the session allows for five seconds.
     """
 
     def __init__(self, on_news: Callable[[], None]) -> None:
-        """``on_news``: called when there is something to take, once until it is taken."""
+        """``on_news``: called when output was added; for text and tokens only once until they are taken."""
         self._on_news = on_news
         self._rows: dict[Key, tuple[str, int, Sequence[int]]] = {}
         self._logprobs: list[SlotTextLogprobs] = []

@@ -1,1 +1,1 @@
-"""Token ids to text: incremental decoding, stop strings and the text of log probabilities."""
+"""Turns token ids into text: incremental decoding, stop strings and the text of log probabilities."""

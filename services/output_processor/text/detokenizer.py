@@ -1,4 +1,4 @@
-"""The text of one output, as its tokens arrive: decoding, stop strings, and what is held back. No I/O."""
+"""Makes the text of one output as its tokens arrive: decodes, finds stop strings, holds text back. No I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ __all__ = ["Detokenizer", "StopMatch", "Vocabulary"]
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string ended the output."""
+    """Names the stop string that ended an output."""
 
     stop_string: str
     num_tokens: int
-    """Output tokens that remain: through the one that completed the stop string."""
+    """Output tokens that remain, the one that completed the stop string included."""
 
 
 class Detokenizer:
@@ -40,8 +40,14 @@ class Detokenizer:
         spaces_between_special: bool = True,
         detokenize: bool = True,
     ) -> None:
-        """``prompt_ids``: what the output continues (the last few decide); ``stop``: none empty;
-        ``min_tokens``: so many complete none. Without ``detokenize`` tokens are counted, and give no text."""
+        """Begin after the prompt.
+
+        Args:
+            prompt_ids: [n] the prompt; only its last tokens matter.
+            stop: Stop strings, none of them empty.
+            min_tokens: A stop string within so many tokens does not end the output.
+            detokenize: False: tokens are counted, but make no text.
+        """
         self._stream: TextStream = NoText()
         if detokenize:
             self._stream = open_text_stream(
@@ -55,12 +61,12 @@ class Detokenizer:
         """Output tokens seen, those of earlier attempts included; after a stop match, those that remain."""
 
     def step(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> tuple[str, StopMatch | None]:
-        """Text that can be shown now, and the stop string if one was completed; tokens after that are ignored.
+        """Return text that can be shown now, and the stop string if one was completed; later tokens are ignored.
 
         ``ends_with_stop_token``: the engine ended the output with the last token (end of sequence or a stop token id);
         it is counted, and shown only when stop strings are.
         """
-        if self._stop is None and len(token_ids) == 1 and not ends_with_stop_token:  # nearly all there is
+        if self._stop is None and len(token_ids) == 1 and not ends_with_stop_token:  # nearly every call
             self.num_tokens += 1
             return self._stream.push(token_ids[0]), None
         shown = len(token_ids) - (ends_with_stop_token and not self._include_stop)
@@ -74,14 +80,14 @@ class Detokenizer:
         return "".join(texts), None
 
     def finish(self) -> str:
-        """The rest, when the output ends for another reason than a stop string; "" after one."""
+        """Return the rest of the text when the output ends for another reason than a stop string; "" after one."""
         if self._stopped:
             return ""
         rest = self._stream.finish()
         if self._stop is None:
             return rest
         texts: list[str] = []
-        # A stop string may hold U+FFFD: the text then ends there, but why the output ended is already settled.
+        # A stop string may contain U+FFFD. The text then ends there, but the reason for the end does not change.
         match = self._show(rest, texts)
         return "".join(texts) if match else "".join(texts) + self._stop.finish()
 

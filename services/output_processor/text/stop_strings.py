@@ -1,36 +1,36 @@
-"""Stop strings over text that arrives in pieces: find the first completed, hold back only what may become one."""
+"""Finds stop strings in text that arrives in pieces, and holds back only text that may become one."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 
 class Match(NamedTuple):
-    """A stop string was completed."""
+    """Holds the stop string that was completed."""
 
     stop_string: str
     text: str
-    """Text to show that was not given before: up to the match, or through it if stop strings are included."""
+    """Text that was not shown before: up to the stop string, or through it if stop strings are included."""
 
 
 class StopStrings:
-    """The matcher of one output. After a match it must not be fed again."""
+    """Searches one output. It must not be fed again after a match."""
 
     __slots__ = ("_held", "_include", "_stop")
 
     def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
-        """``stop``: none empty."""
+        """``stop`` must not contain an empty string."""
         assert all(stop), "an empty stop string would match everywhere"
         self._stop = tuple(stop)
         self._include = include_stop_str
         self._held = ""
 
     def feed(self, text: str) -> str | Match:
-        """Text that can be shown now, or the match that ends first; among equals the first in the list."""
+        """Return text that can be shown now, or the match that ends first; of equal ones the first in the list."""
         num_held = len(self._held)
         text = self._held + text
         ends = []
         for i, stop in enumerate(self._stop):
-            start = text.find(stop, max(0, num_held - len(stop) + 1))  # what is held ends none, or may not
+            start = text.find(stop, max(0, num_held - len(stop) + 1))  # held text completes no stop string
             if start >= 0:
                 ends.append((start + len(stop), i))
         if ends:
@@ -41,11 +41,11 @@ class StopStrings:
         return self._hold(text)
 
     def pass_over(self, text: str) -> str:
-        """Like :meth:`feed` for text that may begin a stop string, but not complete one."""
+        """Do the same as :meth:`feed` for text that may begin a stop string but not complete one."""
         return self._hold(self._held + text)
 
     def finish(self) -> str:
-        """The text held back: no stop string can be completed any more."""
+        """Return the text that was held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
@@ -56,7 +56,7 @@ class StopStrings:
 
 
 def _partial_match(text: str, stop: str) -> int:
-    """Where the longest suffix of ``text`` begins that is a proper prefix of ``stop``; ``len(text)`` if none does."""
+    """Return where the longest suffix of ``text`` begins that is a proper prefix of ``stop``; ``len(text)`` if none."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):

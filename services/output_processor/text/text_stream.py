@@ -1,8 +1,8 @@
-"""Token ids in, complete characters out: incremental decoding without I/O.
+"""Decodes token ids incrementally into complete characters. No I/O.
 
-What a stream has given, its ``finish()`` included, is the decoded prompt and output less the complete text of the
-prompt. With byte fallback one thing differs from decoding in one piece: a malformed byte becomes U+FFFD alone (as
-SentencePiece does) and does not take back the characters of its run, which may have been sent.
+The text of a stream, ``finish()`` included, is the decoded prompt and output without the complete text of the prompt.
+With byte fallback it differs in one point from decoding everything at once: a malformed byte becomes U+FFFD alone (as
+in SentencePiece), and characters next to it, which may have been sent already, stay.
 """
 
 import codecs
@@ -14,8 +14,8 @@ from .vocabulary import Vocabulary
 
 _EACH_BYTE = "tokenloom.replace_each_byte"
 _LONGEST_CHARACTER = 4  # bytes of UTF-8
-_WINDOW = 8  # tokens of context: more than any decoder looks around
-_LONGEST_WINDOW = 32  # tokens, after which a broken character is given as it is
+_WINDOW = 8  # tokens of context: more than any decoder considers
+_LONGEST_WINDOW = 32  # tokens, after which a broken character is shown as it is
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -27,13 +27,13 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TextStream(Protocol):
-    """Text of a growing sequence of tokens."""
+    """Makes the text of a growing sequence of tokens."""
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that this token completes."""
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that was never completed."""
+        """Return what is left: U+FFFD for a character that was never completed."""
 
 
 def open_text_stream(
@@ -43,15 +43,15 @@ def open_text_stream(
     *,
     spaces_between_special_tokens: bool = True,
 ) -> TextStream:
-    """A stream that continues after ``prompt_ids``."""
-    if vocabulary.is_tabulated:  # then no decoder comes between two tokens
+    """Return a stream that continues after ``prompt_ids``."""
+    if vocabulary.is_tabulated:  # then the text of a token does not depend on its neighbours
         return TableStream(vocabulary, prompt_ids, skip_special_tokens)
     spaces = skip_special_tokens or spaces_between_special_tokens
     return WindowStream(vocabulary, prompt_ids, skip_special_tokens, spaces_between_special_tokens=spaces)
 
 
 class NoText:
-    """For outputs that are wanted as token ids."""
+    """Makes no text, for outputs that are wanted as token ids."""
 
     def push(self, token_id: int) -> str:
         return ""
@@ -61,7 +61,7 @@ class NoText:
 
 
 class TableStream:
-    """For vocabularies that are tabulated: exact, and one list access a token."""
+    """Decodes with a tabulated vocabulary: exactly, with one list access per token."""
 
     __slots__ = ("_at_start", "_errors", "_pending", "_pieces", "_skip", "_vocabulary")
 
@@ -71,15 +71,14 @@ class TableStream:
         self._pieces = vocabulary.pieces_without_special if skip_special_tokens else vocabulary.pieces
         self._errors = _EACH_BYTE if vocabulary.replaces_each_byte else "replace"
         self._pending = self._open_character(prompt_ids)
-        self._at_start = vocabulary.strips_start and not any(
-            self._pieces[i] for i in reversed(prompt_ids) if i < len(self._pieces)
-        )
+        known = (i for i in reversed(prompt_ids) if i < len(self._pieces))
+        self._at_start = vocabulary.strips_start and not any(self._pieces[i] for i in known)
 
     def push(self, token_id: int) -> str:
         pieces = self._pieces
         piece = pieces[token_id] if token_id < len(pieces) else ""
         if not piece:
-            return ""  # a token without text does not come between the bytes of a character
+            return ""  # a token without text does not separate the bytes of a character
         if isinstance(piece, bytes):
             return self._push_bytes(piece)
         if self._at_start:
@@ -100,7 +99,7 @@ class TableStream:
         return text
 
     def _open_character(self, prompt_ids: Sequence[int]) -> bytes:
-        """Bytes at the end of the prompt that begin a character and do not end it."""
+        """Return the bytes at the end of the prompt that begin a character but do not complete it."""
         tail = b""
         for token_id in reversed(prompt_ids):
             piece = self._pieces[token_id] if token_id < len(self._pieces) else ""
@@ -115,7 +114,7 @@ class TableStream:
 
 
 class WindowStream:
-    """For all other decoders: decodes the last tokens again with each new one and gives what was added."""
+    """Serves all other decoders: decodes the last tokens again with each new one and returns the added text."""
 
     __slots__ = ("_given", "_ids", "_skip", "_spaces", "_vocabulary")
 

@@ -1,4 +1,4 @@
-"""Token ids to pieces of text, tabulated once per tokenizer so that a token costs one list access."""
+"""Tabulates the text of each token, once per tokenizer, so that a token costs one list access."""
 
 import json
 import re
@@ -16,7 +16,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How a tokenizer's decoder treats one token; exists only for decoders that treat each token alone."""
+    """Says how a tokenizer's decoder treats one token, for decoders that treat each token by itself."""
 
     piece: Callable[[str], Piece]
     strips_start: bool = False
@@ -24,7 +24,7 @@ class _Rule:
 
 
 class Vocabulary:
-    """What an incremental decoder needs of a ``tokenizers.Tokenizer``; build one per tokenizer and share it.
+    """Holds what an incremental decoder needs of a ``tokenizers.Tokenizer``; one serves all requests.
 
     ``is_tabulated`` is false for decoders whose tokens change their neighbours (WordPiece, CTC and the like);
     text is then made by decoding windows of tokens.
@@ -35,31 +35,31 @@ class Vocabulary:
         rule = _rule_of(tokenizer)
         self.is_tabulated = rule is not None
         self.strips_start = rule is not None and rule.strips_start
-        """The decoder drops a space at the very beginning of a text (SentencePiece's prefix space)."""
+        """Whether the decoder drops a space at the very beginning of a text (SentencePiece's prefix space)."""
         self.replaces_each_byte = rule is not None and rule.replaces_each_byte
-        """Malformed UTF-8 becomes U+FFFD once per byte (byte fallback), not once per broken sequence (byte level)."""
+        """Whether malformed UTF-8 becomes U+FFFD per byte (byte fallback), not per broken sequence (byte level)."""
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self.pieces: list[Piece] = [] if rule is None else _tabulate(tokenizer, rule)
-        """[ids up to the largest] the piece of each token; ids beyond have no text."""
+        """[largest id + 1] the piece of each token; larger ids have no text."""
         self.pieces_without_special = ["" if i in self._special else piece for i, piece in enumerate(self.pieces)]
         """The same for outputs that skip special tokens."""
 
     def is_blank(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the decoder never sees this token: it is skipped, or beyond the vocabulary (models are padded)."""
+        """Return whether the decoder never sees this token: it is skipped, or it pads the model's vocabulary."""
         return (skip_special_tokens and token_id in self._special) or self.tokenizer.id_to_token(token_id) is None
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token alone stands for, special or not; b"" beyond the vocabulary."""
+        """Return the bytes of the token alone, special or not; b"" beyond the vocabulary."""
         if not self.is_tabulated:
             return self.decode([token_id], False).encode()
         piece = self.pieces[token_id] if token_id < len(self.pieces) else b""
         return piece.encode() if isinstance(piece, str) else piece
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Decodes a complete sequence with the tokenizer itself."""
+        """Decode a complete sequence with the tokenizer itself."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
 
@@ -77,7 +77,7 @@ def _rule_of(tokenizer: Tokenizer) -> _Rule | None:
     decoder = tokenizer.decoder
     if decoder is None:
         return None
-    config = json.loads(decoder.__getstate__())  # the decoder alone; the whole tokenizer's JSON takes tens of MB
+    config = json.loads(decoder.__getstate__())  # only the decoder: the JSON of a whole tokenizer takes tens of MB
     steps = config["decoders"] if config["type"] == "Sequence" else [config]
     match [step["type"] for step in steps]:
         case ["ByteLevel"]:
@@ -106,7 +106,8 @@ def _byte_level_piece() -> Callable[[str], Piece]:
 
 
 def _sentencepiece_rule(steps: Sequence[Mapping[str, Any]]) -> _Rule | None:
-    """Replace*, ByteFallback?, Fuse?, Strip? in this order, as SentencePiece models are converted; None for others."""
+    """Return the rule for Replace*, ByteFallback?, Fuse?, Strip? in this order, which converted SentencePiece models
+    have; None for other decoders."""
     rest = list(steps)
     replacements = []
     while rest and rest[0]["type"] == "Replace" and "String" in rest[0]["pattern"]:

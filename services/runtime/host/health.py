@@ -1,45 +1,60 @@
-"""grpc.health.v1 of a process: one truth for the whole of it, told under "" and under every service's name."""
+"""grpc.health.v1: one state for the whole process, published under "" and under every service's name."""
 
 import asyncio
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
+
+from .listener import SERVER_OPTIONS, bind
+from .servicer_edge import Edge
 
 _Status = health_pb2.HealthCheckResponse
 
 LIVENESS = "liveness"
-"""A name that is SERVING for as long as the process answers: who waits for others, or drains, is not to be killed."""
+"""A name that is SERVING as long as the process answers: one that waits for others, or drains, must not be killed."""
 
 
 class Health:
-    """NOT_SERVING until ready, SERVING, and NOT_SERVING again while draining; ``Watch`` tells each change."""
+    """NOT_SERVING until the service is ready, then SERVING, and NOT_SERVING again while it drains.
+
+    Attributes:
+        serving: The state now.
+    """
 
     def __init__(self) -> None:
         self._servicer = health_aio.HealthServicer()
         self._names = [""]
-        self._serving = False
+        self._probes: grpc.aio.Server | None = None
+        self.serving = False
 
-    @property
-    def serving(self) -> bool:
-        return self._serving
-
-    async def start(self, server: grpc.aio.Server) -> None:
-        """Adds the servicer, answering NOT_SERVING."""
-        self.serve_on(server)
+    async def start(self, edge: Edge) -> None:
+        """Add the servicer to ``edge``; it answers NOT_SERVING."""
+        edge.add_servicer(health_pb2_grpc.add_HealthServicer_to_server, self._servicer)
         await self._servicer.set(LIVENESS, _Status.SERVING)
         await self.set_serving(False)
 
-    def serve_on(self, server: grpc.aio.Server) -> None:
-        """Answers there too."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+    async def serve_probes(self, listen: str) -> str:
+        """Open a port that answers health checks only, in plain text (kubelet's probes carry no certificate); return
+        its address. Raises ``Unavailable`` when it cannot be bound."""
+        self._probes = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._probes)
+        address = bind(self._probes, listen, None, insecure=True, field="health_listen")
+        await self._probes.start()
+        return address
 
     def add_names(self, names: list[str]) -> None:
-        """Names that ``Check`` and ``Watch`` know from the next :meth:`set_serving` on."""
+        """Publish the state under these names too, from the next :meth:`set_serving`."""
         self._names += names
 
     async def set_serving(self, serving: bool) -> None:
-        """Tells all who watch."""
-        self._serving = serving
+        """Set the state, and send it to the callers of ``Watch``."""
+        self.serving = serving
         status = _Status.SERVING if serving else _Status.NOT_SERVING
         await asyncio.gather(*(self._servicer.set(name, status) for name in self._names))
+
+    async def close(self) -> None:
+        """Close the port of probes."""
+        if self._probes is not None:
+            await self._probes.stop(None)

@@ -36,7 +36,7 @@ class Service(Protocol):
     """What each service implements; made from its settings."""
 
     async def start(self, host: Host) -> object:
-        """Connects, loads, adds servicers to ``host.server``; returns when ready to serve."""
+        """Connects, loads, adds servicers to the host; returns when ready to serve."""
 
     async def drain(self) -> None:
         """Takes no new work and returns when the live work is done; cancelled when the drain timeout passes."""
@@ -49,11 +49,11 @@ class Service(Protocol):
 async def running(service: Service, settings: ServiceSettings) -> AsyncIterator[Host]:
     """The whole lifecycle in this event loop. The body runs while the service is SERVING; leaving it drains and stops.
 
-    A failure that nobody awaited (:meth:`Host.wait_failed`) is raised at the end.
+    A failure that nobody awaited (``host.failure.take()``) is raised at the end.
     """
     async with _lifecycle(service, settings) as host:
         yield host
-    host.raise_unseen_failure()
+    host.failure.raise_unseen()
 
 
 @contextlib.asynccontextmanager
@@ -61,8 +61,8 @@ async def _lifecycle(service: Service, settings: ServiceSettings) -> AsyncIterat
     host = Host(settings)
     try:
         await host.open()
-        await first_of(service.start(host), host.until_failed())
-        host.raise_unseen_failure()
+        await first_of(service.start(host), host.failure.wait())
+        host.failure.raise_unseen()
         await host.ready()
         yield host
         await _drain(service, host)
@@ -77,11 +77,11 @@ async def _lifecycle(service: Service, settings: ServiceSettings) -> AsyncIterat
 async def _drain(service: Service, host: Host) -> None:
     """Ends early when the service fails: what the live work needs is gone."""
     await host.health.set_serving(False)
-    if host.has_failed:
+    if host.failure.happened:
         return
     try:
         async with asyncio.timeout(host.settings.drain_timeout):
-            await first_of(service.drain(), host.until_failed())
+            await first_of(service.drain(), host.failure.wait())
     except TimeoutError:
         log.warning("work was still live after %g s of draining; it is dropped", host.settings.drain_timeout)
 
@@ -103,8 +103,8 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
             starting.cancel()
             _freeze_heap()
             log.info("serving on %s", host.address)
-            await first_of(stopping.wait(), host.until_failed())
-        return 1 if host.has_failed else 0
+            await first_of(stopping.wait(), host.failure.wait())
+        return 1 if host.failure.happened else 0
     except asyncio.CancelledError:
         if not stopping.is_set():
             raise

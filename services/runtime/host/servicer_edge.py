@@ -1,15 +1,16 @@
-"""The servicer's edge: what a handler raises becomes a gRPC status, and nothing else leaves."""
+"""Stands between the transport and the servicers: admits calls, decodes requests, traces, and turns errors into gRPC
+statuses."""
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from tokenloom.request import errors
 
@@ -17,78 +18,159 @@ from ..telemetry.tracing import CURRENT, Tracer, pick_headers
 
 log = logging.getLogger(__name__)
 
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+_Servicer = TypeVar("_Servicer")
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Admit: TypeAlias = Callable[[_Context], None]
 
 Authorize: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
-"""Raises ``TokenloomError`` for a call that may not come in."""
+"""Raises ``TokenloomError`` for a call that is not admitted."""
 
 CheckCaller: TypeAlias = Callable[[str, _Context], None]
-"""Raises ``TokenloomError`` for a method, by its full name, that the peer of this context may not call."""
+"""Raises ``TokenloomError`` when the peer of this context may not call the method of this full name."""
 
 OPEN_SERVICE = "/grpc.health.v1.Health/"
-"""What answers whoever asks: probes have no credentials."""
+"""Answers every caller: probes have no credentials."""
+
+_MAKERS: dict[tuple[bool, bool], Callable[..., _Handler]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+"""By whether requests and responses are streams."""
 
 
-class Edge(grpc.aio.ServerInterceptor):
-    """Ends calls whose handler raised with the error's status; while ``is_ready`` is false, answers UNAVAILABLE for
-    services that are not there yet. Handlers just raise ``TokenloomError``.
+class Edge(grpc.GenericRpcHandler):
+    """Holds the servicers of a process and finds the handler of a call, for gRPC and for local streams. Handlers only
+    raise ``TokenloomError``: the edge ends the call with that error's status.
 
     Attributes:
-        authorize: Asked before every call but health's; None lets all in.
+        services: Full names of the services added so far.
+        authorize: Called before every call except health checks; None admits all calls.
+        is_ready: While false, calls to services that have not been added yet fail with UNAVAILABLE.
     """
 
-    def __init__(
-        self, is_ready: Callable[[], bool], check_caller: CheckCaller | None = None, tracer: Tracer | None = None
-    ) -> None:
-        """``check_caller``: None where peers have no certificates. ``tracer``: of unary calls that carry a trace."""
-        self._tracer = tracer
-        self._is_ready = is_ready
-        self._check_caller = check_caller
-        self._guarded: dict[str, tuple[_Handler, _Handler]] = {}  # by method: as many as there are
+    def __init__(self, check_caller: CheckCaller | None = None, tracer: Tracer | None = None) -> None:
+        """``check_caller``: None where peers have no certificates. ``tracer``: traces unary calls that carry a trace;
+        None: no tracing."""
+        self.services: list[str] = []
         self.authorize: Authorize | None = None
+        self.is_ready = False
+        self._check_caller = check_caller
+        self._tracer = tracer
+        self._handlers: dict[str, _Handler] = {}  # by full method name
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> _Handler:
-        method = handler_call_details.method
-        is_open = method.startswith(OPEN_SERVICE)
-        if self.authorize is not None and not is_open:
+    def add_servicer(self, add: Callable[[_Servicer, Any], None], servicer: _Servicer) -> None:
+        """Add a servicer, also while the server runs. ``add``: the generated ``add_…Servicer_to_server``."""
+        add(servicer, self)
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, _Handler]) -> None:
+        """Called by generated code. ``handlers`` maps method names without the service."""
+        self.services.append(service)
+        for name, handler in handlers.items():
+            method = f"/{service}/{name}"
+            self._handlers[method] = self._guard(method, handler)
+
+    def add_generic_rpc_handlers(self, _: object) -> None:
+        """Do nothing: generated code passes the same handlers by name too."""
+
+    def service(self, call: grpc.HandlerCallDetails) -> "_Handler | None":
+        """Return the handler of a call; None makes gRPC answer UNIMPLEMENTED."""
+        if self.authorize is not None and not call.method.startswith(OPEN_SERVICE):
             try:
-                self.authorize(handler_call_details)
+                self.authorize(call)
             except errors.TokenloomError as error:
                 return _refusing(error)
-        handler = await continuation(handler_call_details)
-        if self._tracer is not None and handler is not None and handler.unary_unary is not None:
-            handler = _traced(handler, method, self._tracer)
-        if handler is not None:
-            return self._guard(method, handler, is_open=is_open)
-        if not self._is_ready():
-            return _refusing(errors.Unavailable("this part is still starting"))
-        return None  # gRPC's own UNIMPLEMENTED
+        handler = self._handlers.get(call.method)
+        if handler is None and not self.is_ready:
+            return _refusing(errors.Unavailable("The service is still starting; retry."))
+        return handler
 
-    def _guard(self, method: str, handler: "grpc.RpcMethodHandler[Any, Any]", *, is_open: bool) -> _Handler:
-        """Once for all calls of a method."""
-        known, guarded = self._guarded.get(method, (None, None))
-        if known is not handler:
-            admit = partial(self._check_caller, method) if self._check_caller and not is_open else _all
-            guarded = _guarded(handler, admit)
-            self._guarded[method] = handler, guarded
-        return guarded
+    def _guard(self, method: str, handler: _Handler) -> _Handler:
+        checks_caller = self._check_caller is not None and not method.startswith(OPEN_SERVICE)
+        admit = partial(self._check_caller, method) if self._check_caller and checks_caller else None
+        behaviour: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        if inspect.isasyncgenfunction(behaviour):
+            behaviour = writing(behaviour)
+        if self._tracer is not None and handler.unary_unary is not None:
+            behaviour = _traced(behaviour, method, self._tracer)
+        # gRPC answers a failing deserializer itself, with its own text and a traceback in the log: the guard decodes.
+        decode: Any = handler.request_deserializer or bytes
+        if handler.request_streaming:
+            decode = partial(_Messages, decode)
+        make = _MAKERS[handler.request_streaming, handler.response_streaming]
+        return make(_guarded(behaviour, decode, admit), None, handler.response_serializer)
 
 
-def _traced(handler: "grpc.RpcMethodHandler[Any, Any]", method: str, tracer: Tracer) -> _Handler:
-    """Makes a span of the call when the caller is making one."""
-    behaviour: Any = handler.unary_unary
+def _refusing(error: errors.TokenloomError) -> _Handler:
+    """Return a handler for every kind of call: it ends before a message is read or written."""
+
+    async def refuse(_: object, context: _Context) -> None:
+        await errors.abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _guarded(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None) -> Any:
+    async def call(request: Any, context: _Context) -> object:
+        try:
+            if admit is not None:
+                admit(context)
+            try:
+                request = decode(request)
+            except DecodeError:
+                raise _damaged() from None
+            return await behaviour(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await errors.abort(context, error)
+
+    return call
+
+
+def writing(behaviour: Any) -> Any:
+    """Make a handler that yields its responses one that writes them to its context."""
+
+    async def call(request: Any, context: _Context) -> None:
+        async with aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return call
+
+
+class _Messages:
+    """Decodes a stream of requests."""
+
+    def __init__(self, decode: Callable[[bytes], object], requests: Any) -> None:
+        self._decode = decode
+        self._requests = requests
+
+    def __aiter__(self) -> "_Messages":
+        return self
+
+    async def __anext__(self) -> object:
+        try:
+            return self._decode(await anext(self._requests))
+        except DecodeError:
+            raise _damaged() from None
+
+
+def _damaged() -> errors.InvalidArgument:
+    return errors.InvalidArgument("The message cannot be decoded as this method's request type.")
+
+
+def _traced(behaviour: Any, method: str, tracer: Tracer) -> Any:
+    """Wrap a unary handler: make a span of each call whose caller sends a trace."""
 
     async def call(request: object, context: _Context) -> object:
         headers = pick_headers(context.invocation_metadata() or ())
         span = tracer.start(method.lstrip("/"), headers, kind="server") if headers else None
         if span is None:
             return await behaviour(request, context)
-        CURRENT.set(span.headers)  # of this call only: gRPC runs each in a task of its own
+        CURRENT.set(span.headers)  # for this call only: gRPC runs each in a task of its own
         log.debug("%s", method)
         error = "cancelled"
         try:
@@ -100,102 +182,5 @@ def _traced(handler: "grpc.RpcMethodHandler[Any, Any]", method: str, tracer: Tra
             raise
         finally:
             span.end({"rpc.system": "grpc"}, error)
-
-    return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
-
-
-def _refusing(error: errors.TokenloomError) -> _Handler:
-    """Fits every kind of call: it ends before a message is read or written."""
-
-    async def refuse(_: object, context: _Context) -> None:
-        await errors.abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _all(context: _Context) -> None:
-    """Lets everybody in."""
-
-
-def _guarded(
-    handler: "grpc.RpcMethodHandler[Any, Any]", admit: Callable[[_Context], None]
-) -> "grpc.RpcMethodHandler[Any, Any]":
-    wrap = _guarded_stream if handler.response_streaming else _guarded_unary
-    if handler.request_streaming and handler.response_streaming:
-        make, behaviour = grpc.stream_stream_rpc_method_handler, handler.stream_stream
-    elif handler.request_streaming:
-        make, behaviour = grpc.stream_unary_rpc_method_handler, handler.stream_unary
-    elif handler.response_streaming:
-        make, behaviour = grpc.unary_stream_rpc_method_handler, handler.unary_stream
-    else:
-        make, behaviour = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-    return make(wrap(behaviour, admit), _lenient(handler.request_deserializer), handler.response_serializer)
-
-
-_UNDECODABLE = object()
-"""Stands for a message that is none, until :func:`_decoded` refuses it."""
-
-
-def _lenient(deserialize: Any) -> Any:
-    """A failing deserializer would be answered by gRPC itself: with its words, and with a traceback in the log."""
-
-    def call(data: bytes) -> object:
-        try:
-            return deserialize(data)
-        except DecodeError:
-            return _UNDECODABLE
-
-    return call
-
-
-def _decoded(request: Any) -> Any:
-    """A message, once it is known to be one, or a stream of such messages."""
-    if isinstance(request, Message):  # asked for what it lacks, it makes an exception of it each time
-        return request
-    if request is _UNDECODABLE:
-        raise errors.InvalidArgument("the message is not of the call's type, or damaged")
-    return _DecodedStream(request) if hasattr(request, "__aiter__") else request
-
-
-class _DecodedStream:
-    """Raises at a message that is none."""
-
-    def __init__(self, requests: AsyncIterator[object]) -> None:
-        self._requests = requests
-
-    def __aiter__(self) -> "_DecodedStream":
-        return self
-
-    async def __anext__(self) -> object:
-        return _decoded(await anext(self._requests))
-
-
-def _guarded_unary(behaviour: Any, admit: Callable[[_Context], None]) -> Any:
-    async def call(request: object, context: _Context) -> object:
-        try:
-            admit(context)
-            return await behaviour(_decoded(request), context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            await errors.abort(context, error)
-
-    return call
-
-
-def _guarded_stream(behaviour: Any, admit: Callable[[_Context], None]) -> Any:
-    if not inspect.isasyncgenfunction(behaviour):
-        return _guarded_unary(behaviour, admit)  # writes to the context itself
-
-    async def call(request: object, context: _Context) -> AsyncIterator[object]:
-        try:
-            admit(context)
-            async with aclosing(behaviour(_decoded(request), context)) as responses:
-                async for response in responses:
-                    yield response
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            await errors.abort(context, error)
 
     return call

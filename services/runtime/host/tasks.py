@@ -38,8 +38,43 @@ class Tasks:
             self._on_failure(error)
 
 
+class Failure:
+    """The first error that ends a service."""
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+        self._was_taken = False
+        self._happened = asyncio.Event()
+
+    @property
+    def happened(self) -> bool:
+        return self._error is not None
+
+    def set(self, error: BaseException) -> None:
+        """Record the error."""
+        self._error = error
+        self._happened.set()
+
+    async def wait(self) -> None:
+        """Return once there is an error."""
+        await self._happened.wait()
+
+    async def take(self) -> BaseException:
+        """Wait for the error and return it; :meth:`raise_unseen` then does not raise it."""
+        await self._happened.wait()
+        assert self._error is not None
+        self._was_taken = True
+        return self._error
+
+    def raise_unseen(self) -> None:
+        """Raise the error, unless there is none or it was taken."""
+        if self._error is not None and not self._was_taken:
+            raise self._error
+
+
 async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Returns when the first of them does, and raises what it raised; the others are cancelled."""
+    """Run coroutines until the first one returns or raises, cancel the others, and raise what the first one raised, as
+    it is. For tasks that outlive the call, use :class:`Tasks`."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""A local stream as its caller sees it: what ``grpc.aio`` gives for a bidirectional call."""
+"""The caller's side of a local stream, with the interface of a bidirectional ``grpc.aio`` call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -12,17 +12,20 @@ from tokenloom.request.errors import TokenloomError
 
 from .connection import Connection
 from .frames import Kind, Status, decode_status
-from .inbox import Inbox
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-_CANCELLED = Status.of(grpc.StatusCode.CANCELLED, "the call was cancelled here")
+_CANCELLED = Status.of(grpc.StatusCode.CANCELLED, "the caller cancelled the call")
 _LOST = Status.of(grpc.StatusCode.UNAVAILABLE, "the connection to the peer was lost")
 
 
 class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
-    """Of one writer and one reader. Messages that came before the end are read before it is told."""
+    """One call with one writer and one reader. The reader gets all messages received before it gets the status.
+
+    Attributes:
+        connection: The call's socket, once the caller of the constructor connects it.
+    """
 
     def __init__(
         self,
@@ -36,47 +39,46 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         self._deserialize = deserialize
         self._max_message_bytes = max_message_bytes
         self.connection = Connection(self, max_message_bytes)
-        """To be connected by who makes the call."""
-        self._inbox = Inbox(self.connection)
+        self.connection.takes_messages = True
         self._half_closed = False
         self._status: Status | None = None
         self._ended = asyncio.Event()
         self._callbacks: list[Callable[[Any], None]] = []
 
-    # As of grpc.aio.StreamStreamCall
+    # grpc.aio.StreamStreamCall
 
     async def write(self, request: Request) -> None:
-        """Sends a message; waits while the peer takes none. ``InvalidStateError`` when the call is over."""
+        """Send a message; wait while the peer takes none. Raises ``InvalidStateError`` when the call has ended."""
         if self._status is not None:
-            raise asyncio.InvalidStateError("the call is over")
+            raise asyncio.InvalidStateError("the call has ended")
         if self._half_closed:
-            raise asyncio.InvalidStateError("after done_writing nothing is written")
+            raise asyncio.InvalidStateError("nothing can be written after done_writing")
         payload = self._serialize(request)
         if len(payload) > self._max_message_bytes:
-            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes is over the limit")
+            self._fail(grpc.StatusCode.RESOURCE_EXHAUSTED, f"a message of {len(payload)} bytes exceeds the limit")
         elif not self.connection.is_writable:
             await self.connection.writable()
-        self._raise_error()
+        if self.connection.is_finished:  # the call ended while it waited
+            self._raise_error()
         self.connection.send(Kind.MESSAGE, payload)
 
     async def done_writing(self) -> None:
-        """The peer is told that no message follows. Idempotent."""
+        """Half-close the call: the server learns that no message follows. Idempotent."""
         if self._status is None and not self._half_closed:
             self._half_closed = True
             await self.connection.writable()
             self.connection.send(Kind.HALF_CLOSE)
 
     async def read(self) -> Any:
-        """The next message, ``grpc.aio.EOF`` after the last. Raises ``AioRpcError`` when the call failed, and
+        """Return the next message, ``grpc.aio.EOF`` after the last. Raises ``AioRpcError`` when the call failed and
         ``CancelledError`` when it was cancelled here."""
-        payload = await self._inbox.get()
-        if payload is None:
+        try:
+            return self._deserialize(await anext(self.connection))
+        except StopAsyncIteration:
             self._raise_error()
             return grpc.aio.EOF
-        try:
-            return self._deserialize(payload)
         except DecodeError:
-            self._fail(grpc.StatusCode.INTERNAL, "a message cannot be read")
+            self._fail(grpc.StatusCode.INTERNAL, "a message could not be decoded")
             self._raise_error()
 
     async def __aiter__(self) -> AsyncIterator[Response]:
@@ -84,11 +86,11 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
             yield message
 
     def cancel(self) -> bool:
-        """Ends the call; the handler is cancelled. Returns whether it was not over yet."""
+        """End the call; the server cancels its handler. Return whether the call was live."""
         was_live = self._status is None
         self._end(_CANCELLED)
         if was_live:
-            self._inbox.drop()
+            self.connection.drop_messages()
         return was_live
 
     def cancelled(self) -> bool:
@@ -104,7 +106,7 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
             self._callbacks.append(callback)
 
     def time_remaining(self) -> float | None:
-        return None  # calls with a deadline go over gRPC
+        return None  # calls with a deadline use gRPC
 
     async def code(self) -> grpc.StatusCode:
         return (await self._wait_ended()).status_code
@@ -122,18 +124,16 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         await self.connection.writable()
         self._raise_error()
 
-    # As of connection.Receiver
+    # connection.Receiver
 
     def on_connected(self) -> None:
         self.connection.send(Kind.OPEN, self._method.encode())
 
     def on_frame(self, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.MESSAGE:
-            self._inbox.put(payload)
-        elif kind is Kind.STATUS:
+        if kind is Kind.STATUS:
             self._end(decode_status(payload))
-        else:
-            self._fail(grpc.StatusCode.INTERNAL, f"{kind.name} came from a server")
+        elif kind is not Kind.MESSAGE:  # a message after the end is late
+            self._fail(grpc.StatusCode.INTERNAL, f"the server sent a {kind.name} frame")
 
     def on_broken(self, error: TokenloomError) -> None:
         self._fail(error.code, error.message)
@@ -145,11 +145,11 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         self._end(Status.of(code, details))
 
     def _end(self, status: Status) -> None:
-        """Once: the first status counts."""
+        """Set the status; only the first one counts."""
         if self._status is not None:
             return
         self._status = status
-        self._inbox.end()
+        self.connection.end_messages()
         self._ended.set()
         self.connection.abort()
         callbacks, self._callbacks = self._callbacks, []

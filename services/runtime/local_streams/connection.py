@@ -1,6 +1,7 @@
-"""One end of the socket of a local stream: frames in and out, and whether the other end lives."""
+"""One end of a local stream's socket: frames out, messages in, and whether the peer is alive."""
 
 import asyncio
+from collections import deque
 from typing import Protocol, cast
 
 from tokenloom.request.errors import TokenloomError
@@ -9,100 +10,135 @@ from .frames import FrameDecoder, Kind, encode
 
 TICK_SECONDS = 0.5
 SILENT_TICKS = 5
-"""At so many ticks after its last byte a peer is dead: after 2 to 2.5 s, as by gRPC's pings. Ticks are counted, not
-time: a pause of this process is one tick, however long."""
+"""A peer is dead this many ticks after its last byte: after 2 to 2.5 s, as with gRPC's pings. Ticks are counted instead
+of seconds, so that a pause of this process counts as one tick, however long it lasts."""
+
+MAX_MESSAGES = 128
+MAX_BYTES = 1 << 20
+"""Beyond either limit of unread messages the socket is not read. What one read returned may still exceed them."""
 
 
 class Receiver(Protocol):
-    """What a connection tells. Nothing follows ``on_lost``."""
+    """The call that a connection carries. Nothing follows ``on_lost``."""
 
     def on_connected(self) -> None:
         """Frames can be sent."""
 
     def on_frame(self, kind: Kind, payload: bytes) -> None:
-        """Any frame but a beat. A ``TokenloomError`` that this raises is what ``on_broken`` gets."""
+        """Take any frame except beats, and except messages while :attr:`Connection.takes_messages` is true.
+
+        Raises ``TokenloomError`` for a frame that breaks the protocol; ``on_broken`` gets it.
+        """
 
     def on_broken(self, error: TokenloomError) -> None:
-        """What came breaks the rules; nothing more is read from it."""
+        """The peer broke the protocol; nothing more is read from it."""
 
     def on_lost(self) -> None:
-        """The socket is closed, by either side, or the peer was silent for too long."""
+        """The socket was closed, by either side, or the peer was silent for too long."""
 
 
 class Connection(asyncio.Protocol):
-    """Made before its socket is connected; what is sent meanwhile waits in :meth:`writable`."""
+    """Sends frames and iterates over the messages received. Made before its socket is connected; :meth:`writable` waits
+    for that too.
+
+    Attributes:
+        is_writable: The socket takes more data; otherwise await :meth:`writable`.
+        is_finished: Nothing can be sent any more.
+        takes_messages: Messages are kept for the reader, of which there is one.
+    """
 
     def __init__(self, receiver: Receiver, max_message_bytes: int) -> None:
-        """``max_message_bytes``: of a payload that comes."""
+        """``max_message_bytes``: the largest payload that is received."""
         self._receiver = receiver
         self._decoder = FrameDecoder(max_message_bytes)
         self._transport: asyncio.Transport | None = None
-        self._writable = asyncio.Event()
+        self._can_write = asyncio.Event()
+        self.is_writable = False
+        self.is_finished = False
+        self.takes_messages = False
         self._is_open = True
-        self._is_finished = False
         self._is_broken = False
         self._is_reading = True
         self._has_sent = False
         self._silent_ticks = 0
         self._ticker: asyncio.TimerHandle | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing can be sent any more."""
-        return self._is_finished or not self._is_open
+        self._messages: deque[bytes] = deque()  # bounded by MAX_MESSAGES and MAX_BYTES
+        self._num_bytes = 0
+        self._is_complete = False
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_attached(self) -> bool:
         """Whether it ever had a socket, which it then closes itself."""
         return self._transport is not None
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether the socket takes more; else :meth:`writable` waits for that."""
-        return self._writable.is_set()
-
     async def writable(self) -> None:
-        """Returns when the socket takes more, or is gone."""
-        await self._writable.wait()
+        """Return when the socket takes more data, or is gone."""
+        await self._can_write.wait()
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Sends a frame, without waiting; swallowed when nothing can be sent any more."""
+        """Send a frame without waiting; drop it when nothing can be sent any more."""
         if self._transport is not None and not self.is_finished:
             self._has_sent = True
             self._transport.write(encode(kind, payload))
 
     def finish(self, kind: Kind, payload: bytes) -> None:
-        """Sends the last frame. The socket stays open until the peer, which has read it, closes it: closed here, what
-        the peer is just writing would cost it that frame."""
+        """Send the last frame. The socket stays open until the peer has read the frame and closes it: closing it here
+        while the peer is writing would lose the frame."""
         self.send(kind, payload)
-        self._is_finished = True
+        self.is_finished = True
 
     def abort(self) -> None:
-        """Closes the socket without what is not sent yet."""
-        self._is_open = False
-        self._writable.set()
+        """Close the socket without sending what is still buffered."""
+        self._close()
         if self._transport is not None:
             self._transport.abort()
 
-    def pause_reading(self) -> None:
-        """Reads no more until :meth:`resume_reading`: the peer's writes will wait. Idempotent, as its inverse."""
-        if self._is_open and self._is_reading and self._transport is not None:
-            self._is_reading = False
-            self._transport.pause_reading()
+    # Messages received
 
-    def resume_reading(self) -> None:
-        if self._is_open and not self._is_reading and self._transport is not None:
-            self._is_reading = True
-            self._transport.resume_reading()
+    def __aiter__(self) -> "Connection":
+        return self
 
-    # What the event loop calls
+    async def __anext__(self) -> bytes:
+        """Return the next message, without a turn of the event loop if it is here already. A cancelled reader has
+        taken none."""
+        while not self._messages:
+            if self._is_complete:
+                raise StopAsyncIteration
+            assert self._waiter is None, "a stream has one reader at a time"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message = self._messages.popleft()
+        self._num_bytes -= len(message)
+        if not self._is_reading and len(self._messages) <= MAX_MESSAGES // 2 and self._num_bytes <= MAX_BYTES // 2:
+            self._resume_reading()
+        return message
+
+    def end_messages(self) -> None:
+        """No message follows; the reader still gets those received before."""
+        self.takes_messages = False
+        self._is_complete = True
+        self._resume_reading()  # otherwise the end of the connection would go unnoticed
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def drop_messages(self) -> None:
+        """End the messages and forget those not read yet."""
+        self._messages.clear()
+        self._num_bytes = 0
+        self.end_messages()
+
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if not self._is_open:
             self._transport.abort()
             return
-        self._writable.set()
+        self.resume_writing()
         self._ticker = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
         self._receiver.on_connected()
 
@@ -112,24 +148,50 @@ class Connection(asyncio.Protocol):
             return
         try:
             for kind, payload in self._decoder.feed(data):
-                if kind is not Kind.BEAT:
+                if kind is Kind.MESSAGE and self.takes_messages:
+                    self._messages.append(payload)
+                    self._num_bytes += len(payload)
+                elif kind is not Kind.BEAT:
                     self._receiver.on_frame(kind, payload)
+            if self._decoder.error is not None:
+                raise self._decoder.error
         except TokenloomError as error:
             self._is_broken = True
             self._receiver.on_broken(error)
+        if self._messages and self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        elif len(self._messages) >= MAX_MESSAGES or self._num_bytes >= MAX_BYTES:
+            self._pause_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._is_open = False
-        self._writable.set()
+        self._close()
         if self._ticker is not None:
             self._ticker.cancel()
         self._receiver.on_lost()
 
     def pause_writing(self) -> None:
-        self._writable.clear()
+        self.is_writable = False
+        self._can_write.clear()
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self.is_writable = True
+        self._can_write.set()
+
+    def _close(self) -> None:
+        self._is_open = False
+        self.is_finished = True
+        self.resume_writing()
+
+    def _pause_reading(self) -> None:
+        """The peer's writes wait until reading resumes."""
+        if self._is_open and self._is_reading and self._transport is not None:
+            self._is_reading = False
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._is_open and not self._is_reading and self._transport is not None:
+            self._is_reading = True
+            self._transport.resume_reading()
 
     def _tick(self) -> None:
         self._silent_ticks = self._silent_ticks + 1 if self._is_reading else 0

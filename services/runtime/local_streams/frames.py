@@ -1,19 +1,19 @@
-"""What crosses the socket of a local stream: one call, in frames of a kind and a payload. No I/O.
+"""The frames that a local stream's socket carries. No I/O.
 
-A frame is its payload's length (four bytes, little-endian), its kind (one byte) and its payload. Whoever changes this
-changes :data:`sockets.SUFFIX` too, so that parts of different versions talk gRPC.
+A frame is its payload's length (four bytes, little-endian), its kind (one byte) and its payload. A change of this
+format also changes :data:`sockets.SUFFIX`, so that processes of different versions use gRPC.
 """
 
 import enum
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import grpc
 import grpc.aio
 import msgspec
 
-from tokenloom.request.errors import Internal, ResourceExhausted
+from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
@@ -21,18 +21,18 @@ _HEADER = struct.Struct("<IB")
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """Says what a frame carries."""
 
     OPEN = 1
-    """To the server, the first: the method's full name, in UTF-8."""
+    """The first frame to the server: the method's full name, in UTF-8."""
     MESSAGE = 2
-    """Either way: a serialized message."""
+    """A serialized message, in either direction."""
     HALF_CLOSE = 3
-    """To the server: no message follows. Empty."""
+    """To the server: no message follows. The payload is empty."""
     STATUS = 4
-    """To the client, the last: a :class:`Status`."""
+    """The last frame to the client: a :class:`Status`."""
     BEAT = 5
-    """Either way, from who has sent nothing for a tick: it lives. Empty."""
+    """Sent in either direction after a tick without another frame: the sender is alive. The payload is empty."""
 
 
 _KINDS = {kind.value: kind for kind in Kind}
@@ -43,8 +43,8 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         code: A number of ``grpc.StatusCode``.
-        details: For people.
-        trailing: Metadata that came with it, as bytes.
+        details: The message for people.
+        trailing: The trailing metadata, as bytes.
     """
 
     code: int
@@ -53,7 +53,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> "Status":
-        """From what an ``abort`` is given."""
+        """Make a status from the arguments of ``ServicerContext.abort``."""
         trailing = ((key, value if isinstance(value, bytes) else value.encode()) for key, value in metadata)
         return cls(code.value[0], details, tuple(trailing))
 
@@ -63,7 +63,7 @@ class Status(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def metadata(self) -> grpc.aio.Metadata:
-        """As gRPC has it: bytes under keys that end with ``-bin``, text under others."""
+        """The trailing metadata as gRPC shows it: bytes under keys that end with ``-bin``, text under others."""
         pairs = (
             (key, value if key.endswith("-bin") else value.decode(errors="replace")) for key, value in self.trailing
         )
@@ -76,54 +76,61 @@ _decoder = msgspec.msgpack.Decoder(Status)
 
 
 def encode_status(status: Status) -> bytes:
-    """The payload of a STATUS frame."""
+    """Return the payload of a STATUS frame."""
     return _encoder.encode(status)
 
 
 def decode_status(payload: bytes) -> Status:
-    """Inverse of :func:`encode_status`. Raises ``Internal`` for a payload that is none."""
+    """Read the payload of a STATUS frame. Raises ``Internal`` for a payload that is no status."""
     try:
         return _decoder.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise Internal("a status cannot be read") from None
+        raise Internal("the status of a local stream cannot be decoded") from None
 
 
 def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """A frame."""
+    """Return one frame."""
     return _HEADER.pack(len(payload), kind) + payload
 
 
 class FrameDecoder:
-    """Finds frames in a stream of bytes, however it is split."""
+    """Finds frames in a stream of bytes, however it is split.
+
+    Attributes:
+        error: Why the bytes after the frames found so far are no frame; feed no more then. ``ResourceExhausted`` for a
+            payload over the limit, as soon as its length is known, ``Internal`` for an unknown kind.
+    """
 
     def __init__(self, max_payload_bytes: int) -> None:
+        self.error: TokenloomError | None = None
         self._max_payload_bytes = max_payload_bytes
-        self._rest = bytearray()  # the beginning of a frame: bounded by the longest one
+        self._rest = bytearray()  # the beginning of a frame, bounded by the longest one
 
-    def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
-        """The frames that ``data`` completes; to be iterated to the end before more is fed.
-
-        Raises ``ResourceExhausted`` for a payload over the limit, as soon as its length is known, ``Internal`` for
-        bytes that are no frame; then nothing can be found any more.
-        """
+    def feed(self, data: bytes) -> list[tuple[Kind, bytes]]:
+        """Return the frames that ``data`` completes."""
         view: bytes | bytearray = data
         if self._rest:
             self._rest += data
             view = self._rest
+        frames: list[tuple[Kind, bytes]] = []
         start, end = 0, len(view)
         while end - start >= _HEADER.size:
             size, number = _HEADER.unpack_from(view, start)
-            if (kind := _KINDS.get(number)) is None:
-                raise Internal(f"a frame of kind {number}, which there is not")
-            if size > self._max_payload_bytes:
-                raise ResourceExhausted(
-                    f"a message of {size} bytes is over the limit of {self._max_payload_bytes}", retry_after=None
-                )
+            if (kind := _KINDS.get(number)) is None or size > self._max_payload_bytes:
+                self.error = self._refuse(size, number)
+                break
             if (stop := start + _HEADER.size + size) > end:
                 break
-            yield kind, bytes(memoryview(view)[start + _HEADER.size : stop])
+            frames.append((kind, bytes(memoryview(view)[start + _HEADER.size : stop])))
             start = stop
         if view is self._rest:
             del self._rest[:start]
         elif start < end:
             self._rest += data[start:]
+        return frames
+
+    def _refuse(self, size: int, number: int) -> TokenloomError:
+        if number not in _KINDS:
+            return Internal(f"unknown frame kind {number}")
+        limit = self._max_payload_bytes
+        return ResourceExhausted(f"a message of {size} bytes exceeds the limit of {limit} bytes", retry_after=None)

@@ -1,63 +1,185 @@
-"""Serves local streams, with the handlers that gRPC serves too."""
+"""Serves local streams with the handlers that gRPC serves too."""
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+
+from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 
 from ..host.tasks import Tasks
 from . import sockets
 from .connection import Connection
-from .server_call import FindHandler, ServerCall
+from .frames import Kind, Metadata, Status, encode_status
 
 log = logging.getLogger(__name__)
 
+FindHandler: TypeAlias = "Callable[[str], grpc.RpcMethodHandler[Any, Any] | None]"
+"""Returns the handler of a method, given its full name. It decodes the requests itself and writes its
+responses to its context, as :class:`Edge`'s handlers do."""
+
 _LEAVE_SECONDS = 0.25
-"""For callers to read the last status before their connection is cut."""
+"""Time for callers to read the last status before their connection is cut."""
 
 
 class LocalServer:
-    """Serves from :meth:`open` to :meth:`close`."""
+    """Accepts calls from :meth:`open` to :meth:`close`."""
 
     def __init__(self, path: str, find: FindHandler, max_message_bytes: int) -> None:
-        """``max_message_bytes``: of a message, either way."""
+        """``max_message_bytes``: the largest message, in either direction."""
         self._path = path
         self._find = find
         self._max_message_bytes = max_message_bytes
-        self._calls: set[ServerCall] = set()  # one for each connection
-        self._tasks = Tasks(lambda error: log.error("a local stream failed", exc_info=error))
+        self._calls: set[_ServerCall] = set()  # one for each connection
+        self._tasks = Tasks(_log_failure)
         self._server: asyncio.AbstractServer | None = None
-        self._file: sockets.SocketFile | None = None
+        self._inode = 0
 
     async def open(self) -> None:
-        """Binds; ``OSError`` when that cannot be."""
+        """Bind the socket. Raises ``OSError`` when that fails."""
         listener = sockets.listen(self._path)
-        self._file = sockets.SocketFile(self._path)
+        self._inode = sockets.inode(self._path)
         self._server = await asyncio.get_running_loop().create_unix_server(self._accept, sock=listener)
 
     async def close(self, grace: float) -> None:
-        """Takes no new calls; those that still run after ``grace`` seconds end with UNAVAILABLE. Idempotent."""
-        if self._server is None or self._file is None:
+        """Stop accepting calls; those still running after ``grace`` seconds end with UNAVAILABLE. Idempotent."""
+        if self._server is None:
             return
         self._server.close()
-        self._file.remove()
+        sockets.remove(self._path, self._inode)
         if handlers := [call.handler for call in self._calls if call.handler is not None]:
             await asyncio.wait(handlers, timeout=grace)
         for call in self._calls:
-            call.stop()
+            call.end(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
         await self._tasks.close()
-        await self._callers_gone()
+        if gone := [asyncio.ensure_future(call.gone.wait()) for call in self._calls]:
+            _, late = await asyncio.wait(gone, timeout=_LEAVE_SECONDS)
+            for waiting in late:
+                waiting.cancel()
         for call in self._calls:
             call.connection.abort()
         await self._server.wait_closed()
 
     def _accept(self) -> Connection:
-        call = ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.discard)
+        call = _ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.discard)
         self._calls.add(call)
         return call.connection
 
-    async def _callers_gone(self) -> None:
-        try:
-            async with asyncio.timeout(_LEAVE_SECONDS):
-                for call in list(self._calls):
-                    await call.gone.wait()
-        except TimeoutError:
-            pass
+
+class LocalContext:
+    """Implements the methods of ``grpc.aio.ServicerContext`` that the handlers of streams use."""
+
+    def __init__(self, connection: Connection, serialize: Callable[[Any], bytes], max_message_bytes: int) -> None:
+        self._connection = connection
+        self._serialize = serialize
+        self._max_message_bytes = max_message_bytes
+
+    async def write(self, message: Any) -> None:
+        """Send a message; wait while the caller takes none.
+
+        Raises ``ResourceExhausted`` for a message over the limit, ``CancelledError`` when the call has ended: its
+        handler is being cancelled.
+        """
+        payload = self._serialize(message)
+        if len(payload) > self._max_message_bytes:
+            raise ResourceExhausted(f"a message of {len(payload)} bytes exceeds the limit", retry_after=None)
+        if not self._connection.is_writable:
+            await self._connection.writable()
+        if self._connection.is_finished:
+            raise asyncio.CancelledError("the call has ended")
+        self._connection.send(Kind.MESSAGE, payload)
+
+    async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Metadata = ()) -> NoReturn:
+        """End the call with a status. Always raises ``AbortError``, which the handler lets pass."""
+        _send_status(self._connection, code, details, trailing_metadata)
+        raise grpc.aio.AbortError("the handler ended the call")
+
+    def invocation_metadata(self) -> Metadata:
+        """Return no metadata: calls with metadata use gRPC."""
+        return ()
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Do nothing: generated servicers call this before they raise ``NotImplementedError``, which says the same."""
+
+    def set_details(self, details: str) -> None:
+        """Do nothing, as :meth:`set_code`."""
+
+
+class _ServerCall:
+    """One connection to the server and the call that it carries."""
+
+    def __init__(
+        self, find: FindHandler, tasks: Tasks, max_message_bytes: int, on_gone: Callable[["_ServerCall"], None]
+    ) -> None:
+        """``tasks`` owns the handler's task. ``on_gone`` is called when the connection has been closed."""
+        self._find = find
+        self._tasks = tasks
+        self._max_message_bytes = max_message_bytes
+        self._on_gone = on_gone
+        self.connection = Connection(self, max_message_bytes)
+        self.gone = asyncio.Event()
+        self.handler: asyncio.Task[None] | None = None
+
+    def end(self, code: grpc.StatusCode, details: str) -> None:
+        """End the call with a status, unless it has one, and cancel its handler."""
+        _send_status(self.connection, code, details)
+        self.connection.drop_messages()
+        if self.handler is not None:
+            self.handler.cancel()
+
+    # connection.Receiver
+
+    def on_connected(self) -> None:
+        """Do nothing: the caller sends the first frame."""
+
+    def on_frame(self, kind: Kind, payload: bytes) -> None:
+        if self.connection.is_finished:
+            return  # the caller sent it before it learned of the end
+        if kind is Kind.OPEN and self.handler is None:
+            self._start(payload.decode(errors="replace"))
+        elif kind is Kind.HALF_CLOSE and self.handler is not None:
+            self.connection.end_messages()
+        elif kind is not Kind.MESSAGE or self.handler is None:
+            raise Internal(f"a {kind.name} frame came out of turn")
+
+    def on_broken(self, error: TokenloomError) -> None:
+        self.end(error.code, error.message)
+
+    def on_lost(self) -> None:
+        if self.handler is not None:
+            self.handler.cancel()
+        self.gone.set()
+        self._on_gone(self)
+
+    def _start(self, method: str) -> None:
+        handler = self._find(method)
+        if handler is None or handler.stream_stream is None:
+            _send_status(self.connection, grpc.StatusCode.UNIMPLEMENTED, f"unknown stream {method}")
+            return
+        behaviour: Any = handler.stream_stream
+        context = LocalContext(self.connection, handler.response_serializer or bytes, self._max_message_bytes)
+        self.connection.takes_messages = True
+        self.handler = self._tasks.spawn(behaviour(self.connection, context), name=f"local stream {method}")
+        self.handler.add_done_callback(self._on_done)
+
+    def _on_done(self, handler: "asyncio.Task[None]") -> None:
+        if handler.cancelled():
+            _send_status(self.connection, grpc.StatusCode.CANCELLED, "the handler was cancelled")
+        elif handler.exception() is None:
+            _send_status(self.connection, grpc.StatusCode.OK)
+        else:  # an AbortError has sent its status
+            _send_status(self.connection, grpc.StatusCode.INTERNAL, "internal error")
+        self.connection.drop_messages()
+
+
+def _send_status(connection: Connection, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> None:
+    """Send the caller how the call ended; only the first status counts."""
+    connection.finish(Kind.STATUS, encode_status(Status.of(code, details, metadata)))
+
+
+def _log_failure(error: BaseException) -> None:
+    if not isinstance(error, grpc.aio.AbortError):
+        log.error("the handler of a local stream raised an error past its edge", exc_info=error)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import stat
-from pathlib import Path
 
 from ..peers import addresses
 
@@ -49,15 +48,13 @@ def connect(path: str) -> socket.socket | None:
     return connected
 
 
-class SocketFile:
-    """The file of a listening socket, removed only while it is still this one's."""
+def inode(path: str) -> int:
+    """Return what identifies the file of a listening socket."""
+    return os.stat(path).st_ino
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
-        self._inode = self._path.stat().st_ino
 
-    def remove(self) -> None:
-        """Idempotent; leaves alone what a newer process put there."""
-        with contextlib.suppress(FileNotFoundError):
-            if self._path.stat().st_ino == self._inode:
-                self._path.unlink()
+def remove(path: str, inode: int) -> None:
+    """Remove a socket's file, unless a newer process replaced it. Idempotent."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(path).st_ino == inode:
+            os.unlink(path)

@@ -18,9 +18,9 @@ PAIR_FIELDS = (*POOL_FIELDS, "kv_layout")
 
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 
-_RANK = attrgetter("rank")
-
 T = TypeVar("T")
+
+_RANK = attrgetter("rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +60,13 @@ def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: in
     if leg == _DECODE:
         return min(decoders or candidates, key=_RANK).engine, False
     if leg == _BOTH:
-        return _first_open(decoders or candidates).engine, True
+        return _best_open(decoders or candidates).engine, True
     if decoders:
-        straight = _first_open(decoders)
+        straight = _best_open(decoders)
         if straight.uncached_tokens < pd_threshold:
             return straight.engine, True
     prefillers = [each for each in candidates if each.role == _BOTH or _can_hand_over(each, decoders)]
-    chosen = _first_open(prefillers or candidates)
+    chosen = _best_open(prefillers or candidates)
     return chosen.engine, not _can_hand_over(chosen, decoders)
 
 
@@ -90,7 +90,11 @@ def _can_hand_over(prefill: Candidate[T], decoders: Iterable[Candidate[T]]) -> b
     )
 
 
-def _first_open(candidates: Sequence[Candidate[T]]) -> Candidate[T]:
-    if not (able := [candidate for candidate in candidates if not candidate.is_full]):
+def _best_open(candidates: Sequence[Candidate[T]]) -> Candidate[T]:
+    best = None
+    for candidate in candidates:
+        if not candidate.is_full and (best is None or candidate.rank < best.rank):
+            best = candidate
+    if best is None:
         raise ResourceExhausted("every engine's queue is full; try again later")
-    return min(able, key=_RANK)
+    return best

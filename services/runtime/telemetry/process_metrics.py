@@ -1,11 +1,13 @@
 """Prometheus metrics of one process, under vLLM's names where vLLM has one."""
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from importlib.metadata import version
 
 from prometheus_client import (
@@ -16,9 +18,13 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import MetricsHandler
 
+from tokenloom.request.errors import Unavailable
+
+from ..peers import addresses
 from ..peers.addresses import Address
+from ..peers.tls import MeshTLS
 from . import fast_metrics
 
 VLLM = "vllm:"
@@ -29,6 +35,9 @@ LATENCY_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0
 REQUEST_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 """Buckets of whole requests."""
 _PART_LABELS = ("service", "instance_id", "version")
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_UTIME, _STIME = 11, 12  # columns of /proc/PID/stat behind the command's closing parenthesis
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # else a gauge beside each counter, which nobody reads
 
@@ -54,6 +63,36 @@ def observe_process(registry: CollectorRegistry, prefix: str, pid: Callable[[], 
     ProcessCollector(namespace=prefix, pid=lambda: pid() or "none", registry=registry)
 
 
+def show_token_cost(
+    registry: CollectorRegistry,
+    num_tokens: Callable[[], float],
+    *,
+    prefix: str = "tokenloom",
+    cpu_seconds: Callable[[], float] = time.process_time,
+) -> None:
+    """Adds ``prefix_cpu_seconds_per_output_token``: CPU time since now, of this process unless ``cpu_seconds`` tells
+    another's, over ``num_tokens()``; 0 before the first token. For a shorter stretch of time, divide the rates of
+    ``process_cpu_seconds_total`` and of the service's tokens."""
+    started = cpu_seconds()
+
+    def cost() -> float:
+        tokens = num_tokens()
+        return max(cpu_seconds() - started, 0.0) / tokens if tokens else 0.0
+
+    text = "CPU time since the service is ready, over the output tokens that passed through it."
+    Gauge(f"{prefix}_cpu_seconds_per_output_token", text, registry=registry).set_function(cost)
+
+
+def cpu_seconds_of(pid: int | None) -> float:
+    """CPU time of a process, all its threads, in seconds; 0 when there is none, or where /proc does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            columns = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(columns[_UTIME]) + int(columns[_STIME])) / _TICKS_PER_SECOND
+
+
 def gauge(registry: CollectorRegistry, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
     """A gauge ``vllm:name``."""
     return Gauge(VLLM + name, text, labels, registry=registry)
@@ -64,16 +103,16 @@ def counter(registry: CollectorRegistry, name: str, text: str, labels: Sequence[
     return Counter(VLLM + name, text, labels, registry=registry)
 
 
-def fast_counter(registry: CollectorRegistry, name: str, text: str, labels: Mapping[str, str]) -> fast_metrics.Counter:
-    """A counter ``vllm:name`` with fixed labels, for the event loop's thread only."""
-    return fast_metrics.Counter(registry, VLLM + name, text, labels)
-
-
-def counter_reading(
-    registry: CollectorRegistry, name: str, text: str, labels: Mapping[str, str], read: Callable[[], float]
-) -> None:
-    """A counter ``vllm:name`` that ``read`` tells when it is scraped."""
-    fast_metrics.CounterReading(registry, VLLM + name, text, labels, read)
+def fast_counter(
+    registry: CollectorRegistry,
+    name: str,
+    text: str,
+    labels: Mapping[str, str],
+    read: Callable[[], float] | None = None,
+) -> fast_metrics.Counter:
+    """Add a counter ``vllm:name`` with fixed labels, for the event loop's thread only. A scrape calls ``read``, if any,
+    for its value."""
+    return fast_metrics.Counter(registry, VLLM + name, text, labels, read)
 
 
 def histogram(
@@ -87,14 +126,29 @@ def histogram(
     return fast_metrics.Histogram(registry, VLLM + name, text, labels, buckets)
 
 
+def serve(registry: CollectorRegistry, listen: str, tls: MeshTLS | None, *, insecure: bool) -> "MetricsServer":
+    """Open the port of /metrics, ``host:port``. On an address that other machines can reach, scrapers need a
+    certificate of the mesh, if it has certificates.
+
+    Raises ``InvalidArgument`` for plain text on such an address, unless ``insecure`` allows it, ``Unavailable`` for an
+    address that cannot be bound.
+    """
+    address = addresses.parse(listen, field="metrics_listen")
+    context = tls.server_context() if tls is not None and not address.is_local else None
+    addresses.check_closed(address, insecure=insecure or context is not None, field="metrics_listen")
+    try:
+        return MetricsServer(registry, address, context)
+    except OSError as error:
+        raise Unavailable(f"metrics_listen: cannot bind {address}: {error.strerror}") from None
+
+
 class MetricsServer:
     """Serves ``GET /metrics`` on its own daemon thread, so that a scrape works while the event loop is busy."""
 
     def __init__(self, registry: CollectorRegistry, address: Address, tls: ssl.SSLContext | None = None) -> None:
         """Binds; ``OSError`` when it cannot. ``tls``: who scrapes needs a certificate of the mesh; None: plain text."""
         server_class = _Server6 if ":" in address.host else ThreadingHTTPServer
-        handler = type("Handler", (_Handler,), {"registry": registry})
-        self._server = server_class((address.host, address.port), handler)
+        self._server = server_class((address.host, address.port), _Handler.factory(registry))
         self._server.daemon_threads = True
         if tls is not None:  # the handshake is the connection's own thread's: a silent client holds up nobody else
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
@@ -123,20 +177,11 @@ class _Server6(ThreadingHTTPServer):
     address_family = socket.AF_INET6
 
 
-class _Handler(BaseHTTPRequestHandler):
-    registry: CollectorRegistry
-    timeout = 10.0  # seconds that a silent client holds a thread
+class _Handler(MetricsHandler):
+    timeout = 10.0  # seconds for which a silent client holds a thread
 
     def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
+        if self.path.partition("?")[0] == "/metrics":
+            super().do_GET()
+        else:
             self.send_error(404)
-            return
-        body = generate_latest(self.registry)
-        self.send_response(200)
-        self.send_header("Content-Type", CONTENT_TYPE_LATEST)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass  # scrapes are not events

@@ -58,6 +58,8 @@ class Tracer(Protocol):
 
 def pick_headers(pairs: Iterable[tuple[str, str | bytes]]) -> Headers:
     """The headers of a trace among others, if they are of a size that may travel."""
-    found = {name: value for name, value in pairs if name in NAMES and len(value) <= MAX_HEADER_CHARS}
-    text = {name: value.decode("latin-1") if isinstance(value, bytes) else value for name, value in found.items()}
-    return text if "traceparent" in text else {}
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in NAMES and len(value) <= MAX_HEADER_CHARS:
+            found[name] = value.decode("latin-1") if isinstance(value, bytes) else value
+    return found if "traceparent" in found else {}

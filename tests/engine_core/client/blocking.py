@@ -24,7 +24,9 @@ from tokenloom.engine_core.wire.serialization import Decoder, to_raw
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 
 _POLL_MS = 100
-"""How often a wait looks whether the core's process still lives."""
+"""How often a wait checks whether the core's process is alive."""
+_LAST_POLL_MS = 500
+"""How long the last outputs of a process that has ended may take to arrive."""
 
 
 class SyncClient(Protocol):
@@ -107,10 +109,12 @@ class SyncMPClient:
 
     def _receive(self) -> EngineCoreOutputs:
         while not self._output.poll(_POLL_MS):
-            self._check_alive()
+            # A process that ends sends its outputs first, and they may have arrived after the poll.
+            if self._process.exit_status() is not None and not self._output.poll(_LAST_POLL_MS):
+                self._check_alive()
         frames = receive_frames(self._output, num_small=1)
         if frames[0] == ENGINE_CORE_DEAD:
-            raise EngineDeadError("the engine core failed; its log says why")
+            raise EngineDeadError("the engine core failed; see its log")
         return self._decoder.decode(frames)
 
     def _check_alive(self) -> None:

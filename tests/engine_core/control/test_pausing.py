@@ -97,7 +97,7 @@ def test_pausing_again_in_the_same_mode_is_no_error() -> None:
     assert core.pause("wait") is first
     with pytest.raises(ValueError, match="paused in mode wait; resume it first"):
         core.pause("keep")
-    with pytest.raises(ValueError, match="mode 'soft' is unknown; there are abort, wait, keep"):
+    with pytest.raises(ValueError, match="mode 'soft' is unknown; use one of abort, wait, keep"):
         core.pause("soft")
 
 
@@ -105,7 +105,7 @@ def test_who_waits_for_a_pause_hears_that_it_ended_before() -> None:
     core = busy_core()
     quiet = core.pause("wait")
     core.resume()
-    with pytest.raises(ValueError, match="resumed before everybody had finished"):
+    with pytest.raises(ValueError, match="resumed before all requests had finished"):
         quiet.result(0)
     assert sorted(finish(core)) == ["a", "b", "c"]
 

@@ -107,7 +107,7 @@ def test_waking_before_the_last_has_finished_calls_it_off() -> None:
     core = busy_core()
     falling = core.sleeping.sleep(1, "wait")
     core.sleeping.wake_up()
-    with pytest.raises(ValueError, match="woken before it slept"):
+    with pytest.raises(ValueError, match="woken up before it slept"):
         falling.result(timeout=0)
     assert sorted(finish(core)) == ["a", "b", "c"]
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         core.sleeping.sleep(1, "doze")
     assert not core.sleeping.is_sleeping()
     core.sleeping.sleep(1)
-    with pytest.raises(ValueError, match="sleeps in level 1"):
+    with pytest.raises(ValueError, match="sleeps at level 1"):
         core.sleeping.sleep(2)
     with pytest.raises(ValueError, match="tag 'dreams' is unknown"):
         core.sleeping.wake_up(["dreams"])
@@ -161,5 +161,5 @@ def test_weights_are_replaced_only_when_nobody_runs(tmp_path: Path) -> None:
     core.resume()
     assert tokens_of(finish(core)["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
-    with pytest.raises(ValueError, match="vocab_size is 5 there"):
+    with pytest.raises(ValueError, match="vocab_size is 5 in the checkpoint"):
         core.sleeping.reload_weights(str(tmp_path))

@@ -132,7 +132,7 @@ def test_what_a_worker_refuses_at_start_is_the_configurations() -> None:
 
 def test_kv_that_moves_is_refused() -> None:
     config = msgspec.structs.replace(make_config(), kv=KVConfig(transports=("shm",)))
-    with pytest.raises(ValueError, match="distributed_executor_backend mp does not work where KV moves"):
+    with pytest.raises(ValueError, match="distributed_executor_backend mp does not work with kv_transports"):
         MultiprocExecutor(config, WORKER_COMMAND)
 
 

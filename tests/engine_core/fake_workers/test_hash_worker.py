@@ -93,7 +93,8 @@ def test_a_grammar_leaves_only_what_it_allows() -> None:
 
 def test_logprobs_tell_the_token_and_the_best() -> None:
     worker = make_worker()
-    new = NewRequestData("a", PROMPT, [], SamplingParams(9, seed=0, logprobs=2, logprob_token_ids=(5,)), [0, 1], 0)
+    params = SamplingParams(max_tokens=9, seed=0, logprobs=2, logprob_token_ids=(5,))
+    new = NewRequestData("a", PROMPT, [], params, [0, 1], 0)
     worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 6}, 6, [], []))
     (token_id,) = expected_tokens(PROMPT, 1, VOCAB_SIZE)
     told = worker.sample_tokens(None).logprobs["a"]
@@ -105,7 +106,7 @@ def test_logprobs_tell_the_token_and_the_best() -> None:
 @pytest.mark.parametrize("chunks", [[6], [4, 2], [1, 4, 1]])
 def test_prompt_logprobs_come_in_chunks(chunks: list[int]) -> None:
     worker = make_worker()
-    new = NewRequestData("a", PROMPT, [], SamplingParams(9, seed=0, prompt_logprobs=1), [0, 1], 0)
+    new = NewRequestData("a", PROMPT, [], SamplingParams(max_tokens=9, seed=0, prompt_logprobs=1), [0, 1], 0)
     sampled, best, start = list[float](), list[int](), 0
     for number, chunk in enumerate(chunks):
         cached = CachedRequestData(*([["a"], [[]], [start]] if number else [[], [], []]), {})

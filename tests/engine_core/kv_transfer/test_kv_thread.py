@@ -1,6 +1,7 @@
 """KV moves between cores in processes, and on threads, of their own; the KV thread answers while a step runs."""
 
 import asyncio
+import statistics
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ from tokenloom.services.engine.core.core_start import CORE_COMMAND
 LEASE_ID = b"0123456789abcdef"
 PROMPT = list(range(100))
 MakeClient = Callable[[EngineConfig], AsyncClient]
+STEP_SECONDS = 0.3
 
 
 def kv_config(transport: str, *, step_seconds: float = 0.0) -> EngineConfig:
@@ -54,7 +56,7 @@ def in_thread(config: EngineConfig) -> AsyncClient:
 @asynccontextmanager
 async def started(client: AsyncClient) -> AsyncIterator[str]:
     """The core's KV layout."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         ready = await client.start()
         try:
             yield ready.kv_layout
@@ -120,7 +122,7 @@ async def test_blocks_are_pulled_from_another_core(make_client: MakeClient, tran
 
 
 async def test_calls_are_answered_while_a_step_runs() -> None:
-    client = in_process(kv_config("shm", step_seconds=0.3))
+    client = in_process(kv_config("shm", step_seconds=STEP_SECONDS))
     async with started(client) as layout:
         await client.add_request(make_request("a", PROMPT, max_tokens=1))
         outputs = asyncio.ensure_future(outputs_of(client))
@@ -131,8 +133,7 @@ async def test_calls_are_answered_while_a_step_runs() -> None:
             answer = await call(client, message)
             seconds.append(time.monotonic() - before)
             assert answer.failure == "not_found"
-        assert len(seconds) > 50
-        assert sorted(seconds)[len(seconds) // 2] < 0.005
+        assert statistics.median(seconds) < STEP_SECONDS / 4, "a call that waits for the step takes as long as the step"
 
 
 @pytest.mark.parametrize("make_client", [in_process, in_thread])

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from tests.engine_core.helpers import make_core
 from tokenloom.engine_core.scheduling.request import is_repeating
-from tokenloom.engine_core.wire.core_sampling_params import RepetitionDetection, SamplingParams
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest, FinishReason
+from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 
 def reference(output, detection):
@@ -27,7 +28,7 @@ def reference(output, detection):
 @example([1, 0, 1, 0, 1, 0], [2, 2], 3)
 @example([], [1, 1], 2)
 def test_found_exactly_where_it_is(output, sizes, min_count):
-    detection = RepetitionDetection(max_pattern_size=sizes[1], min_pattern_size=sizes[0], min_count=min_count)
+    detection = RepetitionDetectionParams(max_pattern_size=sizes[1], min_pattern_size=sizes[0], min_count=min_count)
     prompt = [1, 1, 1, 1]  # no part of the output
     assert is_repeating(prompt + output, len(prompt), detection) == reference(output, detection)
 
@@ -36,7 +37,7 @@ def make_request(accepted, max_tokens=50):
     params = SamplingParams(
         max_tokens=max_tokens,
         seed=0,
-        repetition_detection=RepetitionDetection(max_pattern_size=3, min_pattern_size=1, min_count=3),
+        repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=1, min_count=3),
     )
     return EngineCoreRequest("r", [1, 2, 3], params, accepted_token_ids=accepted)
 

@@ -14,7 +14,7 @@ def server() -> socket.socket:
 
 def connect(server: socket.socket) -> socket.socket:
     sock = socket.create_connection(server.getsockname(), 5)
-    sock.settimeout(5)
+    sock.settimeout(30)
     return sock
 
 
@@ -45,7 +45,7 @@ def test_closes_what_is_too_many_and_takes_the_next_when_one_ends(server: socket
         assert first.recv(1) == b"x"
         with connect(server) as second:
             assert second.recv(1) == b""
-    assert ended.acquire(timeout=5)
+    assert ended.acquire(timeout=30)
     data = b""
     while data != b"x":  # the thread that ended may not be counted off yet
         with connect(server) as third:

@@ -38,7 +38,7 @@ def decoded(endpoint: bytes) -> _Endpoint:
 
 def connect(endpoint: bytes) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(5)
+    connection.settimeout(30)
     connection.connect(decoded(endpoint).address.replace("unix:@", "\0"))
     return connection
 

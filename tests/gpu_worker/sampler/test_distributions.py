@@ -57,10 +57,10 @@ def expected_logits(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
         completes = any(
             word[-1] == token and OUTPUT[len(OUTPUT) - len(word) + 1 :] == list(word[:-1]) for word in params.bad_words
         )
-        is_early = token in params.stop_token_ids and len(OUTPUT) < params.min_tokens
+        is_early = token in (params.stop_token_ids or ()) and len(OUTPUT) < params.min_tokens
         if completes or is_early or (params.allowed_token_ids and token not in params.allowed_token_ids):
             row[token] = -math.inf
-        row[token] += params.logit_bias.get(token, 0.0)
+        row[token] += (params.logit_bias or {}).get(token, 0.0)
     return reference.penalized(row, params, PROMPT, OUTPUT)
 
 

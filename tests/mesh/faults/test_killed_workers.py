@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, SOON, Mesh
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
-PROMPTLY = 3.0
 
 
 @asynccontextmanager
@@ -57,10 +55,8 @@ async def test_a_killed_worker_fails_requests_with_an_error_worth_a_retry(socket
         streamed = asyncio.create_task(stream_lines(http))
         while await mesh.gauge("requests_running") < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        started = time.monotonic()
         os.kill(worker, signal.SIGKILL)
         response, lines = await whole, await streamed
-        assert time.monotonic() - started < PROMPTLY
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "unavailable"

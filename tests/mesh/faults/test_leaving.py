@@ -1,7 +1,6 @@
 """Who leaves, or has no time left, holds nothing any longer."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
-"""At 10 ms a step, two seconds of work."""
+"""At SLOW's steps more work than SOON: an engine that is idle before that has dropped it."""
+SLOW = {"hash_step_seconds": 0.2}
 
 
 @pytest.fixture
 async def slow(socket_dir: Path) -> AsyncIterator[Mesh]:
     settings = {"request_timeout": SOON}
-    async with Mesh(socket_dir, engine={"hash_step_seconds": 0.01}, gateway=settings).running() as mesh:
+    async with Mesh(socket_dir, engine=SLOW, gateway=settings).running() as mesh:
         yield mesh
 
 
@@ -30,7 +30,7 @@ async def test_client_that_hangs_up_mid_stream(slow: Mesh) -> None:
         lines = response.aiter_lines()  # kept: httpx hangs up when it is collected
         assert (await anext(lines)).startswith("data:")
         await slow.until_running()
-    await slow.until_idle(within=1.0)
+    await slow.until_idle()
 
 
 async def test_client_that_hangs_up_before_the_answer(slow: Mesh) -> None:
@@ -40,7 +40,7 @@ async def test_client_that_hangs_up_before_the_answer(slow: Mesh) -> None:
         request.cancel()
         with pytest.raises(asyncio.CancelledError):
             await request
-        await slow.until_idle(within=1.0)
+        await slow.until_idle()
 
 
 async def test_cancelled_call(slow: Mesh) -> None:
@@ -50,36 +50,34 @@ async def test_cancelled_call(slow: Mesh) -> None:
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request)
         await call.read()
         call.cancel()
-        await slow.until_idle(within=1.0)
+        await slow.until_idle()
 
 
 async def test_calls_deadline(slow: Mesh) -> None:
     params = types_pb2.SamplingParams(max_tokens=200)
     request = inference_pb2.GenerateRequest(model=MODEL, text="a", sampling_params=params, ignore_eos=True)
-    started = time.monotonic()
     async with open_channel(slow.gateway.settings.listen) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=0.3):
                 pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - started < 1.0
-    await slow.until_idle(within=1.0)
+    await slow.until_idle()
 
 
 async def test_gateways_own_time_limit(socket_dir: Path) -> None:
-    settings = {"request_timeout": 0.3}
-    async with (
-        Mesh(socket_dir, engine={"hash_step_seconds": 0.01}, gateway=settings).running() as mesh,
-        mesh.http() as http,
-    ):
-        response = await http.post("/v1/completions", json=LONG)
-        assert response.status_code == 504
-        assert response.json()["error"]["type"] == "timeout_error"
-        async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as streamed:
-            assert streamed.status_code == 200
-            lines = [line async for line in streamed.aiter_lines() if line]
-        assert '"deadline_exceeded"' in lines[-1]
-        await mesh.until_idle(within=1.0)
+    for seconds in (0.5, 3.0, 20.0):  # on a busy machine the first token needs longer
+        mesh = Mesh(socket_dir, engine=SLOW, gateway={"request_timeout": seconds})
+        async with mesh.running(), mesh.http() as http:
+            response = await http.post("/v1/completions", json=LONG)
+            assert response.status_code == 504
+            assert response.json()["error"]["type"] == "timeout_error"
+            async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as streamed:
+                lines = [line async for line in streamed.aiter_lines() if line]
+            await mesh.until_idle()
+        if streamed.status_code == 200:
+            break
+    assert streamed.status_code == 200
+    assert '"deadline_exceeded"' in lines[-1]
 
 
 async def test_client_that_does_not_read_holds_up_nobody(slow: Mesh) -> None:
@@ -91,11 +89,11 @@ async def test_client_that_does_not_read_holds_up_nobody(slow: Mesh) -> None:
         writer.write(head.encode() + body)
     await slow.until_running(8)
     async with slow.http() as http:
-        response = await http.post("/v1/completions", json={**LONG, "max_tokens": 20})
+        response = await http.post("/v1/completions", json={**LONG, "max_tokens": 5})
         assert response.status_code == 200
     for _, writer in silent:
         writer.close()
-    await slow.until_idle(within=1.0)
+    await slow.until_idle()
 
 
 async def test_draining_gateway_finishes_what_it_has(socket_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""The score, counted picks and who is a candidate: the registry with a hand-driven clock."""
+"""Tests scores, counted picks and candidates: the registry with a clock that tests move."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Joins, leaves and snapshots, with a hand-driven clock and arbitrary histories."""
+"""Tests joins, leaves and snapshots, with a clock that tests move and with arbitrary histories."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Legs, roles and cached prefixes: which engine, and whether it does the whole request."""
+"""Tests how legs, roles and cached prefixes decide on the engine, and whether it does the whole request."""
 
 import logging
 
@@ -79,7 +79,7 @@ def hashes(prompt_tokens: int, seed: int = 1) -> list[int]:
         (["p0", "d0"], 1000, "p0"),
         (["p0", "d0"], THRESHOLD, "p0"),
         (["p0", "d0"], THRESHOLD - 1, "d0*"),
-        (["b0", "b1"], 1000, "b0*"),  # nobody to hand over to that would not rather do everything
+        (["b0", "b1"], 1000, "b0*"),  # no engine is there only to decode
         (["b0", "d0"], 1000, "b0"),  # the only one to prefill, and one is there to decode
         (["b0", "d0"], 100, "b0*"),
         (["p0", "b0"], 1000, "p0"),

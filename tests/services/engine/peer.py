@@ -41,7 +41,7 @@ def make_settings(directory: Path, **changes: Any) -> EngineSettings:
         "block_size": 4,
         "num_kv_blocks": 600,
         "frame_interval": 0.0,
-        "drain_timeout": 5.0,
+        "drain_timeout": 30.0,
     }
     return EngineSettings.of(**{**values, **changes})
 
@@ -144,7 +144,7 @@ class Peer:
 
     async def read(self) -> EngineFrame | None:
         """The next frame; None at the stream's end."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             frame = await self.call.read()
         if not isinstance(frame, EngineFrame):
             return None

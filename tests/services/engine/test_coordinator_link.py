@@ -47,7 +47,7 @@ async def see(stub: CoordinatorStub, condition: Callable[[list[EngineEntry]], bo
     """Watches until the registry's engines meet ``condition``."""
     call = stub.Watch(WatchRequest())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             async for snapshot in call:
                 if condition(list(snapshot.engines)):
                     return list(snapshot.engines)
@@ -57,7 +57,7 @@ async def see(stub: CoordinatorStub, condition: Callable[[list[EngineEntry]], bo
 
 
 async def until_answered(admin: EngineAdminStub) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             try:
                 await admin.GetEngineInfo(GetEngineInfoRequest(), wait_for_ready=True)

@@ -13,7 +13,7 @@ import httpx
 from tokenloom.request import errors
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
-from tokenloom.services.runtime.host.host import SERVER_OPTIONS
+from tokenloom.services.runtime.host.listener import SERVER_OPTIONS
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.peers import channels, hello
 from tokenloom.v1 import (
@@ -31,7 +31,7 @@ MODEL = "fake"
 FINGERPRINT = types_pb2.Fingerprint(model=MODEL, tokenizer=b"t" * 32)
 LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256)
 EOS = 255
-SOON = 5.0
+SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 
 

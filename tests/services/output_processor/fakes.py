@@ -1,4 +1,4 @@
-"""A coordinator and an engine that do as they are told, and the gateway's side of a stream."""
+"""Fakes of a coordinator and an engine that tests control, and the gateway's side of a stream."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -41,7 +41,7 @@ from tokenloom.v1.types_pb2 import EngineRole, FinishReason, ModelLimits, Prompt
 VOCAB_SIZE = 2048
 LIMITS = ModelLimits(max_model_len=1024, vocab_size=VOCAB_SIZE)
 STOP, LENGTH = FinishReason.FINISH_REASON_STOP, FinishReason.FINISH_REASON_LENGTH
-SOON = 5.0  # bound of every wait: a hang is a failure
+SOON = 30.0  # bound of every wait: a hang is a failure
 
 
 class EngineStream:
@@ -145,7 +145,7 @@ class FakeEngine(EngineServicer):
 
 
 class FakeCoordinator(CoordinatorServicer):
-    """Picks the first engine of the leg's role that is not excluded, or of any; or fails as told."""
+    """Picks the first engine of the leg's role that is not excluded, or of any; or fails with ``error``."""
 
     def __init__(self, engines: Sequence[EngineIdentity], roles: Sequence[EngineRole]) -> None:
         self.engines = list(engines)

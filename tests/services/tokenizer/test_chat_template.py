@@ -1,4 +1,4 @@
-"""Rendered text equals transformers', and what a template does wrong is the template's error."""
+"""Tests that rendered text equals that of transformers, and that a template's mistakes are reported as such."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Encoding in threads: a panic of the library is the caller's error, not the process's end."""
+"""Tests that a panic of the library becomes an error of the call and does not end the process."""
 
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ def make(tokenizer: Any) -> Encoder:
 
 async def test_a_panic_is_an_invalid_argument() -> None:
     encoder = make(Panicking())
-    with pytest.raises(errors.InvalidArgument, match="cannot take this text"):
+    with pytest.raises(errors.InvalidArgument, match="fails on this text"):
         await encoder.encode(["x"], add_special_tokens=False, want_hashes=False, salt=b"")
     encoder.close()
 

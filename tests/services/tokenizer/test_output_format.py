@@ -1,4 +1,4 @@
-"""What templates tell of outputs."""
+"""Tests what is read from templates about outputs."""
 
 import pytest
 

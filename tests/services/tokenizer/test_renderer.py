@@ -1,4 +1,4 @@
-"""A template can loop, eat memory or die: only its own request notices."""
+"""Tests that a template that loops, takes memory or dies affects only its own request."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ BAD = [
     (job("refuse"), errors.InvalidArgument, "not this one"),
     (job("long"), errors.ResourceExhausted, "longer than"),
     (job("memory"), errors.ResourceExhausted, "memory"),
-    (raw_job("[1"), errors.InvalidArgument, "not the JSON"),
+    (raw_job("[1"), errors.InvalidArgument, "not the expected JSON"),
     (raw_job("7"), errors.InvalidArgument, "int"),
     (raw_job('[{"role": "user", "content": "\\ud83d"}]'), errors.InvalidArgument, "surrogate"),
     (raw_job("[" * 100_000), errors.InvalidArgument, "recursion"),

@@ -1,4 +1,4 @@
-"""The tokenizer service over gRPC: ids as the tokenizer gives them, hashes as the runtime computes them."""
+"""Tests the tokenizer service over gRPC: ids equal the tokenizer's, hashes equal the block hashes."""
 
 import json
 from collections.abc import AsyncIterator

@@ -5,12 +5,13 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 60.0
 
 
 class Terminal:
@@ -71,4 +72,5 @@ def _control() -> None:
     import fcntl
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell has its background jobs, and so these tests, ignore
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)

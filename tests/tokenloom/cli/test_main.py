@@ -53,7 +53,7 @@ def test_bad_arguments_end_with_status_2(arguments: list[str]) -> None:
 def test_a_mistyped_name_is_told_the_nearest(arguments: list[str], wanted: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert wanted in " ".join(result.output.replace("│", " ").split())  # a narrow terminal wraps it in its box
+    assert wanted in " ".join(result.output.replace("│", " ").split()), "a narrow terminal breaks the line"
 
 
 def test_the_command_starts_without_torch() -> None:

@@ -17,5 +17,5 @@ async def mesh(socket_dir: Path) -> AsyncIterator[FakeMesh]:
 
 @pytest.fixture
 async def client(mesh: FakeMesh) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(mesh.grpc_address, timeout=5) as client:
+    async with AsyncClient(mesh.grpc_address, timeout=30) as client:
         yield client

@@ -93,7 +93,7 @@ async def test_who_leaves_cancels_the_request(mesh: FakeMesh, client: AsyncClien
     submitted.send("Hi", [1, 2])
     if leaving == "task":
         listening.cancel()
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
     await asyncio.wait([listening])
     assert listening.cancelled() == (leaving == "task")
@@ -139,11 +139,13 @@ async def test_what_is_wrong_is_named_and_not_tried_again(mesh: FakeMesh, client
 
 
 async def test_the_deadline_holds(mesh: FakeMesh, client: AsyncClient) -> None:
-    asking = asyncio.create_task(client.generate("abc", timeout=0.3))
+    for seconds in (0.3, 3.0, 30.0):  # on a busy machine the request needs longer to arrive
+        with pytest.raises(errors.DeadlineExceeded):
+            await client.generate("abc", timeout=seconds)
+        if not mesh.outputs.requests.empty():
+            break
     submitted = await mesh.outputs.next_request()
-    with pytest.raises(errors.DeadlineExceeded):
-        await asking
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
 
 

@@ -37,7 +37,7 @@ async def test_leaving_cancels_the_turn(mesh: FakeMesh, client: AsyncClient) -> 
         asking = asyncio.create_task(session.generate("abc"))
         submitted = await mesh.outputs.next_request()
         asking.cancel()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
 
 
@@ -51,7 +51,7 @@ async def test_a_turn_that_is_refused_ends_the_session_and_says_why(mesh: FakeMe
         for _ in range(2):
             with pytest.raises(errors.InvalidArgument, match="n must be 1 in a session"):
                 await session.generate("d")
-        with pytest.raises(errors.InvalidArgument, match="not told in a stream"):
+        with pytest.raises(errors.InvalidArgument, match="not available in a stream"):
             await anext(session.stream("d", prompt_logprobs=1))
 
 

@@ -2,13 +2,14 @@
 
 import json
 import re
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 from tokenloom.client import ToolCall, errors
-from tokenloom.client.client_request import Options, chat_request, prompt_request
-from tokenloom.offline.structured_outputs import StructuredOutputsParams
+from tokenloom.client.client_request import chat_request, prompt_request
+from tokenloom.client.options import Options
+from tokenloom.request.sampling_params import StructuredOutputsParams
 
 VALUES: dict[str, Any] = {
     "max_tokens": 5,
@@ -50,7 +51,7 @@ OF_THE_REQUEST: dict[str, Any] = {
 
 
 def test_every_option_reaches_its_field() -> None:
-    assert set(VALUES) | set(OF_THE_REQUEST) | {"request_id"} == set(get_type_hints(Options))
+    assert set(VALUES) | set(OF_THE_REQUEST) | {"request_id"} == set(Options.__struct_fields__)
     request = prompt_request("abc", "m", {**VALUES, **OF_THE_REQUEST, "request_id": "r"})
     assert {field.name for field, _ in request.sampling_params.ListFields()} == set(VALUES)
     assert {name: getattr(request, name) for name in OF_THE_REQUEST} == OF_THE_REQUEST
@@ -81,7 +82,7 @@ def test_wrong_values_are_named(options: dict[str, Any], word: str) -> None:
 
 
 def test_unknown_names_and_values() -> None:
-    with pytest.raises(TypeError, match="'temprature' is no option"):
+    with pytest.raises(TypeError, match="'temprature' is not an option"):
         prompt_request("abc", None, {"temprature": 1})
     with pytest.raises(errors.InvalidArgument, match="template_kwargs"):
         chat_request([], None, {"template_kwargs": {"x": object()}})

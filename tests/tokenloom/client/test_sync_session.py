@@ -9,7 +9,7 @@ from tokenloom.client import Client, errors
 
 @pytest.fixture
 def blocking(mesh: FakeMesh) -> Iterator[Client]:
-    with Client(mesh.grpc_address, timeout=5) as client:
+    with Client(mesh.grpc_address, timeout=30) as client:
         yield client
 
 
@@ -39,7 +39,7 @@ async def test_leaving_cancels_the_turn(mesh: FakeMesh, blocking: Client) -> Non
     submitted = await mesh.outputs.next_request()
     submitted.send("x", [1])
     await leaving
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
 
 
@@ -53,7 +53,7 @@ async def test_a_turn_that_is_refused_ends_the_session_and_says_why(mesh: FakeMe
                 session.generate("d", n=2)
             with pytest.raises(errors.TokenloomError):
                 session.generate("d")
-            with pytest.raises(errors.InvalidArgument, match="not told in a stream"):
+            with pytest.raises(errors.InvalidArgument, match="not available in a stream"):
                 session.stream("d", prompt_logprobs=1)
 
     await asyncio.to_thread(ask)

@@ -83,8 +83,8 @@ def test_off_and_negative_values():
     assert wire.top_k == 0
     assert wire.seed == 2**64 - 1
     assert not wire.HasField("max_tokens")
-    assert SamplingParams(stop="a").stop_strings() == ("a",)
-    assert SamplingParams(stop=["a", "b"]).stop_strings() == ("a", "b")
+    assert SamplingParams(stop="a").stop_strings() == ["a"]
+    assert SamplingParams(stop=["a", "b"]).stop_strings() == ["a", "b"]
 
 
 def test_greedy_samples_would_be_equal():

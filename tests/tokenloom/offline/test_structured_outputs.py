@@ -4,16 +4,21 @@ import pytest
 
 from tokenloom import StructuredOutputsParams
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.output_constraints import narrow_structured_outputs
+
+
+def wire(**constraints):
+    return narrow_structured_outputs(StructuredOutputsParams(**constraints))
 
 
 def test_one_constraint_of_each_kind():
     schema = {"type": "object"}
-    assert json.loads(StructuredOutputsParams(json=schema).to_wire().json) == schema
-    assert StructuredOutputsParams(json="{}").to_wire().json == "{}"
-    assert StructuredOutputsParams(regex="a+").to_wire().regex == "a+"
-    assert list(StructuredOutputsParams(choice=["a", "b"]).to_wire().choice.texts) == ["a", "b"]
-    assert StructuredOutputsParams(grammar="root ::= 'a'").to_wire().grammar == "root ::= 'a'"
-    assert StructuredOutputsParams(json_object=True).to_wire().json_object
+    assert json.loads(wire(json=schema).json) == schema
+    assert wire(json="{}").json == "{}"
+    assert wire(regex="a+").regex == "a+"
+    assert list(wire(choice=["a", "b"]).choice.texts) == ["a", "b"]
+    assert wire(grammar="root ::= 'a'").grammar == "root ::= 'a'"
+    assert wire(json_object=True).json_object
 
 
 @pytest.mark.parametrize(
@@ -22,4 +27,4 @@ def test_one_constraint_of_each_kind():
 )
 def test_none_two_or_a_wrong_one_is_named(constraints):
     with pytest.raises(InvalidArgument, match="structured_outputs"):
-        StructuredOutputsParams(**constraints).to_wire()
+        wire(**constraints)

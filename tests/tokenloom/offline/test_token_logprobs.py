@@ -3,7 +3,7 @@ import pytest
 from tokenloom import Logprob
 from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
 from tokenloom.engine_core.wire.messages import Logprobs
-from tokenloom.offline.token_logprobs import token_logprobs
+from tokenloom.offline.offline_sample import token_logprobs
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
 COLUMNS = Logprobs([-2.0, -0.1], [5, 1], 3, [8, 9, 4, 6, 8, 4], [-0.5, -1.0, -7.0, -0.1, -0.2, -9.0])

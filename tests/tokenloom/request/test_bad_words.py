@@ -1,7 +1,8 @@
 import pytest
 
-from tokenloom.request.bad_words import sequences, spellings
+from tokenloom.request.bad_words import forbid, spellings
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1.types_pb2 import SamplingParams
 
 
 def test_a_word_is_spelled_with_and_without_a_space() -> None:
@@ -25,4 +26,6 @@ def test_words_that_are_none(words: list[str]) -> None:
     ],
 )
 def test_what_is_forbidden(plain: list[int], spaced: list[int], forbidden: list[list[int]]) -> None:
-    assert sequences([plain, spaced]) == forbidden
+    params = SamplingParams()
+    forbid(params, [plain, spaced])
+    assert [list(word.ids) for word in params.bad_words] == forbidden

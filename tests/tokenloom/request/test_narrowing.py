@@ -7,7 +7,7 @@ import pytest
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.narrowing import narrow_sampling, narrow_token_ids
 from tokenloom.request.validation import check_sampling
-from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams, TokenIds
+from tokenloom.v1.types_pb2 import ModelLimits, SamplingParams
 
 
 def test_what_is_unset_stays_unset() -> None:
@@ -37,9 +37,6 @@ def test_all_fields() -> None:
         "skip_reading_prefix_cache": True,
     }
     assert narrow_sampling(values) == SamplingParams(**values)
-    assert narrow_sampling({"bad_words": [[1, 2], [3]]}) == SamplingParams(
-        bad_words=[TokenIds(ids=[1, 2]), TokenIds(ids=[3])]
-    )
 
 
 @pytest.mark.parametrize(
@@ -100,15 +97,8 @@ def test_a_number_too_large_for_a_float() -> None:
     assert narrow_sampling({"temperature": 1e300}).temperature == math.inf  # for the validator to refuse
 
 
-@pytest.mark.parametrize("name", ["thinking_token_budget", "extra_args"])
-def test_later_parameters_are_refused_by_name(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{name} is not supported yet") as caught:
-        narrow_sampling({name: {"a": 3}})
-    assert caught.value.field == name
-
-
 def test_what_asks_for_nothing() -> None:
-    values = {"min_tokens": 0, "logit_bias": {}, "bad_words": [], "logprobs": False, "extra_args": {}}
+    values = {"min_tokens": 0, "logit_bias": {}, "logprobs": False}
     values |= {"repetition_detection": {"max_pattern_size": 0}}
     assert narrow_sampling(values) == SamplingParams()
 
@@ -126,7 +116,6 @@ def test_keys_of_json_are_token_ids() -> None:
         *(("logit_bias", value) for value in ([], "1", {"1": "2"}, {"1": True}, {"1": None}, {"1": [2]})),
         *(("allowed_token_ids", value) for value in ([], (), "1", [True], [-1], {})),
         *(("logprob_token_ids", value) for value in ("1", [1.5], [2**32])),
-        *(("bad_words", value) for value in ("abc", ["abc"], [1], [[-1]], {}, 5)),
         *(("repetition_detection", value) for value in (5, [], {"size": 1}, {"min_count": -1}, {"min_count": "2"})),
         *(("skip_reading_prefix_cache", value) for value in (1, 0, "true", [])),
     ],

@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokenloom.offline.outputs import CompletionOutput, RequestOutput
-from tokenloom.offline.sampling_params import RepetitionDetectionParams, SamplingParams
-from tokenloom.offline.structured_outputs import StructuredOutputsParams
+from tokenloom.offline.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports torch
     from tokenloom.offline.prompts import Message, Prompt
 
 _KEYS = ("id", "prompt", "prompt_token_ids", "messages", "sampling_params", "metadata")
 _FORMS = ("prompt", "prompt_token_ids", "messages")
-_NESTED = {"structured_outputs": StructuredOutputsParams, "repetition_detection": RepetitionDetectionParams}
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,10 @@ class PromptLine:
 
     def sampling_params(self, common: Mapping[str, Any], seed: int) -> SamplingParams:
         """Combine the common parameters with those of the line. Raises ``ValueError``."""
-        values = {"seed": seed, **common, **self.sampling}
         try:
-            for name, made in _NESTED.items():
-                if isinstance(value := values.get(name), Mapping):
-                    values[name] = made(**value)
-            return SamplingParams(**values)
+            return SamplingParams(**{"seed": seed, **common, **self.sampling})
         except TypeError as error:  # an unknown name
-            raise ValueError(f"sampling_params: {str(error).rpartition('() ')[2]}") from None
+            raise ValueError(f"sampling_params: {error}") from None
 
 
 class BadLine(ValueError):

@@ -10,7 +10,7 @@ from tokenloom.v1.engine_pb2 import WatchKVEventsResponse
 
 
 async def take(batches: AsyncIterator[WatchKVEventsResponse], count: int) -> list[int]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         return [(await anext(batches)).sequence for _ in range(count)]
 
 

@@ -32,7 +32,7 @@ class Mesh:
         self._address = f"unix:{directory}/coordinator"
         self._stack = stack
 
-    async def set_role(self, role: EngineRole, timeout: float | None = 5.0) -> None:
+    async def set_role(self, role: EngineRole, timeout: float | None = 30.0) -> None:
         channel = await self._stack.enter_async_context(open_channel(self.host.address))
         await EngineAdminStub(channel).SetRole(SetRoleRequest(role=role), timeout=timeout)
 
@@ -40,7 +40,7 @@ class Mesh:
         """The registry's entry, once it has this role."""
         channel = await self._stack.enter_async_context(open_channel(self._address))
         call = CoordinatorStub(channel).Watch(WatchRequest())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while isinstance(snapshot := await call.read(), Snapshot):
                 for entry in snapshot.engines:
                     if entry.report.role == role:
@@ -126,13 +126,13 @@ async def test_a_role_is_one_of_three(socket_dir: Path, role: Any) -> None:
 
 
 async def test_a_drained_owner_waits_for_its_leases(socket_dir: Path) -> None:
-    async with running_mesh(socket_dir, drain_timeout=5.0) as mesh:
+    async with running_mesh(socket_dir, drain_timeout=60.0) as mesh:
         mesh.core.put(stats=SchedulerStats(num_leases=1))
         await mesh.core.until_taken()
         loop = asyncio.get_running_loop()
         began = loop.time()
         loop.call_later(0.1, lambda: mesh.core.put(stats=SchedulerStats()))
-    assert 0.1 <= loop.time() - began < 4
+    assert 0.1 <= loop.time() - began < 30
 
 
 @pytest.mark.parametrize(

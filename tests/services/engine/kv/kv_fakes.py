@@ -54,7 +54,7 @@ class FakeCore:
 
     async def noted(self, kind: type[T]) -> T:
         """The next message of this kind that the front sent."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             message: T = await self._noted[kind].get()
             return message
 

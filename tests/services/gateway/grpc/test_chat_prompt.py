@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.grpc.chat_prompt import read_chat
+from tokenloom.services.gateway.grpc.chat_prompt import read_chat_prompt
 from tokenloom.services.gateway.tools.tool_request import ToolChoice
 from tokenloom.v1 import inference_pb2 as pb
 
@@ -25,7 +25,7 @@ def test_a_conversation_with_calls_and_results() -> None:
         pb.ChatMessage(role="assistant", tool_calls=[call], reasoning="Hm."),
         pb.ChatMessage(role="tool", content="noon", tool_call_id="c1", name="get_time"),
     ]
-    chat, request = read_chat(pb.ChatPrompt(messages=messages, tools=TOOLS))
+    chat, request = read_chat_prompt(pb.ChatPrompt(messages=messages, tools=TOOLS))
     user, assistant, tool = json.loads(chat.messages_json)
     assert user == {"role": "user", "content": "hi"}
     function = {"name": "get_time", "arguments": {"a": [1]}}
@@ -37,12 +37,12 @@ def test_a_conversation_with_calls_and_results() -> None:
 
 
 def test_tools_reach_the_template_as_over_http() -> None:
-    chat, _ = read_chat(pb.ChatPrompt(messages=[USER], tools=TOOLS))
+    chat, _ = read_chat_prompt(pb.ChatPrompt(messages=[USER], tools=TOOLS))
     first, second = json.loads(chat.tools_json)
     assert first["function"] == {"name": "get_weather", "description": "It.", "parameters": json.loads(WEATHER)}
     assert list(first["function"]["parameters"]["properties"]) == ["z", "a"]
     assert second == {"type": "function", "function": {"name": "get_time"}}
-    assert read_chat(pb.ChatPrompt(messages=[USER]))[0].tools_json == b""
+    assert read_chat_prompt(pb.ChatPrompt(messages=[USER]))[0].tools_json == b""
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,9 @@ def test_tools_reach_the_template_as_over_http() -> None:
     ],
 )
 def test_every_choice(choice: pb.ToolChoice | None, expected: ToolChoice) -> None:
-    _, request = read_chat(pb.ChatPrompt(messages=[USER], tools=TOOLS, tool_choice=choice, parallel_tool_calls=False))
+    _, request = read_chat_prompt(
+        pb.ChatPrompt(messages=[USER], tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+    )
     assert request.choice is expected
     assert (request.named.name if request.named else None) == ("get_time" if expected is ToolChoice.NAMED else None)
     assert expected is ToolChoice.NONE or not request.parallel
@@ -89,7 +91,7 @@ def test_every_choice(choice: pb.ToolChoice | None, expected: ToolChoice) -> Non
 )
 def test_what_is_refused_is_named(fields: dict[str, Any], word: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        read_chat(pb.ChatPrompt(**{"messages": [USER], **fields}))
+        read_chat_prompt(pb.ChatPrompt(**{"messages": [USER], **fields}))
     assert caught.value.field == word
     assert word.split("[")[0] in caught.value.message
 
@@ -97,4 +99,4 @@ def test_what_is_refused_is_named(fields: dict[str, Any], word: str) -> None:
 def test_template_variables_keep_their_whole_numbers() -> None:
     chat = pb.ChatPrompt(messages=[USER])
     chat.template_kwargs.update({"depth": 3, "rate": 0.5, "names": ["a", 2]})
-    assert json.loads(read_chat(chat)[0].template_kwargs_json) == {"depth": 3, "rate": 0.5, "names": ["a", 2]}
+    assert json.loads(read_chat_prompt(chat)[0].template_kwargs_json) == {"depth": 3, "rate": 0.5, "names": ["a", 2]}

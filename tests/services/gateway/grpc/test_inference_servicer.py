@@ -60,19 +60,22 @@ async def test_cancelling_the_call_cancels_the_request(mesh: FakeMesh) -> None:
         call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"))
         submitted = await mesh.outputs.next_request()
         call.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
 async def test_the_calls_deadline_travels(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
-        call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"), timeout=0.5)
+        for seconds in (0.3, 3.0, 30.0):  # on a busy machine the request needs longer to arrive
+            call = stub.Generate(inference_pb2.GenerateRequest(model=MODEL, text="abc"), timeout=seconds)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(call))
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not mesh.outputs.requests.empty():
+                break
         submitted = await mesh.outputs.next_request()
-        assert 0 < submitted.submit.timeout.ToNanoseconds() <= 0.5e9
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(call))
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        async with asyncio.timeout(1.0):
+        assert 0 < submitted.submit.timeout.ToNanoseconds() <= seconds * 1e9
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
@@ -190,7 +193,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         await call.write(turn(text="abc"))
         submitted = await mesh.outputs.next_request()
         call.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30):
             await submitted.cancelled.wait()
 
 
@@ -201,7 +204,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         ({"chat": inference_pb2.ChatPrompt()}, "text or token_ids, not chat"),
         ({"parts": inference_pb2.PromptParts()}, "text or token_ids, not parts"),
         ({"text": "a", "n": 2}, "n must be 1 in a session"),
-        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens does not go with a session"),
+        ({"text": "a", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens is not supported in a session"),
         ({"text": "a", "model": "other"}, "other"),
         ({"text": ""}, "text is empty"),
         ({"token_ids": types_pb2.TokenIds()}, "token_ids is empty"),
@@ -226,7 +229,7 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
             pass
 
     monkeypatch.setattr(inference_servicer, "MAX_SESSIONS", 1)
-    async with FakeMesh(socket_dir).gateway(request_timeout=0.3) as mesh, mesh.inference() as stub:
+    async with FakeMesh(socket_dir).gateway(request_timeout=1.5) as mesh, mesh.inference() as stub:
         mesh.outputs.auto = ["x"]
         for _ in range(2):
             idle = stub.GenerateSession()
@@ -234,6 +237,6 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
             await idle.read()
             other = stub.GenerateSession()
             assert await other.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            with pytest.raises(grpc.aio.AioRpcError, match=r"next turn did not come in 0\.3 s") as ended:
+            with pytest.raises(grpc.aio.AioRpcError, match=r"no turn arrived within 1\.5 s") as ended:
                 await read_on()
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -41,7 +41,7 @@ async def test_a_bug_is_told_without_its_cause(
     def broken(*_: object) -> None:
         raise RuntimeError("at /secret/path, 0xdeadbeef")
 
-    monkeypatch.setattr("tokenloom.services.gateway.generation.generation._resolve", broken)
+    monkeypatch.setattr("tokenloom.services.gateway.generation.preparation._resolve", broken)
     response = await http.post("/v1/completions", json=BODY)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error"
@@ -73,13 +73,15 @@ async def test_more_than_the_limit_is_refused_for_now(socket_dir: Path) -> None:
 
 
 async def test_time_limit(socket_dir: Path) -> None:
-    async with FakeMesh(socket_dir).gateway(request_timeout=0.2) as mesh, mesh.http() as http:
-        task = asyncio.create_task(http.post("/v1/completions", json=BODY))
-        request = await mesh.outputs.next_request()
-        assert 0 < request.submit.timeout.ToNanoseconds() <= 0.2e9
-        response = await task
-        assert response.status_code == 504
-        await asyncio.wait_for(request.cancelled.wait(), SOON)
+    for seconds in (0.2, 2.0, 20.0):  # on a busy machine the request needs longer to arrive
+        async with FakeMesh(socket_dir).gateway(request_timeout=seconds) as mesh, mesh.http() as http:
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 504
+            if not mesh.outputs.requests.empty():
+                request = await mesh.outputs.next_request()
+                assert 0 < request.submit.timeout.ToNanoseconds() <= seconds * 1e9
+                await asyncio.wait_for(request.cancelled.wait(), SOON)
+                return
+    raise AssertionError("no request arrived")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -88,7 +90,7 @@ async def test_a_client_that_leaves_is_cancelled(mesh: FakeMesh, http: httpx.Asy
     request = await mesh.outputs.next_request()
     request.send("some", [1])
     task.cancel()
-    async with asyncio.timeout(1.0):
+    async with asyncio.timeout(30):
         await request.cancelled.wait()
 
 

@@ -5,15 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
-import pytest
 
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
-from tokenloom.services.gateway.http.tokenize_routes import DetokenizeFields, TokenizeFields
-from tokenloom.services.gateway.openai.chat import ChatFields
-from tokenloom.services.gateway.openai.completions import CompletionFields
-from tokenloom.services.gateway.openai.openai_models import SAMPLING_FIELDS
-from tokenloom.services.gateway.openapi import request_schemas
 
 GETS = ("/v1/models", f"/v1/models/{MODEL}", "/health", "/ping", "/version", "/load", "/server_info", "/model_info")
 
@@ -76,19 +69,6 @@ async def test_every_described_path_answers_and_every_field_is_described(http: h
         assert schema["description"], name
         for field, about in schema["properties"].items():
             assert about.get("description"), (name, field)
-
-
-@pytest.mark.parametrize(
-    ("described", "read"),
-    [
-        (request_schemas.ChatCompletionRequest, {*ChatFields.__struct_fields__, *SAMPLING_FIELDS}),
-        (request_schemas.CompletionRequest, {*CompletionFields.__struct_fields__, *SAMPLING_FIELDS}),
-        (request_schemas.TokenizeRequest, set(TokenizeFields.__struct_fields__)),
-        (request_schemas.DetokenizeRequest, set(DetokenizeFields.__struct_fields__)),
-    ],
-)
-def test_the_fields_that_are_described_are_those_that_are_read(described: type[msgspec.Struct], read: set[str]) -> None:
-    assert set(described.__struct_fields__) == read
 
 
 async def test_answers_are_as_described(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

@@ -113,7 +113,7 @@ async def test_leaving_cancels(mesh: FakeMesh, stub: Any) -> None:
     call = stub.ModelInfer(infer("ab"))
     submitted = await mesh.outputs.next_request()
     call.cancel()
-    async with asyncio.timeout(2.0):
+    async with asyncio.timeout(30):
         await submitted.cancelled.wait()
 
 

@@ -101,7 +101,7 @@ async def test_a_doubled_token_is_no_answer(mesh: FakeMesh, http: httpx.AsyncCli
 async def test_silence_is_death(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     task, _ = await submit(mesh, http)
     mesh.outputs.sessions[-1].beating = False
-    async with asyncio.timeout(3.0):
+    async with asyncio.timeout(30):
         response = await task
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"

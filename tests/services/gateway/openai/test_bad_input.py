@@ -11,14 +11,13 @@ import httpx
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from tests.cpu_time import MOST_TIMES_USUAL, usual_cpu_seconds
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
 from tests.services.gateway.openai.bad_requests import CHAT, COMPLETIONS, RAW_BODIES, bad_bodies, bad_calls
-from tokenloom.services.gateway.http import body
+from tokenloom.services.gateway.http import exchange
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
-SECONDS = 0.1
-"""Within which a bad request must be refused."""
 BODIES = bad_bodies(LIMITS.vocab_size, LIMITS.max_model_len)
 CALLS = bad_calls(MODEL, LIMITS.vocab_size, LIMITS.max_model_len)
 GOOD: dict[str, dict[str, Any]] = {
@@ -27,16 +26,23 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 
 
-async def refused(http: httpx.AsyncClient, path: str, body: bytes, **headers: str) -> tuple[httpx.Response, float]:
-    started = time.monotonic()
-    response = await http.post(path, content=body, headers=headers)
-    return response, time.monotonic() - started
+async def refused(http: httpx.AsyncClient, path: str, body: bytes) -> tuple[httpx.Response, float]:
+    """Return the response and the processor time that it took: gateway, client and fake mesh share this thread."""
+    started = time.thread_time()
+    response = await http.post(path, content=body)
+    return response, time.thread_time() - started
+
+
+async def most_cpu_seconds(http: httpx.AsyncClient) -> float:
+    """Return the processor time within which a bad request must be refused."""
+    return MOST_TIMES_USUAL * await usual_cpu_seconds(lambda: http.post(COMPLETIONS, json={"model": MODEL}))
 
 
 async def test_every_bad_body_is_refused_by_field(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     canary = asyncio.create_task(http.post(COMPLETIONS, json=GOOD[COMPLETIONS]))
     request = await mesh.outputs.next_request()
     slow: list[str] = []
+    most = await most_cpu_seconds(http)
     for bad in BODIES:
         good = {k: v for k, v in GOOD[bad.path].items() if not (bad.param == "prompt" and k == "prompt")}
         response, seconds = await refused(http, bad.path, json.dumps({**good, **bad.fields}).encode())
@@ -46,8 +52,8 @@ async def test_every_bad_body_is_refused_by_field(mesh: FakeMesh, http: httpx.As
         assert error["type"] == "invalid_request_error"
         assert error["message"]
         assert len(error["message"]) < 500
-        if seconds > SECONDS:
-            slow.append(f"{bad}: {seconds:.3f} s")
+        if seconds > most:
+            slow.append(f"{bad}: {seconds:.3f} s of the processor")
     assert not slow
     assert mesh.outputs.requests.empty(), "nothing bad went on"
     request.answer("fine")
@@ -64,18 +70,16 @@ async def test_what_is_no_json_object(http: httpx.AsyncClient, body: bytes) -> N
     response, seconds = await refused(http, COMPLETIONS, body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
-    assert seconds < SECONDS
+    assert seconds < await most_cpu_seconds(http)
 
 
 async def test_content_length_is_refused_before_reading(mesh: FakeMesh) -> None:
     host, _, port = mesh.http_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\nExpect: 100-continue\r\n\r\n"
-    started = time.monotonic()
     writer.write(head.encode())  # and not a byte of the body
-    status = await asyncio.wait_for(reader.readline(), 5)
+    status = await asyncio.wait_for(reader.readline(), 30)
     assert status.split()[1] == b"413"
-    assert time.monotonic() - started < SECONDS
     writer.close()
 
 
@@ -97,18 +101,18 @@ async def test_chunked_body_is_cut_at_the_limit(socket_dir: Any) -> None:
 
 
 async def test_a_body_without_an_end_is_given_up(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.05)
     host, _, port = mesh.http_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f'POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{{"prompt": '.encode())
-    status = await asyncio.wait_for(reader.readline(), 5)
+    status = await asyncio.wait_for(reader.readline(), 30)
     assert status.split()[1] == b"408"
     writer.close()
 
 
 async def test_compressed_bodies_are_refused(http: httpx.AsyncClient) -> None:
     body = gzip.compress(json.dumps(GOOD[COMPLETIONS]).encode())
-    response, _ = await refused(http, COMPLETIONS, body, **{"content-encoding": "gzip"})
+    response = await http.post(COMPLETIONS, content=body, headers={"content-encoding": "gzip"})
     assert response.status_code == 415
 
 
@@ -161,13 +165,11 @@ async def test_strict_refuses_unknown_fields(socket_dir: Any) -> None:
 async def test_every_bad_call_is_refused_by_field(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
         for name, (request, field) in CALLS.items():
-            started = time.monotonic()
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in stub.Generate(request):
                     pass
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (name, caught.value)
             assert violated_field(caught.value) == field, name
-            assert time.monotonic() - started < SECONDS, name
         mesh.outputs.auto = ["fine"]
         good = inference_pb2.GenerateRequest(model=MODEL, text="a")
         assert "".join([response.text async for response in stub.Generate(good)]) == "fine"

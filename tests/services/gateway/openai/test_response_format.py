@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.services.gateway.openai.openai_models import BodyReader, CommonFields, sampling_params
+from tokenloom.services.gateway.openai.openai_models import BodyReader, sampling_params
 from tokenloom.services.gateway.openai.response_format import read_response_format
+from tokenloom.services.gateway.openapi.request_schemas import CommonFields
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

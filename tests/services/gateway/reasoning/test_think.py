@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenloom.services.gateway.assistant.message_parts import Content, Reasoning, TextPart
-from tokenloom.services.gateway.reasoning.reasoning_parsers import FORMATS
+from tokenloom.services.gateway.reasoning import FORMATS
 from tokenloom.services.gateway.reasoning.think import ThinkParser
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenloom.services.gateway.assistant.message_parts import CallArguments, CallBegin, Content, ToolPart
+from tokenloom.services.gateway.tools import FORMATS
 from tokenloom.services.gateway.tools.forced import NamedCall, RequiredCalls
 from tokenloom.services.gateway.tools.tool_parser import ToolParser
-from tokenloom.services.gateway.tools.tool_parsers import FORMATS
 
 Told = tuple[str, list[tuple[str, str]]]
 """The text, and each call's name and arguments."""
@@ -22,7 +22,7 @@ ARGUMENTS = '{"a": 1, "b": "}]\\"x"}'
 def parser_of(name: str) -> ToolParser:
     if name == "required":
         return RequiredCalls()
-    return NamedCall("f") if name == "named" else FORMATS[name]().parser(NAMES)
+    return NamedCall("f") if name == "named" else FORMATS[name].open(NAMES)
 
 
 def told(parser: ToolParser, pieces: Sequence[str]) -> Told:
@@ -175,7 +175,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 def test_ids_are_as_templates_want_them() -> None:
-    assert FORMATS["hermes"]().new_call_id().startswith("call_")
-    mistral = FORMATS["mistral"]().new_call_id()
+    assert FORMATS["hermes"].new_call_id().startswith("call_")
+    mistral = FORMATS["mistral"].new_call_id()
     assert len(mistral) == 9
     assert mistral.isalnum()

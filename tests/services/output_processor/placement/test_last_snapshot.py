@@ -1,4 +1,4 @@
-"""Placement while the coordinator is away."""
+"""Tests placement while the coordinator is away."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_a_decode_leg_stays_in_the_pool_of_the_first() -> None:
     assert {pick(snapshot, DECODE, pool=new.fingerprint) for _ in range(3)} == {"new"}
 
 
-def test_nobody_left() -> None:
+def test_without_a_serving_engine_a_pick_is_unavailable() -> None:
     snapshot = fleet(entry(identity("other", model="x")), entry(identity("a"), state=EngineState.ENGINE_STATE_DRAINING))
     with pytest.raises(Unavailable) as caught:
         pick(snapshot, PREFILL)

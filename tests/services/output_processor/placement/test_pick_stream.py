@@ -1,4 +1,4 @@
-"""Picks share a stream: answers find who asked, and no one waits for a coordinator that is gone."""
+"""Tests that answers reach their picks on a shared stream, and that no pick waits for a coordinator that ended."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -55,7 +55,7 @@ async def test_answers_come_in_the_order_of_the_picks(socket_dir: Path) -> None:
     assert [answer.pick.number for answer in answers] == [1, 2, 3, 4, 5]
 
 
-async def test_whoever_gave_up_does_not_get_the_answer_of_another(socket_dir: Path) -> None:
+async def test_a_pick_that_was_given_up_does_not_take_the_next_answer(socket_dir: Path) -> None:
     fake = coordinator()
     async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:
         await until(picks, is_open=True)

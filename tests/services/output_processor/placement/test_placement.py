@@ -1,4 +1,4 @@
-"""Snapshots outlive the coordinator that sent them, and are followed again when it returns."""
+"""Tests that the last snapshot is used while the coordinator is away, and is replaced when it returns."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Any life of a request in two legs: it ends once, its tokens are exact, and no engine is left holding anything."""
+"""Runs requests through any sequence of events: each ends once with exact tokens, and no engine keeps anything."""
 
 from collections.abc import Coroutine, Generator, Sequence
 from functools import cache
@@ -293,7 +293,7 @@ class LegsMachine(RuleBasedStateMachine):
             assert self.ends[0].completion_tokens == len(self.sent)
             self.check_freed()
         else:
-            assert self.attempts or self.placements.waiting, "somebody works for it"
+            assert self.attempts or self.placements.waiting, "an engine or a placement works for it"
 
     def check_freed(self) -> None:
         assert not self.attempts

@@ -1,4 +1,4 @@
-"""Engines that die, fall silent or stand still, as a gateway sees them."""
+"""Tests what a gateway sees when engines die, fall silent or hang."""
 
 import asyncio
 from collections.abc import Callable
@@ -97,7 +97,7 @@ async def test_without_the_coordinator_the_last_snapshot_places(mesh: Mesh) -> N
         assert not add.HasField("pick")
 
 
-async def test_a_full_mesh_is_told_to_the_client(mesh: Mesh) -> None:
+async def test_the_gateway_learns_that_the_mesh_is_full(mesh: Mesh) -> None:
     mesh.coordinator.error = ResourceExhausted("every engine is full", retry_after=2)
     gateway = await mesh.gateway()
     await gateway.send(submit=[submit(1)])

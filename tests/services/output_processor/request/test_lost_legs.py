@@ -1,4 +1,4 @@
-"""A request in two legs, when engines die."""
+"""Tests requests in two legs whose engines die."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""How many requests may be live; and several samples of one prompt: one pick, one message, one lease, their own seeds
-and ends."""
+"""Tests the limit of live requests, and several samples of one prompt: one pick, one message and one lease, but seeds
+and ends of their own."""
 
 import asyncio
 from typing import Any
@@ -72,7 +72,7 @@ async def test_samples_go_out_in_one_message_with_seeds_of_their_own(mesh: Mesh)
     assert [ends[index].completion_tokens for index in range(3)] == [1, 3, 3]
 
 
-async def test_sample_0_tells_of_the_prompt_before_any_other_begins(mesh: Mesh) -> None:
+async def test_sample_0_sends_the_prompts_logprobs_before_any_other_begins(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     await gateway.send(submit=[submit(1, num_samples=3, prompt_logprobs=0)])
     stream = await mesh.engines[0].next_stream()
@@ -97,7 +97,7 @@ async def test_cancelling_aborts_every_sample(mesh: Mesh) -> None:
 
 async def test_one_deadline_ends_them_all(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
-    await started(mesh, gateway, num_samples=3, timeout=Duration(nanos=200_000_000))
+    await started(mesh, gateway, num_samples=3, timeout=Duration(seconds=1))
     _, ends = await outputs(gateway, 3)
     assert {end.error.reason for end in ends.values()} == {"DEADLINE_EXCEEDED"}
 

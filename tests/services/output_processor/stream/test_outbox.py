@@ -1,4 +1,4 @@
-"""Columns of a frame: parallel, merged by slot, complete after any sequence."""
+"""Tests that the columns of a frame are parallel, merged by slot and complete after any sequence of calls."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ def test_one_token_each_needs_no_counts() -> None:
     assert outbox.take() == ProcessFrame(slot=[1, 2], text=["a", "b"], token_index=[0, 3], token_ids=[5, 6])
 
 
-def test_news_are_told_and_ends_come_with_the_rows() -> None:
+def test_every_kind_of_news_is_announced_and_ends_come_with_the_rows() -> None:
     news: list[int] = []
     outbox = Outbox(lambda: news.append(1))
     assert not outbox

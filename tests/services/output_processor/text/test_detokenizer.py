@@ -1,4 +1,4 @@
-"""Tokens to shown text: stop strings counted in tokens, stop tokens not shown, earlier attempts replayed."""
+"""Tests shown text: stop strings are counted in tokens, stop tokens are not shown, earlier attempts are replayed."""
 
 from hypothesis import given
 from hypothesis import strategies as st

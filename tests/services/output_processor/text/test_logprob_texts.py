@@ -21,9 +21,9 @@ def columns(n: int, token_ids: list[int]) -> Logprobs:
 def test_bytes_of_tokens_join_to_the_text(byte_level_tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(byte_level_tokenizer)
     ids = byte_level_tokenizer.encode("the fox \U0001f600", add_special_tokens=False).ids
-    told = with_texts(vocabulary, ids, columns(len(ids), ids[:2]))
-    assert b"".join(told.sampled_text).decode() == "the fox \U0001f600"
-    assert list(told.token_text) == list(told.sampled_text[:2]) * len(ids)
+    texts = with_texts(vocabulary, ids, columns(len(ids), ids[:2]))
+    assert b"".join(texts.sampled_text).decode() == "the fox \U0001f600"
+    assert list(texts.token_text) == list(texts.sampled_text[:2]) * len(ids)
 
 
 def test_special_tokens_have_text_and_foreign_ids_have_none(tokenizer: Tokenizer) -> None:
@@ -35,7 +35,7 @@ def test_special_tokens_have_text_and_foreign_ids_have_none(tokenizer: Tokenizer
     assert vocabulary.token_bytes(10**6) == b""
 
 
-def test_a_prompt_is_told_once(byte_level_tokenizer: Tokenizer) -> None:
+def test_a_prompts_logprobs_are_passed_on_once(byte_level_tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(byte_level_tokenizer)
     prompt = [1, 2, 3, 4, 5]
     whole = columns(4, [7])
@@ -43,7 +43,7 @@ def test_a_prompt_is_told_once(byte_level_tokenizer: Tokenizer) -> None:
     first = state.take(1, logprob_columns.part(whole, 0, 2))
     assert first is not None
     assert (first.prompt, first.token_index, first.first_text) == (True, 1, vocabulary.token_bytes(1))
-    # The engine died, and another tells all of it.
+    # The engine died, and another one sends all of it.
     rest = state.take(1, whole)
     assert rest is not None
     assert (rest.token_index, rest.first_text) == (3, b"")

@@ -1,4 +1,4 @@
-"""Against a definition that keeps the whole text: same shown text, same match, nothing held without need."""
+"""Compares with a definition that keeps the whole text: same shown text, same match, nothing held without need."""
 
 import pytest
 from hypothesis import given

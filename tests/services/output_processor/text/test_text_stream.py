@@ -1,4 +1,4 @@
-"""The text of a stream is the text of decoding in one piece, whatever the tokens and wherever a character is cut."""
+"""Tests that streams make the text of decoding at once, for any tokens and wherever a character is cut."""
 
 import re
 

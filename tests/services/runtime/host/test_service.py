@@ -42,7 +42,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
         self.host = host
         self.steps.append("start")
         await self.may_start.wait()
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self)
 
     async def drain(self) -> None:
         self.steps.append("drain")
@@ -64,7 +64,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
 
 @pytest.fixture
 def settings(socket_dir: Path) -> ServiceSettings:
-    return ServiceSettings.of(listen=f"unix:{socket_dir}/s", state_file=socket_dir / "state.json", drain_timeout=5)
+    return ServiceSettings.of(listen=f"unix:{socket_dir}/s", state_file=socket_dir / "state.json", drain_timeout=60)
 
 
 async def health(channel: grpc.aio.Channel, name: str = "") -> int:
@@ -136,7 +136,7 @@ async def test_draining_serves_what_is_live(settings: ServiceSettings) -> None:
 async def test_the_drain_has_a_limit(settings: ServiceSettings) -> None:
     service = Example()
     service.may_end.clear()
-    async with asyncio.timeout(5), running(service, replace(settings, drain_timeout=0.01)):
+    async with asyncio.timeout(30), running(service, replace(settings, drain_timeout=0.01)):
         pass
     assert service.steps == ["start", "drain", "stop"]
 
@@ -150,7 +150,7 @@ async def test_a_failure_ends_the_drain(settings: ServiceSettings) -> None:
         raise RuntimeError("core died")
 
     with pytest.raises(RuntimeError, match="core died"):
-        async with asyncio.timeout(4), running(service, settings) as host:
+        async with asyncio.timeout(30), running(service, settings) as host:
             host.spawn(fail_in_drain(), name="fails")
     assert service.steps == ["start", "drain", "stop"]
 
@@ -210,7 +210,7 @@ async def test_a_failed_task_fails_the_host(settings: ServiceSettings) -> None:
     service = Example()
     async with running(service, settings) as host:
         host.spawn(fail(), name="fails")
-        assert str(await host.wait_failed()) == "core died"
+        assert str(await host.failure.take()) == "core died"
     assert service.steps == ["start", "stop"]  # nothing left to drain for
 
     with pytest.raises(RuntimeError, match="core died"):
@@ -235,7 +235,7 @@ async def test_a_traceback_is_for_bugs_only(settings: ServiceSettings, caplog: p
         caplog.clear()
         async with running(Example(), settings) as host:
             host.failed(error)
-            await host.wait_failed()
+            await host.failure.take()
         (record,) = (record for record in caplog.records if record.levelname == "ERROR")
         assert bool(record.exc_info) is is_bug
 
@@ -291,10 +291,10 @@ class Process:
 
     async def prints(self, line: str) -> None:
         assert self._process.stdout is not None
-        assert (await asyncio.wait_for(self._process.stdout.readline(), 20)).decode().strip() == line
+        assert (await asyncio.wait_for(self._process.stdout.readline(), 60)).decode().strip() == line
 
     async def end(self) -> tuple[int, str]:
-        _, stderr = await asyncio.wait_for(self._process.communicate(), 20)
+        _, stderr = await asyncio.wait_for(self._process.communicate(), 60)
         assert self._process.returncode is not None
         return self._process.returncode, stderr.decode()
 

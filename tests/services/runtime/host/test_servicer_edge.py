@@ -25,7 +25,7 @@ class Raising(coordinator_pb2_grpc.CoordinatorServicer):
         self.closed = False
 
     async def start(self, host: Host) -> None:
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self)
 
     async def drain(self) -> None: ...
 

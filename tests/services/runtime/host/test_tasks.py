@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from tokenloom.services.runtime.host import tasks as module
-from tokenloom.services.runtime.host.tasks import Tasks, first_of
+from tokenloom.services.runtime.host.tasks import Failure, Tasks, first_of
 
 
 async def test_failures_are_reported_and_cancellation_is_none() -> None:
@@ -48,7 +48,7 @@ async def test_close_waits_for_clean_up_and_for_what_it_spawns() -> None:
 
 async def test_a_task_may_close_its_owner() -> None:
     tasks = Tasks(lambda error: None)
-    await asyncio.wait_for(tasks.spawn(tasks.close(), name="closes"), 5)
+    await asyncio.wait_for(tasks.spawn(tasks.close(), name="closes"), 30)
 
 
 async def test_a_task_that_retries_may_lose_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ async def test_a_task_that_retries_may_lose_a_cancellation(monkeypatch: pytest.M
     task = tasks.spawn(rejoin(), name="rejoins")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await asyncio.wait_for(tasks.close(), 5)
+    await asyncio.wait_for(tasks.close(), 30)
     assert task.cancelled()
 
 
@@ -97,3 +97,13 @@ async def test_the_first_failure_ends_the_others_and_a_cancellation_is_never_los
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == ["one", "two", "three"]
+
+
+async def test_a_failure_is_raised_once() -> None:
+    failure = Failure()
+    failure.raise_unseen()
+    failure.set(ValueError("x"))
+    with pytest.raises(ValueError, match="x"):
+        failure.raise_unseen()
+    assert isinstance(await failure.take(), ValueError)
+    failure.raise_unseen()

@@ -1,6 +1,7 @@
 """A server of local streams with the handlers of a test, and a channel to it; on both event loops."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,13 +12,14 @@ import grpc.aio
 import pytest
 import uvloop
 
+from tokenloom.services.runtime.host.servicer_edge import writing
 from tokenloom.services.runtime.local_streams import connection
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
 from tokenloom.services.runtime.local_streams.server import LocalServer
 from tokenloom.services.runtime.peers.channels import open_channel
 
 METHOD = "/test.Test/Stream"
-SOON = 10.0
+SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 LIMIT = 1 << 20
 """Bytes of a message."""
@@ -41,8 +43,9 @@ def short_ticks(monkeypatch: pytest.MonkeyPatch) -> float:
 @asynccontextmanager
 async def serving(handler: Handler, path: Path) -> AsyncIterator[LocalServer]:
     """One method, of bytes."""
+    handler = writing(handler) if inspect.isasyncgenfunction(handler) else handler
 
-    async def find(method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
+    def find(method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
         return grpc.stream_stream_rpc_method_handler(handler) if method == METHOD else None
 
     server = LocalServer(str(path), find, LIMIT)

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, calling, echo, serving, stream
-from tokenloom.services.runtime.local_streams import inbox
+from tokenloom.services.runtime.local_streams import connection
 from tokenloom.v1 import coordinator_pb2 as pb
 
 
@@ -177,7 +177,7 @@ async def test_a_caller_that_does_not_read_holds_up_the_handler(socket_dir: Path
             before = written
             for _ in range(100):
                 await asyncio.sleep(0)
-        assert written * LIMIT < 16 * inbox.MAX_BYTES
+        assert written * LIMIT < 16 * connection.MAX_BYTES
         for _ in range(written + 8):
             assert await call.read() == bytes(LIMIT)
         assert written > before

@@ -31,7 +31,7 @@ class Picking(coordinator_pb2_grpc.CoordinatorServicer):
 
     async def start(self, host: Host) -> None:
         self.host = host
-        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, host.server)
+        host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self)
 
     async def drain(self) -> None: ...
 

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, stream, write_for
-from tests.services.runtime.local_streams.test_server_call import OPEN, Watched
+from tests.services.runtime.local_streams.test_handlers import OPEN, Watched
 from tokenloom.services.runtime.local_streams import connection
 from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind, encode
 
@@ -84,9 +84,9 @@ async def test_an_idle_call_lives_by_beats(socket_dir: Path, short_ticks: float)
     class Counting(FrameDecoder):
         def feed(self, data: bytes) -> Any:
             nonlocal beats
-            for kind, payload in super().feed(data):
-                beats += kind is Kind.BEAT
-                yield kind, payload
+            frames = super().feed(data)
+            beats += sum(kind is Kind.BEAT for kind, _ in frames)
+            return frames
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection, "FrameDecoder", Counting)

@@ -38,23 +38,25 @@ def test_any_split_gives_the_same_frames(sent: list[tuple[Kind, bytes]], cuts: l
 def test_any_bytes_are_frames_or_an_error(data: bytes, cuts: list[int]) -> None:
     decoder = FrameDecoder(LIMIT)
     found = 0
-    with contextlib.suppress(Internal, ResourceExhausted):
-        for part in split(data, cuts):
+    for part in split(data, cuts):
+        if decoder.error is None:
             found += sum(5 + len(payload) for _, payload in decoder.feed(part))
     assert found <= len(data)
 
 
 def test_what_comes_before_a_broken_frame_is_found() -> None:
-    frames = FrameDecoder(LIMIT).feed(encode(Kind.MESSAGE, b"a") + b"\0\0\0\0\x63")
-    assert next(frames) == (Kind.MESSAGE, b"a")
-    with pytest.raises(Internal, match="kind 99"):
-        next(frames)
+    decoder = FrameDecoder(LIMIT)
+    assert decoder.feed(encode(Kind.MESSAGE, b"a") + b"\0\0\0\0\x63") == [(Kind.MESSAGE, b"a")]
+    assert isinstance(decoder.error, Internal)
+    assert "kind 99" in decoder.error.message
 
 
 def test_a_payload_over_the_limit_is_refused_by_its_length_alone() -> None:
     header = encode(Kind.MESSAGE, bytes(LIMIT + 1))[:5]
-    with pytest.raises(ResourceExhausted, match="65 bytes is over the limit of 64"):
-        list(FrameDecoder(LIMIT).feed(header))
+    decoder = FrameDecoder(LIMIT)
+    assert decoder.feed(header) == []
+    assert isinstance(decoder.error, ResourceExhausted)
+    assert "65 bytes exceeds the limit of 64" in decoder.error.message
 
 
 def test_a_status_with_metadata() -> None:
@@ -76,5 +78,5 @@ def test_any_bytes_are_a_status_or_an_error(payload: bytes) -> None:
 
 
 def test_a_status_that_is_none() -> None:
-    with pytest.raises(Internal, match="a status cannot be read"):
+    with pytest.raises(Internal, match="status of a local stream cannot be decoded"):
         decode_status(b"")

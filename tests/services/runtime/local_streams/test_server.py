@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, echo, serving
-from tests.services.runtime.local_streams.test_server_call import Watched
+from tests.services.runtime.local_streams.test_handlers import Watched
 from tokenloom.services.runtime.local_streams.server import LocalServer
 
 

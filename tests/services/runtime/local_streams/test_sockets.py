@@ -51,15 +51,15 @@ def test_a_file_that_is_no_socket_stays(socket_dir: Path) -> None:
 def test_the_file_of_a_newer_process_stays(socket_dir: Path) -> None:
     path = socket_dir / "s"
     with sockets.listen(str(path)):
-        older = sockets.SocketFile(str(path))
+        older = sockets.inode(str(path))
         keep = path.with_name("kept")
         path.rename(keep)  # so that the inode is not given anew
         with sockets.listen(str(path)):
-            newer = sockets.SocketFile(str(path))
-            older.remove()
+            newer = sockets.inode(str(path))
+            sockets.remove(str(path), older)
             assert path.exists()
-            newer.remove()
-            newer.remove()
+            sockets.remove(str(path), newer)
+            sockets.remove(str(path), newer)
             assert not path.exists()
 
 

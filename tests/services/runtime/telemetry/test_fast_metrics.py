@@ -4,7 +4,7 @@ import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from tokenloom.services.runtime.telemetry.fast_metrics import Counter, CounterReading, Histogram
+from tokenloom.services.runtime.telemetry.fast_metrics import Counter, Histogram
 
 LABELS = {"model_name": "m", "engine": "e"}
 BUCKETS = (0.001, 0.5, 2.5, 80)
@@ -42,7 +42,7 @@ def test_a_counter_shows_what_prometheus_clients_would() -> None:
 def test_a_reading_shows_what_its_keeper_says_when_scraped() -> None:
     registry, theirs = CollectorRegistry(), CollectorRegistry()
     kept = [0]
-    CounterReading(registry, "vllm:tokens", "Tokens.", LABELS, lambda: kept[0])
+    Counter(registry, "vllm:tokens", "Tokens.", LABELS, lambda: kept[0])
     reference = prometheus_client.Counter("vllm:tokens", "Tokens.", list(LABELS), registry=theirs)
     for amount in (1, 5):
         kept[0] += amount
@@ -55,6 +55,6 @@ def test_a_name_is_taken_once(name: str) -> None:
     registry = CollectorRegistry()
     Counter(registry, "vllm:one", "One.", {})
     Histogram(registry, "vllm:two", "Two.", {}, BUCKETS)
-    CounterReading(registry, "vllm:three", "Three.", {}, lambda: 3)
+    Counter(registry, "vllm:three", "Three.", {}, lambda: 3)
     with pytest.raises(ValueError, match="Duplicated"):
         prometheus_client.Counter(name, "Again.", registry=registry)

@@ -51,7 +51,7 @@ def test_a_collector_that_is_away_holds_up_nobody() -> None:
         assert span is not None
         span.end()
     tracer.close()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_headers_that_may_travel() -> None:

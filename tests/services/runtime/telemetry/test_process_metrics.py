@@ -13,7 +13,7 @@ from tokenloom.services.runtime.telemetry import process_metrics
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=30) as response:
         return response.read().decode()
 
 

@@ -45,8 +45,7 @@ def test_a_lines_own_parameters_come_first() -> None:
     line = PromptLine(1, "a", sampling={"top_k": 3, "seed": 9, "structured_outputs": {"regex": "a+"}})
     params = line.sampling_params({"max_tokens": 5, "top_k": 2}, seed=4)
     assert (params.max_tokens, params.top_k, params.seed) == (5, 3, 9)
-    assert params.structured_outputs is not None
-    assert params.structured_outputs.regex == "a+"
+    assert params.to_wire().structured_outputs.regex == "a+"
     for wrong in ({"topk": 3}, {"top_k": -7}, {"structured_outputs": {"regx": ""}}):
         with pytest.raises(ValueError):
             PromptLine(1, "a", sampling=wrong).sampling_params({}, seed=0)

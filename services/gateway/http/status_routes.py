@@ -1,7 +1,7 @@
-"""What the gateway tells of itself and of its mesh over HTTP."""
+"""Routes that describe the gateway and its mesh: models, health, version, load, engines and metrics."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry
@@ -12,13 +12,13 @@ from tokenloom.v1 import coordinator_pb2, types_pb2
 from ..generation.generation import Generator
 from ..health import MeshHealth
 from ..mesh.mesh_view import MeshView
-from .app import Handler
+from .app import Handler, Routes
 from .exchange import Exchange
 from .sse import encode_json
 
 
 class StatusRoutes:
-    """What is not generation: models, health, version, load, engines, metrics."""
+    """Answers what needs no generation."""
 
     def __init__(
         self, health: MeshHealth, mesh: MeshView, generator: Generator, registry: CollectorRegistry, model: str
@@ -30,44 +30,37 @@ class StatusRoutes:
         self._model = model
         self._created = int(time.time())
 
-    def routes(self) -> Mapping[str, Mapping[str, Handler]]:
+    def routes(self) -> Routes:
         return {
-            "/v1/models": {"GET": self.models},
-            f"/v1/models/{self._model}": {"GET": self.model},
+            "/v1/models": _get(lambda: {"object": "list", "data": [self._model_object()]}),
+            f"/v1/models/{self._model}": _get(self._model_object),
             "/health": {"GET": self.health},
             "/ping": {"GET": self.health, "POST": self.health},
-            "/version": {"GET": self.version},
-            "/load": {"GET": self.load},
-            "/server_info": {"GET": self.server_info},
-            "/model_info": {"GET": self.model_info},
+            "/version": _get(lambda: {"version": version("tokenloom")}),
+            # Under vLLM's name: how many outputs clients wait for at this gateway.
+            "/load": _get(lambda: {"server_load": self._generator.num_live}),
+            "/server_info": _get(self._server_info),
+            # What routers ask SGLang's servers for.
+            "/model_info": _get(
+                lambda: {"model_path": self._model, "tokenizer_path": self._model, "is_generation": True}
+            ),
             "/metrics": {"GET": self.metrics},
         }
 
-    async def models(self, exchange: Exchange) -> None:
-        await exchange.respond(200, encode_json({"object": "list", "data": [self._model_object()]}))
-
-    async def model(self, exchange: Exchange) -> None:
-        await exchange.respond(200, encode_json(self._model_object()))
-
     async def health(self, exchange: Exchange) -> None:
-        """200 when a request would be answered, else 503 and what is missing."""
-        missing = self._health.missing()
-        if missing:
+        """Answer 200 when a request would be answered, otherwise 503 and the missing parts."""
+        if missing := self._health.missing():
             body = encode_json({"status": "unavailable", "missing": missing})
             await exchange.respond(503, body, headers=[(b"retry-after", b"1")])
         else:
             await exchange.respond(200, encode_json({"status": "ok"}))
 
-    async def version(self, exchange: Exchange) -> None:
-        await exchange.respond(200, encode_json({"version": version("tokenloom")}))
+    async def metrics(self, exchange: Exchange) -> None:
+        await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())
 
-    async def load(self, exchange: Exchange) -> None:
-        """How many outputs clients wait for at this gateway, under vLLM's name."""
-        await exchange.respond(200, encode_json({"server_load": self._generator.num_live}))
-
-    async def server_info(self, exchange: Exchange) -> None:
+    def _server_info(self) -> dict[str, object]:
         limits = self._health.limits()
-        info = {
+        return {
             "version": version("tokenloom"),
             "model": self._model,
             "max_model_len": limits.max_model_len if limits else None,
@@ -75,15 +68,6 @@ class StatusRoutes:
             "server_load": self._generator.num_live,
             "engines": [_engine_object(entry) for entry in self._mesh.engines],
         }
-        await exchange.respond(200, encode_json(info))
-
-    async def model_info(self, exchange: Exchange) -> None:
-        """What routers ask SGLang's servers."""
-        info = {"model_path": self._model, "tokenizer_path": self._model, "is_generation": True}
-        await exchange.respond(200, encode_json(info))
-
-    async def metrics(self, exchange: Exchange) -> None:
-        await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())
 
     def _model_object(self) -> dict[str, object]:
         limits = self._health.limits()
@@ -98,8 +82,17 @@ class StatusRoutes:
         }
 
 
+def _get(describe: Callable[[], object]) -> Mapping[str, Handler]:
+    """Return the methods of a path that answers GET with what ``describe`` returns."""
+
+    async def handler(exchange: Exchange) -> None:
+        await exchange.respond(200, encode_json(describe()))
+
+    return {"GET": handler}
+
+
 def _engine_object(entry: coordinator_pb2.EngineEntry) -> dict[str, object]:
-    """An engine as the coordinator last told of it; not where it is."""
+    """Describe an engine as the coordinator last reported it, without its address."""
     report = entry.report
     return {
         "engine_id": entry.identity.engine_id,

@@ -6,7 +6,7 @@ import time
 import pytest
 from prometheus_client import CollectorRegistry
 
-from tokenloom.services.runtime.host.token_cost import cpu_seconds_of, show_token_cost
+from tokenloom.services.runtime.telemetry.process_metrics import cpu_seconds_of, show_token_cost
 
 NAME = "tokenloom_cpu_seconds_per_output_token"
 

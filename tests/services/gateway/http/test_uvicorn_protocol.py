@@ -4,11 +4,10 @@ import asyncio
 import logging
 from typing import Any, cast
 
-import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from tokenloom.services.gateway.http import direct_writer
+from tokenloom.services.gateway.http.uvicorn_protocol import DirectWriter, Watchers
 
 
 class FakeTransport:
@@ -48,11 +47,8 @@ class FakeConnection:
             keep_alive=True,
             on_response=lambda: None,
         )
-        self.watchers: direct_writer.Watchers = set()
-        direct_writer.offer(self.scope, self.cycle, self.watchers)
-        writer = direct_writer.find(self.scope)
-        assert writer is not None
-        self.writer = writer
+        self.watchers: Watchers = set()
+        self.writer = DirectWriter(self.cycle, self.watchers)
 
     async def start(self, *headers: tuple[bytes, bytes]) -> None:
         await self.cycle.send({"type": "http.response.start", "status": 200, "headers": list(headers)})
@@ -101,7 +97,7 @@ def test_who_left_has_no_body() -> None:
     connection.cycle.more_body = False
     connection.cycle.disconnected = True
     assert connection.writer.take_body() is None
-    assert connection.writer.is_disconnected
+    assert connection.writer.cycle.disconnected
 
 
 def test_who_watches_reads_on_and_is_told_until_it_does_not() -> None:
@@ -119,8 +115,3 @@ def test_who_watches_reads_on_and_is_told_until_it_does_not() -> None:
     assert lost == ["lost"]
     connection.writer.unwatch(on_lost)
     assert not connection.watchers
-
-
-@pytest.mark.parametrize("scope", [{}, {"extensions": {}}])
-def test_another_server_has_none(scope: dict[str, Any]) -> None:
-    assert direct_writer.find(scope) is None

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.services.gateway.http.test_direct_writer import FakeConnection
-from tokenloom.services.gateway.http.body import ClientDisconnected
-from tokenloom.services.gateway.http.disconnect import until_disconnected
-from tokenloom.services.gateway.http.exchange import Exchange
+from tests.services.gateway.http.test_uvicorn_protocol import FakeConnection
+from tokenloom.services.gateway.http.exchange import ClientDisconnected, Exchange
+from tokenloom.services.gateway.http.uvicorn_protocol import EXTENSION
 
 
 class Client:
@@ -17,9 +16,9 @@ class Client:
     def __init__(self, connection: FakeConnection | None = None) -> None:
         self._left = asyncio.Event()
         self._connection = connection
-        scope: dict[str, Any] = {} if connection is None else connection.scope
+        scope: dict[str, Any] = {} if connection is None else {"extensions": {EXTENSION: connection.writer}}
         scope |= {"method": "POST", "path": "/", "headers": [], "query_string": b""}
-        self.exchange = Exchange(scope, self._receive, self._send, b"id")
+        self.exchange = Exchange(scope, self._receive, self._send)
 
     def leave(self) -> None:
         self._left.set()
@@ -45,7 +44,7 @@ async def test_leaving_cancels_the_body(client: Client) -> None:
     entered = asyncio.Event()
 
     async def serve() -> None:
-        async with until_disconnected(client.exchange):
+        with client.exchange.until_disconnected():
             entered.set()
             await asyncio.Event().wait()
 
@@ -53,17 +52,16 @@ async def test_leaving_cancels_the_body(client: Client) -> None:
     await entered.wait()
     client.leave()
     with pytest.raises(ClientDisconnected):
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 30)
 
 
 async def test_another_s_cancellation_stays_one(client: Client) -> None:
-    with pytest.raises(asyncio.CancelledError):
-        async with until_disconnected(client.exchange):
-            raise asyncio.CancelledError
+    with pytest.raises(asyncio.CancelledError), client.exchange.until_disconnected():
+        raise asyncio.CancelledError
 
 
 async def test_after_the_body_nothing_is_cancelled(client: Client) -> None:
-    async with until_disconnected(client.exchange):
+    with client.exchange.until_disconnected():
         pass
     client.leave()
     await asyncio.sleep(0)
@@ -72,6 +70,5 @@ async def test_after_the_body_nothing_is_cancelled(client: Client) -> None:
 async def test_who_left_before_is_not_served() -> None:
     client = Client(FakeConnection())
     client.leave()
-    with pytest.raises(ClientDisconnected):
-        async with until_disconnected(client.exchange):
-            raise AssertionError("it was served")
+    with pytest.raises(ClientDisconnected), client.exchange.until_disconnected():
+        raise AssertionError("it was served")

@@ -1,0 +1,210 @@
+"""Prepares jobs: resolves parameters, encodes prompts, checks both and makes the output processors' requests."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+from tokenloom.request import bad_words, errors, validation
+from tokenloom.request.narrowing import narrow_token_ids
+from tokenloom.request.prompt_embeds import check_embeds, join_parts
+from tokenloom.services.runtime.telemetry.tracing import CURRENT
+from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
+
+from ..mesh.mesh_view import MeshView
+from ..mesh.tokenizer_client import TokenizerClient
+from .job import Chat, EmbedsPrompt, Job
+
+EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
+"""The latter for prompts with embeddings."""
+
+_TRUNCATED_CONTEXTS = 8
+"""Limit on a text that is to be truncated, in contexts: all of it is encoded first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Holds the output processors' requests, one for each prompt: checked, but without ids and timeout."""
+
+    submits: Sequence[output_processor_pb2.Submit]
+    prompt_texts: Sequence[str]
+    """The text of each prompt, when it is to be echoed."""
+    opens_reasoning: bool
+    """Whether the outputs begin within the model's reasoning."""
+    started_ns: int
+    tokenize_ns: int
+
+
+class Preparer:
+    """Prepares jobs with a tokenizer's help."""
+
+    def __init__(self, tokenizers: TokenizerClient, mesh: MeshView, most_urgent_priority: int) -> None:
+        """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for."""
+        self._tokenizers = tokenizers
+        self._mesh = mesh
+        self._most_urgent_priority = most_urgent_priority
+
+    async def prepare(self, job: Job) -> Prepared:
+        """Raises ``Unavailable``, and ``InvalidArgument`` for what cannot run, if possible before it is encoded."""
+        started_ns = time.monotonic_ns()
+        info = self._tokenizers.info
+        limits = self._mesh.limits(info.fingerprint) if info is not None else None
+        if info is None or limits is None:
+            raise errors.Unavailable("no engine is serving yet; retry")
+        sampling = _resolve(job, info, limits)
+        prompts = await self._encode(job, sampling, limits, info.max_token_bytes)
+        if job.bad_words:
+            await self._forbid(job.bad_words, sampling, limits)
+        tokenize_ns = time.monotonic_ns() - started_ns
+        priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
+        submits = []
+        for prompt in prompts:
+            submits.append(_submit(job, prompt, sampling, limits, info.default_sampling_params.max_tokens, priority))
+        texts = await self._texts(job, prompts) if job.echo else ()
+        return Prepared(submits, texts, _opens_reasoning(prompts[0]), started_ns, tokenize_ns)
+
+    async def _encode(
+        self, job: Job, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, max_token_bytes: int
+    ) -> Sequence[EncodedPrompt]:
+        """Return every prompt's token ids. ``max_token_bytes``: length of the longest token; 0: unknown."""
+        keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
+        contexts = 1 if keep is None else _TRUNCATED_CONTEXTS
+        _check_sizes(job, contexts * max_token_bytes * limits.max_model_len)
+        prompts: Sequence[EncodedPrompt]
+        if isinstance(job.prompts, Chat):
+            prompts = [(await self._tokenizers.encode_chat(job.prompts)).prompt]
+        elif texts := [prompt for prompt in job.prompts if isinstance(prompt, str)]:
+            prompts = (await self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens)).prompts
+        else:
+            prompts = [_read(prompt, keep, job.prompt_field, limits) for prompt in job.prompts]
+            keep = None
+        if keep is not None:
+            prompts = [_truncated(prompt, keep) for prompt in prompts]
+        return [_continued(job.before, prompt) for prompt in prompts] if job.before else prompts
+
+    async def _forbid(
+        self, words: Sequence[str], sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits
+    ) -> None:
+        """Add words that must not appear to the parameters."""
+        texts = bad_words.spellings(words)
+        encoded = (await self._tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)).prompts
+        bad_words.forbid(sampling, [each.token_ids for each in encoded])
+        validation.check_sampling(sampling, limits)
+
+    async def _texts(self, job: Job, prompts: Sequence[EncodedPrompt]) -> list[str]:
+        """Return what is echoed of each prompt: the client's own text, or the text of its tokens."""
+        if job.truncate_prompt_tokens is None and not isinstance(job.prompts, Chat):
+            own = [prompt for prompt in job.prompts if isinstance(prompt, str)]
+            if own:
+                return own
+        skip = job.text.skip_special_tokens if job.text.HasField("skip_special_tokens") else True
+        decoding = [self._tokenizers.decode(prompt.token_ids, skip_special_tokens=skip) for prompt in prompts]
+        return [decoded.text for decoded in await asyncio.gather(*decoding)]
+
+
+def _resolve(
+    job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits
+) -> types_pb2.SamplingParams:
+    """Return the client's parameters over the model's defaults, checked, with a seed and the ids that end an output."""
+    sampling = types_pb2.SamplingParams()
+    sampling.CopyFrom(info.default_sampling_params)
+    sampling.ClearField("max_tokens")  # filled in when it is known how much room the prompt leaves
+    sampling.MergeFrom(job.sampling)
+    if job.text.stop:
+        validation.check_text(job.text)
+    validation.check_sampling(sampling, limits, job.num_samples)
+    if job.priority:
+        validation.check_priority(job.priority, limits)
+    if not sampling.HasField("seed"):
+        sampling.seed = secrets.randbits(64)
+    if not job.ignore_eos:
+        for token_id in info.eos_token_ids:
+            # A tokenizer may have more tokens than the model; such an id cannot be generated.
+            if token_id < limits.vocab_size and token_id not in sampling.stop_token_ids:
+                sampling.stop_token_ids.append(token_id)
+    return sampling
+
+
+def _submit(
+    job: Job,
+    prompt: EncodedPrompt,
+    sampling: types_pb2.SamplingParams,
+    limits: types_pb2.ModelLimits,
+    default_max_tokens: int,
+    priority: int,
+) -> output_processor_pb2.Submit:
+    """Return one prompt's request, checked; its ids and its timeout are filled in later."""
+    submit = output_processor_pb2.Submit(
+        prompt=prompt if isinstance(prompt, types_pb2.Prompt) else types_pb2.Prompt(token_ids=prompt.token_ids),
+        # Hashes of token ids do not cover embeddings.
+        block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
+        sampling_params=sampling,
+        text=job.text,
+        priority=priority,
+        num_samples=job.num_samples if job.num_samples > 1 else 0,
+        trace_headers=CURRENT.get(),
+    )
+    params = submit.sampling_params
+    is_chat = isinstance(job.prompts, Chat)
+    validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens)
+    validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
+    if isinstance(prompt, types_pb2.Prompt):
+        check_embeds(submit.prompt, params, limits)
+    return submit
+
+
+def _num_kept(keep: int, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> int:
+    """Return how many tokens of a prompt are kept. ``keep``: what the client asks for."""
+    if keep == 0:
+        raise errors.InvalidArgument("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
+    if keep > limits.max_model_len:
+        raise errors.InvalidArgument(
+            f"truncate_prompt_tokens is {keep}, more than the model's context of {limits.max_model_len}",
+            "truncate_prompt_tokens",
+        )
+    return keep if keep > 0 else max(limits.max_model_len - max(sampling.max_tokens, 1), 1)
+
+
+def _check_sizes(job: Job, max_bytes: int) -> None:
+    """Refuse texts that cannot become a prompt. ``max_bytes``: size of the longest text; 0: unknown."""
+    field = job.prompt_field
+    for text in (job.prompts.messages_json,) if isinstance(job.prompts, Chat) else job.prompts:
+        if text == "":
+            raise errors.InvalidArgument(f"{field} is empty; at least one token is needed", field)
+        if max_bytes and isinstance(text, str | bytes) and len(text) > max_bytes:
+            raise errors.InvalidArgument(f"{field} is longer than the model's context", field)
+
+
+def _read(
+    prompt: str | Sequence[object] | EmbedsPrompt, keep: int | None, field: str, limits: types_pb2.ModelLimits
+) -> EncodedPrompt:
+    if not isinstance(prompt, EmbedsPrompt):
+        return _token_ids(prompt if keep is None else prompt[-keep:], field, limits)
+    if keep is not None:
+        raise errors.InvalidArgument(f"truncate_prompt_tokens is not supported with {field}", "truncate_prompt_tokens")
+    return join_parts(prompt.parts, limits)
+
+
+def _token_ids(prompt: Sequence[object], field: str, limits: types_pb2.ModelLimits) -> tokenizer_pb2.TokenizedPrompt:
+    if len(prompt) >= limits.max_model_len:
+        # Refuse it for its length before its items are looked at.
+        validation.check_prompt(cast(Sequence[int], prompt), types_pb2.SamplingParams(), limits, field=field)
+    return tokenizer_pb2.TokenizedPrompt(token_ids=narrow_token_ids(field, prompt))
+
+
+def _continued(before: Sequence[int], prompt: EncodedPrompt) -> EncodedPrompt:
+    """Return the prompt after the tokens before it, without its block hashes, which assume that a prompt begins."""
+    return tokenizer_pb2.TokenizedPrompt(token_ids=[*before, *prompt.token_ids]) if prompt.token_ids else prompt
+
+
+def _truncated(prompt: EncodedPrompt, keep: int) -> EncodedPrompt:
+    """Return the end of a prompt, without its block hashes, which are those of another beginning."""
+    if len(prompt.token_ids) <= keep:
+        return prompt
+    return tokenizer_pb2.TokenizedPrompt(token_ids=prompt.token_ids[-keep:], opens_reasoning=_opens_reasoning(prompt))
+
+
+def _opens_reasoning(prompt: EncodedPrompt) -> bool:
+    return isinstance(prompt, tokenizer_pb2.TokenizedPrompt) and prompt.opens_reasoning

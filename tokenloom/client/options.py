@@ -1,0 +1,100 @@
+"""Lists the keyword arguments of the client's methods; sampling parameters come from their table."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, NotRequired, ParamSpec, TypedDict, TypeVar, cast
+
+from tokenloom.request.sampling_params import GenerationFields
+
+from .tool_calls import Tool, ToolCall, ToolChoice
+
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    """``system``, ``user``, ``assistant`` or ``tool``."""
+    content: NotRequired[str | None]
+    name: NotRequired[str]
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """In an assistant's turn: the calls that it made."""
+    tool_call_id: NotRequired[str]
+    """In a tool's turn: the call whose result it is."""
+    reasoning: NotRequired[str]
+    """In an assistant's turn: its reasoning, for templates that use it."""
+
+
+class Options(GenerationFields, kw_only=True):
+    """How to generate. An option that is left out takes the model's default, otherwise the mesh's."""
+
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many of the prompt's last tokens; -1: as many as leave room for the answer."""
+    add_special_tokens: bool = True
+    return_prompt_token_ids: bool = False
+    return_timeline: bool = False
+    priority: int = 0
+    request_id: str = ""
+    """Echoed in the call's metadata and in logs; never an identity."""
+
+
+class ChatOptions(Options, kw_only=True):
+    """Options of chats: what the chat template and the model receive in addition to the conversation."""
+
+    template_kwargs: Mapping[str, Any] | None = None
+    """JSON variables of the model's chat template."""
+    add_generation_prompt: bool = True
+    """False: do not open the assistant's turn."""
+    tools: Sequence[Tool] = ()
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """Default: ``auto`` if there are tools."""
+    parallel_tool_calls: bool = True
+    """False: one call at most."""
+    include_reasoning: bool = True
+    """False: leave the model's reasoning out."""
+
+
+class _Turn(Options, kw_only=True):
+    model: str | None = None
+
+
+class _Call(_Turn, kw_only=True):
+    timeout: float | None = None
+
+
+class _Chat(ChatOptions, kw_only=True):
+    model: str | None = None
+    timeout: float | None = None
+
+
+class TurnArguments(_Turn):
+    """Arguments of a session's turn."""
+
+    prompt: str | Sequence[int]
+
+
+class PromptArguments(_Call):
+    """Arguments of a call with a prompt."""
+
+    prompt: str | Sequence[int]
+
+
+class ChatArguments(_Chat):
+    """Arguments of a call with a conversation."""
+
+    messages: Sequence[Message]
+
+
+def takes(
+    arguments: Callable[P, object],
+) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
+    """Declare a method's arguments to type checkers; it receives the options as ``**options``, those alone that the
+    caller has set."""
+
+    def declare(method: Callable[Concatenate[S, ...], R]) -> Callable[Concatenate[S, P], R]:
+        return cast(Callable[Concatenate[S, P], R], method)
+
+    return declare

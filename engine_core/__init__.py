@@ -1,5 +1,5 @@
-"""The engine core: requests, scheduler, KV cache manager and the loop that joins them.
+"""The engine core schedules requests, manages the KV cache and runs the loop that steps a worker.
 
-Knows no tensor library and no network but its own ZMQ sockets: ``gpu_worker`` fulfils the protocols of
-:mod:`tokenloom.engine_core.worker`, ``services/engine`` and ``tokenloom/offline/llm.py`` join the two.
+It uses no tensor library and no network except its own ZMQ sockets. ``gpu_worker`` implements the protocols of
+:mod:`tokenloom.engine_core.worker`; ``services/engine`` and ``tokenloom/offline/llm.py`` join the two.
 """

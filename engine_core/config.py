@@ -1,162 +1,229 @@
-"""Configuration of an engine core: small frozen structs, each handed only to the part that needs it."""
+"""Configuration of an engine core: small frozen structs, each handed only to the part that needs it.
 
-import msgspec
+A field that is ``Annotated`` with a text is an option that users can set. Its name, type, default, bounds, choices and
+text stand here only: flags, environment variables, configuration files, the keywords of ``LLM`` and the reference page
+derive from them (``services/runtime/host/options.py`` says how, and what ``extra`` may hold). The other fields are
+filled in at start-up.
+"""
 
+from typing import Annotated, Literal
 
-class WorkerConfig(msgspec.Struct, frozen=True):
-    """What the worker loads and how it computes."""
+from msgspec import Meta, Struct
 
-    model: str
-    """A local checkpoint directory. The hash worker needs none; of one it reads vocabulary size and context length."""
-    worker: str = "cpu"
-    """``cpu`` (gpu_worker, with a model), ``hash`` (no model: the next token is a hash of the prefix) or ``timed`` (a
-    step only waits)."""
-    device: str = "auto"
-    """Where the model computes: ``cpu``, ``cuda``, or ``auto``, which is a GPU where there is one."""
-    dtype: str = "auto"
-    """``auto`` keeps the checkpoint's dtype; else ``float32`` or ``bfloat16``."""
-    quantization: str | None = None
-    """``int8-dynamic`` rounds the layers' matrices to int8 as they are loaded; None: they stay as they are."""
-    attention_backend: str = "auto"
-    """``auto`` (the fastest that works here), ``cpu`` (C++ kernels), ``torch`` or ``reference``."""
-    num_threads: int = 0
-    """Compute threads; 0 leaves the library's choice."""
-    step_seconds: float = 0.0
-    """Hash and timed worker only: how long a step takes."""
-    token_seconds: float = 0.0
-    """Likewise: how much longer for each token that the step computes."""
-    compute_nans_in_logits: bool = False
-    """Whether NaN logits are counted, at the cost of a look at every logit."""
-    profiler_dir: str = ""
-    """Where profiles are written; empty: there are none."""
+Dtype = Literal["auto", "float32", "bfloat16"]
+AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
+Count = Annotated[int, Meta(ge=1)]
+Size = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Duration = Annotated[float, Meta(ge=0)]
 
 
-class CacheConfig(msgspec.Struct, frozen=True):
+class WorkerConfig(Struct, frozen=True):
+    """The model to load and how the worker computes it."""
+
+    model: Annotated[str, "Checkpoint directory, Hugging Face hub id, or tokenloom-demo."] = ""
+    worker: Annotated[
+        Literal["model", "hash", "timed"],
+        "model computes the model on --device; hash needs no model and derives each token from a hash "
+        "of the prefix, for tests; timed only waits, for benchmarks.",
+        Meta(extra={"renamed": {"cpu": "model"}}),
+    ] = "model"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
+    ] = "auto"
+    dtype: Annotated[Dtype, "Number format of weights and activations; auto: the checkpoint's."] = "auto"
+    quantization: Annotated[
+        Literal["int8-dynamic"] | None,
+        "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row.",
+    ] = None
+    attention_backend: Annotated[
+        AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
+    ] = "auto"
+    num_threads: Annotated[Size, "Compute threads; 0: the library decides."] = 0
+    step_seconds: Annotated[
+        Duration, "Seconds that a step of the hash or timed worker takes.", Meta(extra={"name": "hash_step_seconds"})
+    ] = 0.0
+    token_seconds: Annotated[
+        Duration,
+        "Additional seconds of such a step for each token that it computes.",
+        Meta(extra={"name": "hash_token_seconds"}),
+    ] = 0.0
+    compute_nans_in_logits: Annotated[
+        bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
+    ] = False
+    profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
+
+
+class CacheConfig(Struct, frozen=True):
     """The paged KV cache."""
 
-    block_size: int = 16
-    """Tokens in a block."""
-    enable_prefix_caching: bool = True
-    num_blocks: int | None = None
-    """Fixes the size of the pool; None: from memory."""
-    memory_bytes: int | None = None
-    """KV pool size in bytes; None: from the memory that is free after the profile run."""
-    engines_on_host: int = 1
-    """How many engines share this host's memory."""
-    kv_events: bool = False
-    """Whether outputs tell what the prefix cache gains and loses."""
+    block_size: Annotated[Count, "Tokens in a KV block."] = 16
+    enable_prefix_caching: Annotated[bool, "Reuse the KV blocks of equal prefixes."] = True
+    num_blocks: Annotated[
+        Count | None,
+        "KV blocks, on any device; by default as many as memory allows.",
+        Meta(extra={"name": "num_kv_blocks", "aliases": ("num_gpu_blocks_override",)}),
+    ] = None
+    memory_bytes: Annotated[
+        Count | None,
+        "Bytes of the KV cache; by default from the memory free after a profile run.",
+        Meta(extra={"name": "kv_cache_memory", "aliases": ("kv_cache_memory_bytes",)}),
+    ] = None
+    engines_on_host: Annotated[Count, "Engines that share this host's memory."] = 1
+    kv_events: Annotated[bool, "Publish which blocks the prefix cache stores and removes."] = False
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
 
 
-class SchedulerConfig(msgspec.Struct, frozen=True):
-    """Limits of one step."""
+class SchedulerConfig(Struct, frozen=True):
+    """Limits of one step and the order of requests."""
 
-    max_num_seqs: int = 128
-    """Requests in a batch."""
-    max_num_batched_tokens: int = 2048
-    """Token budget of a step."""
-    prefill_tokens_beside_decode: int | None = None
-    """Of the budget, what prompts get in a step where others decode, for each request whose prompt waits; None: all."""
-    enable_chunked_prefill: bool = True
-    async_scheduling: bool = False
-    """Whether the next step is scheduled while one runs, before its tokens are known."""
-    policy: str = "fcfs"
-    """``fcfs`` or ``priority``: see ``SchedulingPolicy``."""
-    long_prefill_token_threshold: int = 0
-    """Tokens of one prompt in a step at most, so that short prompts get past long ones; 0: as many as fit."""
-    reserve_full_prompt: bool = True
-    """Admit a request only when all its tokens fit, not just those of its first step: two long prompts that are let in
-    together might only preempt each other."""
-    log_events: bool = False
-    """Whether outputs tell when their requests were queued, scheduled and preempted."""
-    watermark: float = 0.01
-    """Share of the blocks that a newcomer leaves free while others run, for their next tokens."""
+    max_num_seqs: Annotated[Count, "Requests in a batch."] = 128
+    max_num_batched_tokens: Annotated[Count, "Token budget of a step."] = 2048
+    prefill_tokens_beside_decode: Annotated[
+        Count | None,
+        "Prompt tokens in a step in which other requests decode, for each request whose prompt waits; none: no limit.",
+    ] = None
+    enable_chunked_prefill: Annotated[bool, "Let the prefill of a prompt take several steps."] = True
+    async_scheduling: Annotated[
+        bool, "Schedule the next step while one runs; of no use if the model computes on the CPU."
+    ] = False
+    policy: Annotated[
+        Literal["fcfs", "priority"],
+        "Which waiting request is scheduled first: fcfs: the earliest; priority: the one with the "
+        "lowest priority value.",
+        Meta(extra={"name": "scheduling_policy"}),
+    ] = "fcfs"
+    long_prefill_token_threshold: Annotated[
+        Size, "Limit on the tokens of one prompt in a step, so that short prompts overtake; 0: no limit."
+    ] = 0
+    reserve_full_prompt: Annotated[
+        bool, "Admit a request only when its whole prompt fits into the KV cache, not just one step."
+    ] = True
+    """Without it two long prompts that are admitted together might only preempt each other."""
+    log_events: Annotated[
+        bool, "Log when requests are queued, scheduled and preempted.", Meta(extra={"name": "log_request_events"})
+    ] = False
+    watermark: Annotated[
+        Annotated[float, Meta(ge=0, lt=1)],
+        "Share of KV blocks that a new request leaves free while others run, for their next tokens.",
+    ] = 0.01
 
 
-class TLSFiles(msgspec.Struct, frozen=True):
-    """Where a part's certificate is, in PEM."""
+class TLSFiles(Struct, frozen=True):
+    """The paths of a part's certificate, in PEM."""
 
     ca: str
     cert: str
     key: str
     peer_name: str
-    """What the certificates of those who may connect, or be connected to, name."""
+    """The name in the certificates of the peers that may connect or be connected to."""
 
 
-class KVConfig(msgspec.Struct, frozen=True):
+class KVConfig(Struct, frozen=True):
     """KV blocks that move: between engines under leases, and out of the pool and back."""
 
-    role: str = "both"
-    """``prefill``, ``decode`` or ``both``: what kind of memory the pool lives in."""
-    transports: tuple[str, ...] = ()
-    """Ways to read another engine's blocks, best first, or ``auto``; empty: blocks do not move between engines."""
-    socket_listen: str = ""
-    """Where the transport ``socket`` serves: ``host:port``; empty: a unix socket, for readers on this host."""
-    socket_advertise: str = ""
-    """The host that readers connect to, where it is not the one that is listened on."""
+    role: Annotated[
+        Literal["both", "prefill", "decode"], "Which part of a request this engine computes: prefill, decode or both."
+    ] = "both"
+    transports: Annotated[
+        tuple[Literal["auto", "shm", "nixl", "socket"], ...],
+        "Ways to read KV blocks of another engine, best first: auto, shm, nixl, socket; by default "
+        "auto for the roles prefill and decode, and none for both.",
+        Meta(extra={"name": "kv_transports"}),
+    ] = ()
+    socket_listen: Annotated[
+        str,
+        "Address (host:port) of the transport socket; empty: only engines on this host can read.",
+        Meta(extra={"name": "kv_socket_listen"}),
+    ] = ""
+    socket_advertise: Annotated[
+        str,
+        "Host name under which engines reach that address; by default the host listened on.",
+        Meta(extra={"name": "kv_socket_advertise"}),
+    ] = ""
     socket_tls: TLSFiles | None = None
     """None: the socket transport stays on this host."""
-    policy: str = "recompute"
-    """When blocks cannot be loaded: ``recompute`` them here, or ``fail`` the request with an error worth a retry."""
-    checksum: bool = False
-    """Whether owner and reader compare a CRC-32 of every block."""
-    lease_seconds: float = 30.0
-    """How long the blocks of a finished prefill are held unless the reader renews."""
-    load_timeout_seconds: float = 30.0
-    """How long a load may stand still before it is given up."""
-    offload_path: str = ""
-    """Directory of the file that evicted prefix blocks go to; empty: they are dropped."""
-    offload_bytes: int = 0
-    """How large that file may become."""
-    failpoints: tuple[str, ...] = ()
-    """Faults to inject, for tests: ``name=share`` each (see ``failpoints.py``)."""
+    policy: Annotated[
+        Literal["recompute", "fail"],
+        "What happens if KV blocks cannot be loaded: recompute them here, or fail the request with a retryable error.",
+        Meta(extra={"name": "kv_policy"}),
+    ] = "recompute"
+    checksum: Annotated[bool, "Compare a CRC-32 of every KV block that moved.", Meta(extra={"name": "kv_checksum"})] = (
+        False
+    )
+    lease_seconds: Annotated[
+        Seconds,
+        "Seconds that the KV blocks of a finished prefill are held unless the reader renews the lease.",
+        Meta(extra={"name": "kv_lease_seconds"}),
+    ] = 30.0
+    load_timeout_seconds: Annotated[
+        Seconds,
+        "Seconds without progress after which loading KV blocks is given up.",
+        Meta(extra={"name": "kv_load_timeout"}),
+    ] = 30.0
+    offload_path: Annotated[
+        str,
+        "Directory of a file for evicted KV blocks; empty: they are dropped.",
+        Meta(extra={"name": "kv_offload_path"}),
+    ] = ""
+    offload_bytes: Annotated[Size, "Largest size of that file.", Meta(extra={"name": "kv_offload_bytes"})] = 0
+    failpoints: Annotated[tuple[str, ...], "Faults to inject in tests: name=share, separated by commas."] = ()
 
 
-class StructuredOutputConfig(msgspec.Struct, frozen=True):
+class StructuredOutputConfig(Struct, frozen=True):
     """How outputs are made to follow a grammar."""
 
-    tokenizer: str
+    backend: Annotated[
+        Literal["auto", "llguidance", "xgrammar"],
+        "Library that makes outputs follow a grammar; auto: llguidance.",
+        Meta(extra={"name": "structured_outputs_backend"}),
+    ] = "auto"
+    tokenizer: str = ""
     """Path of the model's ``tokenizer.json``."""
-    tokenizer_digest: bytes
-    """SHA-256 of that file: whoever loads it later makes sure that it is still the same."""
+    tokenizer_digest: bytes = b""
+    """SHA-256 of that file, so that a process that loads it later can verify that it has not changed."""
     eos_token_ids: tuple[int, ...] = ()
-    """Of the checkpoint; empty: what the tokenizer itself says."""
-    backend: str = "llguidance"
-    """``llguidance`` or ``xgrammar``."""
+    """End-of-sequence tokens of the checkpoint; empty: those that the tokenizer names."""
 
 
-class ParallelConfig(msgspec.Struct, frozen=True):
-    """Where the workers are, and how arrays get from process to process."""
+class ParallelConfig(Struct, frozen=True):
+    """Where the workers run, and how arrays move between processes."""
 
-    distributed_executor_backend: str = "uni"
-    """``uni``: one, in the core's process; ``mp``: in processes of their own."""
-    array_arena_bytes: int = 256 << 20
-    """Shared memory for large arrays that a client lends its core, and as much again for those that an executor lends
-    its workers. What has no room there travels in frames; 0: everything does."""
-
-
-class ObservabilityConfig(msgspec.Struct, frozen=True):
-    """What the loop tells of its steps."""
-
-    log_iterations: bool = False
-    """Whether each step is a line in the log."""
-    dump_dir: str = ""
-    """Directory that gets a file with the scheduler's input of a step that failed; empty: only the log has it."""
-    dump_tokens: bool = False
-    """Whether that may name tokens of prompts and outputs."""
+    distributed_executor_backend: Annotated[
+        Literal["uni", "mp"], "Where the worker runs: uni: in the core's process; mp: in a process of its own."
+    ] = "uni"
+    array_arena_bytes: Annotated[
+        Size,
+        "Shared memory that the front and the core each use to pass large arrays (prompt embeddings, "
+        "masks) to the next process; larger arrays, and with 0 all arrays, are sent over sockets.",
+    ] = 256 << 20
 
 
-class EngineConfig(msgspec.Struct, frozen=True):
-    """All of it, as INIT carries it to the core's process."""
+class ObservabilityConfig(Struct, frozen=True):
+    """What the step loop logs and records."""
 
-    worker: WorkerConfig
+    log_iterations: Annotated[
+        bool, "Log a line for each step.", Meta(extra={"name": "enable_logging_iteration_details"})
+    ] = False
+    dump_dir: Annotated[str, "Directory for the scheduler's input of a step that failed; empty: it is only logged."] = (
+        ""
+    )
+    dump_tokens: Annotated[bool, "Include the tokens of prompts and outputs in that dump."] = False
+
+
+class EngineConfig(Struct, frozen=True):
+    """The whole configuration, as INIT carries it to the core's process."""
+
+    worker: WorkerConfig = WorkerConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv: KVConfig = KVConfig()
     parallel: ParallelConfig = ParallelConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
-    """None: the model has no tokenizer to constrain outputs by."""
-    max_model_len: int | None = None
-    """Prompt and output together; None: the model's own, or what the KV pool can hold if that is less."""
+    """None: the model has no tokenizer, so outputs cannot be constrained."""
+    max_model_len: Annotated[
+        Count | None,
+        "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",
+    ] = None

@@ -1,21 +1,21 @@
-"""What can go wrong between an engine core and its client."""
+"""Errors of an engine core that its client sees."""
 
 
 class EngineStartError(RuntimeError):
-    """The core did not come up; the message says why and is meant for an operator, not for a client of the mesh."""
+    """The core did not start. The message gives the reason to an operator; it is not meant for a client of the mesh."""
 
 
 class EngineConfigError(EngineStartError):
-    """The configuration or the checkpoint asks for what cannot be had: another start would end the same way."""
+    """The configuration or the checkpoint is not supported, so that another start would fail in the same way."""
 
 
 class EngineDeadError(RuntimeError):
-    """The core is gone or gave up: nothing that was asked of it will be answered any more."""
+    """The core has ended or failed; it will not answer any call."""
 
 
 class ExecutorFailedError(RuntimeError):
-    """A worker failed or is gone: the core cannot compute any more."""
+    """A worker failed or ended, so that the core cannot compute."""
 
 
 class UtilityError(RuntimeError):
-    """A utility call failed in the core; the core goes on."""
+    """A utility call failed in the core; the core continues to run."""

@@ -1,4 +1,4 @@
-"""The protocols that a worker and an executor fulfil (``gpu_worker`` and ``hash_worker`` do)."""
+"""Defines the protocol of a worker, which ``gpu_worker`` and ``fake_workers`` implement."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,15 +11,15 @@ from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOu
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """What the core must know of a loaded model."""
+    """Describes a loaded model to the core."""
 
     vocab_size: int
     max_model_len: int
-    """Of the model itself, in tokens."""
+    """The model's own context length, in tokens."""
     kv_bytes_per_token: int
-    """Of all layers."""
+    """For all layers together."""
     kv_layout: str
-    """As in ``Fingerprint.kv_layout``: all that must be equal for two pools to exchange blocks, block size included."""
+    """As in ``Fingerprint.kv_layout``: two pools can exchange blocks if it is equal. It includes the block size."""
     numerics: str
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
@@ -27,62 +27,65 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Worker(Protocol):
-    """Computes steps. Called from one thread, in this order: load, determine, initialize, then execute, sample, …"""
+    """Computes steps. Its methods are called from one thread, in this order: load, determine, initialize, then execute
+    and sample for each step."""
 
     def load_model(self) -> ModelInfo:
-        """Loads weights. Raises ``ValueError`` naming a configuration feature that is not supported."""
+        """Load the weights. Raises ``ValueError`` naming a configured feature that is not supported."""
 
     def determine_available_memory(self) -> int:
-        """Bytes that this engine's KV pool may take, after a profile run with the largest chunk and its logits."""
+        """Return how many bytes the KV pool may take, after a profile run with the largest chunk and its logits."""
 
     def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        """Makes the pool; afterwards the worker is warm.
+        """Make the pool and warm up.
 
         Args:
-            memory: To hold the pool, of at least ``num_blocks * block_size * kv_bytes_per_token`` bytes; None: the
-                worker allocates its own, which no other process can map.
+            memory: Memory for the pool, of at least ``num_blocks * block_size * kv_bytes_per_token`` bytes. If None,
+                the worker allocates its own, which no other process can map.
         """
 
     def kv_pool(self) -> KVPool:
-        """The pool as transports see it. After ``initialize_kv_cache``; usable from any thread."""
+        """Return the pool for transports. Callable from any thread, after ``initialize_kv_cache``."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """The forward pass of one step. An exception, here or in ``sample_tokens``, means that the step is lost and
-        the engine is to stop."""
+        """Run the forward pass of one step.
+
+        An exception, here or in ``sample_tokens``, means that the step is lost and the engine must stop.
+        """
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Ends the step that was executed last: draws a token for every request of it whose tokens are all computed.
+        """End the latest step: draw a token for each of its requests whose tokens are all computed.
 
-        Apart from the forward pass, so that what grammars allow is worked out while the model runs.
+        This is separate from the forward pass, so that the bitmasks of grammars are computed while the model runs.
         """
 
     def sleep(self, level: int) -> None:
-        """Gives memory back to the system: the KV pool's content, and the weights. No request holds a block.
+        """Release the memory of the KV pool and of the weights. No request holds a block.
 
         Args:
-            level: 1: the weights come back with :meth:`wake_up`; 2: only :meth:`reload_weights` brings some.
+            level: At 1, :meth:`wake_up` restores the weights; at 2, only :meth:`reload_weights` does.
         """
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Takes ``weights`` or ``kv_cache``, which is empty then, or both into use again; what is awake stays so.
+        """Restore ``weights``, ``kv_cache`` (which is then empty) or both. A part that is awake does not change.
 
-        Raises ``ValueError`` when the weights cannot be the same again; nothing has changed then.
+        Raises ``ValueError``, and changes nothing, if the weights cannot be restored unchanged.
         """
 
     def reload_weights(self, path: str) -> None:
-        """Takes the weights of another checkpoint of the same architecture, awake or asleep. No request holds a block.
+        """Load the weights of another checkpoint of the same architecture, awake or asleep. No request holds a block.
 
-        Raises ``ValueError`` naming what is wrong with it; the old weights stay then.
+        Raises ``ValueError``, and keeps the old weights, naming what is wrong with the checkpoint.
         """
 
     def profile(self, start: bool) -> None:
-        """Starts to record what the worker computes, or stops and writes it to the configured directory.
+        """Start recording what the worker computes, or stop and write the profile to the configured directory.
 
-        Raises ``ValueError`` without one, or when it was not the other's turn.
+        Raises ``ValueError`` without a directory, when starting twice, and when stopping without a start.
         """
 
     def resident_bytes(self) -> int:
-        """Memory of the worker's process that the system holds for it now."""
+        """Return the resident memory of the worker's process, in bytes."""
 
     def shutdown(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Release all resources. Idempotent."""

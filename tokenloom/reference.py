@@ -1,18 +1,18 @@
-"""Pages of ``docs/`` that are written from the code: ``python -m tokenloom.reference`` writes them anew."""
+"""Writes the pages of ``docs/`` that derive from the code: ``python -m tokenloom.reference``."""
 
+import itertools
 import sys
-import types
-import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from msgspec import NODEFAULT
 
 from .services.coordinator.coordinator_settings import CoordinatorSettings
 from .services.engine.engine_settings import EngineSettings
 from .services.gateway.gateway_settings import GatewaySettings
 from .services.output_processor.output_processor_settings import OutputProcessorSettings
+from .services.runtime.host.options import Option, flag, options_of
 from .services.runtime.host.service_settings import ServiceSettings
 from .services.runtime.peers.callers import CALLERS
 from .services.tokenizer.tokenizer_settings import TokenizerSettings
@@ -27,18 +27,21 @@ SERVICES: tuple[type[ServiceSettings], ...] = (
 
 _CONFIGURATION = """# Configuration
 
-Written by `make docs` from the code. Each service takes flags, environment variables, and a file named by `--config`
-(`.toml`, `.json` or `.yaml`, one table); a flag wins over a variable, a variable over the file. A variable is
-`TOKENLOOM_` and the setting's name: `--max-num-seqs 64`, `TOKENLOOM_MAX_NUM_SEQS=64` and `max_num_seqs = 64` say the
-same. Lists are separated by commas. `tokenloom serve` starts all services with what they must know of each other; the
-variables reach them too.
+`make docs` writes this page from the code. Each service reads flags, environment variables, and a file named by
+`--config` (`.toml`, `.json` or `.yaml`). A flag overrides a variable, and a variable overrides the file. The variable
+of an option is `TOKENLOOM_` and its name: `--max-num-seqs 64`, `TOKENLOOM_MAX_NUM_SEQS=64` and `max_num_seqs = 64` in a
+file have the same effect. In a file, an option of the engine may also stand in a table of its group, such as
+`[scheduler]`. Lists are separated by commas.
+
+`tokenloom serve` offers the options of the engine and of the other services, starts all services, and sets the options
+by which they find each other. `LLM(...)` takes the options of the engine's groups as keywords.
 """
 
 _CALLERS = """# Who may call whom
 
-Written by `make docs` from `services/runtime/peers/callers.py`. Under mutual TLS the caller is who its certificate
-names; health checks are open to every certificate of the mesh. The gateway's own `Inference` and HTTP are public:
-clients are known by their API keys.
+`make docs` writes this page from `services/runtime/peers/callers.py`. Under mutual TLS the certificate names the
+caller; every certificate of the mesh may call the health checks. The gateway's own `Inference` and HTTP are public: API
+keys identify their clients.
 
 | method | callers |
 |---|---|
@@ -46,18 +49,21 @@ clients are known by their API keys.
 
 
 def configuration() -> str:
-    """``docs/configuration.md``."""
-    common = set(ServiceSettings.model_fields)
-    parts = [_CONFIGURATION, "\n## Every service\n\n", *_table(ServiceSettings, set(ServiceSettings.model_fields))]
+    """Return ``docs/configuration.md``."""
+    common = options_of(ServiceSettings)
+    parts = [_CONFIGURATION, "\n## Every service\n\n", *_table(common.values())]
     for service in SERVICES:
-        own = {name for name, field in service.model_fields.items() if name not in common or _differs(name, field)}
-        parts += [f"\n## {service.service}\n\n`python -m tokenloom.services.{service.service}`\n\n"]
-        parts += _table(service, own)
+        parts.append(f"\n## {service.service}\n\n`python -m tokenloom.services.{service.service}`\n")
+        own = [option for option in options_of(service).values() if option.name not in common]
+        for group, options in itertools.groupby(sorted(own, key=_by_group(own)), attrgetter("group")):
+            if group != own[0].group:
+                parts.append(f"\n### {group}\n")
+            parts += ["\n", *_table(options)]
     return "".join(parts)
 
 
 def callers() -> str:
-    """``docs/callers.md``."""
+    """Return ``docs/callers.md``."""
     rows = (f"| `{method}` | {', '.join(sorted(who))} |\n" for method, who in CALLERS.items())
     return _CALLERS + "".join(rows)
 
@@ -65,43 +71,24 @@ def callers() -> str:
 PAGES = {"configuration.md": configuration, "callers.md": callers}
 
 
-def _differs(name: str, field: FieldInfo) -> bool:
-    inherited = ServiceSettings.model_fields[name]
-    return (field.default, field.description) != (inherited.default, inherited.description)
+def _by_group(options: Sequence[Option]) -> Callable[[Option], int]:
+    """In the order in which the groups first occur."""
+    groups = list(dict.fromkeys(option.group for option in options))
+    return lambda option: groups.index(option.group)
 
 
-def _table(service: type[ServiceSettings], names: set[str]) -> Iterator[str]:
+def _table(options: Iterable[Option]) -> Iterator[str]:
     yield "| flag | value | default | |\n|---|---|---|---|\n"
-    for name, field in service.model_fields.items():
-        if name in names:
-            text = (field.description or "").replace("|", "\\|")
-            yield f"| `--{name.replace('_', '-')}` | {_kind(field.annotation)} | {_default(field)} | {text} |\n"
-
-
-def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
-        return "required"
-    if field.default in (None, "", ()):
-        return ""
-    if isinstance(field.default, tuple):
-        return f"`{','.join(map(str, field.default))}`"
-    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
-
-
-def _kind(annotation: object) -> str:
-    """What to write as the value."""
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return " or ".join(_kind(part) for part in typing.get_args(annotation) if part is not type(None))
-    if typing.get_origin(annotation) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if typing.get_origin(annotation) is tuple:
-        return "list"
-    names = {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}
-    return names[annotation] if isinstance(annotation, type) and annotation in names else "text"
+    for option in options:
+        flags = " ".join(f"`{flag(name)}`" for name in option.names)
+        value = ", ".join(f"`{choice}`" for choice in option.choices) or option.kind
+        default = f"`{option.default_text}`" if option.default_text else ""
+        text = option.text.replace("|", "\\|")
+        yield f"| {flags} | {value} | {'required' if option.default is NODEFAULT else default} | {text} |\n"
 
 
 def main(folder: Path) -> None:
-    """Writes all pages."""
+    """Write all pages."""
     for name, write in PAGES.items():
         (folder / name).write_text(write())
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    AttentionBackendName,
+    CacheConfig,
+    Dtype,
+    EngineConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -34,11 +41,10 @@ class DecodeOptions:
     context: int = 512
     """How many tokens each request has when the measured steps begin."""
     steps: int = 64
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     threads: int = 0
     """0: one for each core."""
-    attention_backend: str = ""
-    """Empty: the default."""
+    attention_backend: AttentionBackendName = "auto"
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def _engine(options: DecodeOptions, config: ModelConfig, threads: int) -> tuple[
         model=str(options.model),
         dtype=options.dtype,
         num_threads=threads,
-        attention_backend=options.attention_backend or "auto",
+        attention_backend=options.attention_backend,
     )
     engine = EngineConfig(
         worker=worker,

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.config import (
+    AttentionBackendName,
+    CacheConfig,
+    Dtype,
+    EngineConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
@@ -32,11 +39,10 @@ class PrefillOptions:
     lengths: tuple[int, ...] = (512, 2048)
     """The lengths of the prompts; each is computed in one step."""
     repeats: int = 3
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     threads: int = 0
     """0: one for each core."""
-    attention_backend: str = ""
-    """Empty: the default."""
+    attention_backend: AttentionBackendName = "auto"
 
 
 def run_prefill(options: PrefillOptions) -> list[dict[str, Any]]:
@@ -112,7 +118,7 @@ def _core(options: PrefillOptions, longest: int, threads: int) -> EngineCore:
             model=str(options.model),
             dtype=options.dtype,
             num_threads=threads,
-            attention_backend=options.attention_backend or "auto",
+            attention_backend=options.attention_backend,
         ),
         cache=CacheConfig(enable_prefix_caching=False, num_blocks=longest // _BLOCK + 4),
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=longest),

@@ -1,1 +1,1 @@
-"""Clients of an engine core: in process or over ZMQ, with an event loop or without."""
+"""Clients of an engine core: one for an event loop, over ZMQ, and one that runs the core in the caller's thread."""

@@ -1,4 +1,4 @@
-"""The client of an engine core for an event loop: the core runs in another process, and messages cross over ZMQ."""
+"""The client of an engine core for an event loop: the core runs in another process, reached over ZMQ."""
 
 import asyncio
 import contextlib
@@ -32,48 +32,50 @@ T = TypeVar("T")
 
 
 class AsyncClient(Protocol):
-    """What the engine service's front needs of a core.
+    """Describes what the engine service's front needs of a core.
 
-    One task reads :meth:`get_output` for ever; utility calls are answered while it does.
+    One task keeps reading :meth:`get_output`; utility calls are answered only while it does.
     """
 
     async def start(self) -> CoreReady:
-        """Brings the core up. Raises ``EngineStartError``."""
+        """Start the core. Raises ``EngineStartError``."""
 
     async def add_request(self, request: EngineCoreRequest) -> None:
-        """Hands a request over; a refusal comes as its output. Raises ``EngineDeadError``."""
+        """Send a request; a refusal arrives as its output. Raises ``EngineDeadError``."""
 
     async def abort_requests(self, request_ids: Sequence[str]) -> None:
-        """Ends requests without an output; unknown ones are ignored. Raises ``EngineDeadError``."""
+        """End requests without an output; unknown ids are ignored. Raises ``EngineDeadError``."""
 
     async def accept_tokens(self, message: AcceptTokens) -> None:
-        """Gives a request its tokens that were added ahead of them; ignored for an unknown one. ``EngineDeadError``."""
+        """Send the tokens of a request that was added with ``awaits_tokens``; ignored if the id is unknown. Raises
+        ``EngineDeadError``."""
 
     async def get_output(self) -> EngineCoreOutputs:
-        """What one step produced; waits for it. Raises ``EngineDeadError``."""
+        """Wait for the outputs of the next step. Raises ``EngineDeadError``."""
 
     async def call_utility(self, method: str, *args: object) -> object:
-        """Calls one of the core's utilities. Raises ``UtilityError`` when it fails, ``EngineDeadError``."""
+        """Call one of the core's utilities. Raises ``UtilityError`` if it fails, ``EngineDeadError``."""
 
     async def kv_send(self, call: KVCall) -> None:
-        """Says something to the core's KV thread. Raises ``EngineDeadError``. Only with ``KVConfig.transports``."""
+        """Send a message to the core's KV thread, which exists only with ``KVConfig.transports``. Raises
+        ``EngineDeadError``."""
 
     async def kv_receive(self) -> KVEvent:
-        """What the KV thread says next; waits for it. One task reads it for ever. Raises ``EngineDeadError``."""
+        """Wait for the next message of the KV thread. Only one task may read. Raises ``EngineDeadError``."""
 
     async def close(self) -> None:
-        """Ends the core. Idempotent."""
+        """End the core. Idempotent."""
 
 
 class PendingCalls:
-    """Utility calls that wait for their answers."""
+    """Matches the answers of utility calls to their callers."""
 
     def __init__(self) -> None:
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[object]] = {}  # as many as there are callers that wait
+        self._waiting: dict[int, asyncio.Future[object]] = {}  # bounded by the callers that wait
 
     async def make(self, method: str, args: Sequence[object], send: Callable[[UtilityCall], Awaitable[None]]) -> object:
-        """Sends a call and waits for its answer."""
+        """Send a call and wait for its answer."""
         call = UtilityCall(next(self._ids), method, [to_raw(arg) for arg in args])
         future = self._waiting[call.call_id] = asyncio.get_running_loop().create_future()
         try:
@@ -83,7 +85,7 @@ class PendingCalls:
             del self._waiting[call.call_id]
 
     def take(self, outputs: EngineCoreOutputs) -> bool:
-        """Whether ``outputs`` was an answer; then whoever waits for it has it."""
+        """Return whether ``outputs`` was an answer; if so, pass it to the caller that waits for it."""
         if (answer := outputs.utility_output) is None:
             return False
         future = self._waiting.get(answer.call_id)
@@ -95,13 +97,14 @@ class PendingCalls:
         return True
 
     def fail(self, error: Exception) -> None:
+        """Fail all calls that wait."""
         for future in list(self._waiting.values()):
             if not future.done():
                 future.set_exception(error)
 
 
 class AsyncMPClient:
-    """The core in a process of its own: a busy loop in this one would delay every stream."""
+    """Runs the core in a process of its own, because a busy loop in this process would delay every stream."""
 
     def __init__(self, config: EngineConfig, command: Sequence[str], *, grace: float = 5.0) -> None:
         """``command``: as for :class:`CoreProcess`; ``grace``: seconds that :meth:`close` leaves the core to finish its
@@ -111,7 +114,7 @@ class AsyncMPClient:
         self._process = CoreProcess(command)
         self._arena = ArrayArena(config.parallel.array_arena_bytes)
         self._context = zmq.asyncio.Context()
-        # Sockets keep ZMQ's own bound of 1000 messages: beyond, a send waits.
+        # ZMQ's default bound applies: with 1000 messages in the queue, a send waits.
         self._input = self._bind(zmq.PUSH, self._process.input_address)
         self._output = self._bind(zmq.PULL, self._process.output_address)
         self._kv = self._context.socket(zmq.PAIR)
@@ -121,19 +124,21 @@ class AsyncMPClient:
         self._kv_events: Decoder[KVEvent] = Decoder(KVEvent)
         self._calls = PendingCalls()
         self._dead: EngineDeadError | None = None
-        self._waits: set[asyncio.Future[Any]] = set()  # for the KV socket, which a dead core would leave for ever
+        self._waits: set[asyncio.Future[Any]] = (
+            set()
+        )  # operations on the KV socket, which would never end if the core died
         self._closed = False
 
     @property
     def pid(self) -> int | None:
-        """Of the core's process."""
+        """The id of the core's process."""
         return self._process.pid
 
     async def start(self) -> CoreReady:
         try:
             ready = await asyncio.to_thread(self._process.start, self._config, self._arena.address)
         except BaseException:
-            self._process.kill()  # also ends the wait in the thread when it was us who were cancelled
+            self._process.kill()  # also ends the wait in the thread if this task was cancelled
             raise
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), name="core-watch", daemon=True).start()
@@ -156,7 +161,7 @@ class AsyncMPClient:
         while True:
             frames = await self._output.receive()
             if frames[0] == ENGINE_CORE_DEAD:
-                self._fail(EngineDeadError("the engine core failed; its log says why"))
+                self._fail(EngineDeadError("the engine core failed; see its log"))
                 assert self._dead is not None
                 raise self._dead
             outputs = self._decoder.decode(frames)
@@ -167,7 +172,7 @@ class AsyncMPClient:
         return await self._calls.make(method, args, functools.partial(self._send, RequestType.UTILITY))
 
     async def kv_send(self, call: KVCall) -> None:
-        assert self._config.kv.transports, "this core moves no KV"
+        assert self._config.kv.transports, "this core transfers no KV"
         frames = encode(call)
         await self._unless_dead(lambda: self._kv.send_multipart(frames))
 
@@ -185,17 +190,17 @@ class AsyncMPClient:
 
     async def _send(self, kind: RequestType, message: object, loan: Loan | None = None) -> None:
         frames = [kind.value, *encode(message, loan)]
-        is_small = len(frames) == 2  # no arrays: copying is cheaper
+        is_small = len(frames) == 2  # without arrays, copying is cheaper
         await self._input.send(frames, copy=is_small)
 
     def _bind(self, kind: int, address: str) -> AsyncSocket:
-        context: Any = self._context  # pyzmq's types know no plain socket of such a context
+        context: Any = self._context  # pyzmq's types do not allow a plain socket of an asyncio context
         socket: zmq.Socket[bytes] = context.socket(kind, socket_class=zmq.Socket)
         socket.bind(address)
         return AsyncSocket(socket)
 
     async def _unless_dead(self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Awaits a ZMQ operation, which the death of the core would leave waiting for ever."""
+        """Await a ZMQ operation; it fails when the core dies instead of waiting without end."""
         self._check_alive()
         future = asyncio.ensure_future(operation())
         if future.done():
@@ -205,7 +210,7 @@ class AsyncMPClient:
             return await future
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is None or not task.cancelling():  # then it was the operation that was cancelled, by _fail
+            if task is None or not task.cancelling():  # _fail cancelled the operation
                 self._check_alive()
             raise
         finally:

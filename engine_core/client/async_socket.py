@@ -1,4 +1,4 @@
-"""One direction of a ZMQ socket in an event loop: a plain socket, without the futures and polls of ``zmq.asyncio``."""
+"""Wraps a plain ZMQ socket for an event loop, in one direction, without the futures and polls of ``zmq.asyncio``."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,33 +12,34 @@ _READABLE = int(zmq.POLLIN)
 
 
 class AsyncSocket:
-    """Receives or sends, never both: what the one does would swallow the signal that the other waits for.
+    """Receives or sends, never both, because either direction would consume the signal that the other waits for.
 
-    ZMQ signals once, when a socket that had nothing to give (or to take) can go on. So it is asked first, and an
-    operation waits only after ZMQ refused it.
+    ZMQ signals only once when a socket becomes readable (or writable). Therefore each operation is tried first, and
+    waits for the signal only if ZMQ refuses it.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        """``socket``: PULL or PUSH; closed by whoever made it, after :meth:`fail`."""
+        """``socket``: PULL or PUSH; the caller closes it, after :meth:`fail`."""
         self._socket = socket
-        self._turn = asyncio.Lock()  # operations begin in the order in which they were called
+        self._turn = asyncio.Lock()  # operations start in the order of their calls
         self._loop: asyncio.AbstractEventLoop | None = None  # while it watches the socket
         self._signal: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
     async def receive(self) -> list[bytes]:
-        """The next message's frames; waits for it. Cancelled, it has taken none. Raises what :meth:`fail` was given."""
+        """Wait for the next message and return its frames. If cancelled, no message is lost. Raises the error of
+        :meth:`fail`."""
         async with self._turn:
             while True:
                 if self._error is not None:
                     raise self._error
-                # Asked first: a refusal is an exception, and after each step's outputs there mostly is nothing more.
+                # The check avoids an exception: after the outputs of a step there is mostly no further message.
                 if cast(int, self._socket.get(zmq.EVENTS)) & _READABLE:
                     return self._socket.recv_multipart(zmq.NOBLOCK)
                 await self._signalled()
 
     async def send(self, frames: Sequence[Frame], *, copy: bool) -> None:
-        """Sends a message; waits while the socket's queue is full. Raises what :meth:`fail` was given."""
+        """Send a message; wait while the socket's queue is full. Raises the error of :meth:`fail`."""
         async with self._turn:
             while True:
                 if self._error is not None:
@@ -50,7 +51,7 @@ class AsyncSocket:
                     await self._signalled()
 
     def fail(self, error: Exception) -> None:
-        """Ends all operations with ``error``, those to come too; the first error stays."""
+        """End all operations with ``error``, later ones too. The first error wins."""
         self._error = self._error or error
         self._stop_watching()
         self._wake()
@@ -66,7 +67,7 @@ class AsyncSocket:
             self._signal = None
 
     def _on_signal(self) -> None:
-        if self._signal is None:  # nobody takes it: watching on would only spin
+        if self._signal is None:  # no operation waits: the loop would spin if it kept watching
             self._stop_watching()
         self._wake()
 

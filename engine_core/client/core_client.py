@@ -1,4 +1,4 @@
-"""The client of an engine core for code without an event loop: the core runs in the caller's process and thread."""
+"""The client of an engine core for code without an event loop; the core runs in the caller's thread."""
 
 import threading
 from collections import deque
@@ -14,19 +14,19 @@ from ..wire.serialization import to_raw
 
 
 class InprocClient:
-    """The core in the caller's own process and thread: :meth:`get_output` is where it computes."""
+    """Runs the core in the caller's thread: :meth:`get_output` computes a step."""
 
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self._core = EngineCore(config, executor)
         self._news = threading.Event()
         self._core.on_news(self._news.set)
         self._calls = CoreCalls(self._core)
-        # Refusals, one for each bad request not yet read, and steps that a utility call had to wait for.
+        # Outputs not read yet: refusals of bad requests, and steps that a utility call had to wait for.
         self._early: deque[EngineCoreOutputs] = deque()
         self.ready = self._core.ready
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Hand a request over; a refusal comes as its output."""
+        """Add a request; a refusal comes as its output."""
         if (refusal := self._calls.add(request)) is not None:
             self._early.append(refusal)
 
@@ -49,7 +49,7 @@ class InprocClient:
         self._calls.call(UtilityCall(0, method, [to_raw(arg) for arg in args]), answers.append)
         while not answers:
             if not self._core.has_work():
-                raise UtilityError(f"{method}: waits for something that no step will bring")
+                raise UtilityError(f"{method} cannot finish: no request is left that a step could advance")
             self._early.append(self._calls.step())
         output = answers[0].utility_output
         assert output is not None

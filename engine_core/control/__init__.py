@@ -1,1 +1,1 @@
-"""Control of a running core: pause, sleep, streaming input sessions and utility calls."""
+"""Controls a running core: pause, sleep, sessions with streaming input, and utility calls."""

@@ -1,4 +1,4 @@
-"""An engine that holds still: for new weights, for sleep, or because an operator wants to look at it."""
+"""Pauses an engine: for new weights, for sleep, or for an operator to inspect it."""
 
 import enum
 from concurrent.futures import Future
@@ -8,18 +8,18 @@ from ..scheduling.step_planner import PauseState
 
 
 class PauseMode(enum.StrEnum):
-    """What a pause means to the requests that are there; new ones queue in every mode."""
+    """Says what a pause does with live requests; new ones are queued in every mode."""
 
     ABORT = "abort"
-    """They end with ``FinishReason.ABORT``."""
+    """They all end with ``FinishReason.ABORT``."""
     WAIT = "wait"
-    """Who has begun finishes; the others queue."""
+    """Requests that have begun finish; the others stay queued."""
     KEEP = "keep"
-    """Everything is frozen where it is."""
+    """All requests keep their state until the engine resumes."""
 
 
 class Pausing:
-    """Pauses one scheduler. Belongs to the thread that steps."""
+    """Pauses and resumes one scheduler. Belongs to the thread that steps."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -33,13 +33,14 @@ class Pausing:
         return self._mode is not None
 
     def pause(self, mode: str, *, clear_cache: bool = False) -> "Future[None]":
-        """The future is done once nobody runs: at once, but for ``wait``; it fails when the pause ends before.
+        """Pause. The future is done once no request runs, which is at once except in mode ``wait``; it fails if the
+        engine is resumed before.
 
-        ``clear_cache`` forgets cached prefixes then; who is frozen will be computed anew. Raises ``ValueError`` for an
-        unknown mode, or when paused in another.
+        ``clear_cache`` then forgets cached prefixes; frozen requests will be computed anew. Raises ``ValueError`` for
+        an unknown mode, or when paused in another mode.
         """
         if mode not in list(PauseMode):
-            raise ValueError(f"mode {mode!r} is unknown; there are {', '.join(PauseMode)}")
+            raise ValueError(f"mode {mode!r} is unknown; use one of {', '.join(PauseMode)}")
         if self._mode not in (None, mode):
             raise ValueError(f"the engine is paused in mode {self._mode}; resume it first")
         if self._mode is None:
@@ -50,7 +51,7 @@ class Pausing:
         return quiet
 
     def settle(self) -> None:
-        """Somebody may have ended: perhaps nobody runs any more."""
+        """Complete the pause if no request runs any more."""
         if self.quiet is None or self._scheduler.is_advancing:
             return
         if self._clear_cache:
@@ -60,16 +61,17 @@ class Pausing:
         quiet.set_result(None)
 
     def resume(self) -> None:
-        """Everybody goes on. Nothing happens when not paused."""
+        """Let all requests continue; do nothing if not paused."""
         self._mode = None
         self._clear_cache = False
         self._scheduler.set_pause_state(PauseState.UNPAUSED)
         if self.quiet is not None:
             quiet, self.quiet = self.quiet, None
-            quiet.set_exception(ValueError("the engine was resumed before everybody had finished"))
+            quiet.set_exception(ValueError("the engine was resumed before all requests had finished"))
 
     def end_frozen(self) -> None:
-        """The core is to shut down: who cannot finish for the pause ends with ``FinishReason.ABORT``."""
+        """End all requests with ``FinishReason.ABORT`` if the engine is paused: it shuts down, and they would never
+        finish."""
         if self.is_paused:
             self._scheduler.abort_all()
 

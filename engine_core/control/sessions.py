@@ -1,4 +1,4 @@
-"""Streaming input: requests whose prompt goes on after they were answered (``resumable``, as in vLLM V1)."""
+"""Streaming input: sessions whose prompt continues after each answer (``resumable``, as in vLLM V1)."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,14 +9,17 @@ from ..scheduling.scheduler import Scheduler
 from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 
 MAX_INPUTS = 1024
-"""Inputs of a session that may wait for their turns: a client that only sends is wrong."""
+"""Limits the inputs of a session that wait for their turns, because a faulty client may only send."""
 
 _ENDS_A_TURN = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION})
 
 
 class _Session:
-    """``tokens``: prompt and output of the present or the last turn; ``turn_id``: of the present one's request;
-    ``has_output``: whether the model has said anything in it."""
+    """Holds the state of a session.
+
+    ``tokens`` are the prompt and output of the current or the latest turn, ``turn_id`` names the request of the current
+    one, and ``has_output`` says whether it has any output yet.
+    """
 
     __slots__ = ("has_output", "inputs", "is_closing", "num_turns", "request_id", "tokens", "turn_id")
 
@@ -31,24 +34,23 @@ class _Session:
 
 
 class Sessions:
-    """Each turn is a request to the scheduler like any other, under a name of its own: all that was said before, and
-    the new input.
+    """Runs each turn of a session as an ordinary request with an id of its own: all earlier turns and the new input.
 
-    So a session between turns holds neither blocks nor a row; what it computed is hit again if nobody needed the
-    room. As in vLLM a turn's last token, whose KV was never computed, is not part of what the next turn continues.
+    So a session between turns holds neither blocks nor a row; its KV is hit again unless it was evicted. As in vLLM, a
+    turn's last token, whose KV was never computed, is not part of what the next turn continues.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.live: dict[str, _Session] = {}  # as many as clients keep open
+        self.live: dict[str, _Session] = {}  # by request id; as many as clients keep open
         self._by_turn: dict[str, _Session] = {}
 
     def add(self, message: EngineCoreRequest) -> None:
-        """The first input of a session, or a further one, which waits for the end of the turns before.
+        """Add the first input of a session, or a further one, which waits for the end of the turns before it.
 
-        One that is not ``resumable`` is the last; without a prompt it only closes the session: at the end of the
-        present turn, or at once and without an output. Raises ``ValueError``, and ends the session, for an input that
-        cannot be.
+        An input that is not ``resumable`` is the last; without a prompt it only closes the session: at the end of the
+        current turn, or at once and without an output. Raises ``ValueError``, and ends the session, for an input that
+        is refused.
         """
         session = self.live.get(message.request_id)
         if error := _refusal(message, session):
@@ -61,7 +63,7 @@ class Sessions:
             self._begin_turn(session)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Ends sessions among these requests. Returns the requests, the sessions by their present turns."""
+        """End the sessions among these requests. Returns the ids, with those of sessions replaced by their turns'."""
         names: list[str] = []
         for request_id in request_ids:
             session = self.live.pop(request_id, None)
@@ -73,7 +75,7 @@ class Sessions:
         return names
 
     def take(self, outputs: Iterable[EngineCoreOutput]) -> None:
-        """Gives outputs of turns the names of their sessions; where a turn ended, the next one begins."""
+        """Rename the outputs of turns to their sessions; begin the next turn of a session whose turn ended."""
         for output in outputs:
             if (session := self._by_turn.get(output.request_id)) is None:
                 continue
@@ -101,7 +103,7 @@ class Sessions:
             message,
             request_id=session.turn_id,
             prompt_token_ids=prompt,
-            arrival_ns=0,  # its time counts from now: before, it waited for its own session
+            arrival_ns=0,  # it is queued from now on: before, it waited for its own session
         )
         self._scheduler.add_request(turn)
 
@@ -117,9 +119,9 @@ class Sessions:
 
 
 def _refusal(message: EngineCoreRequest, session: _Session | None) -> str:
-    """Why a session cannot have this input. Empty: it can."""
+    """Return why a session cannot have this input; empty if it can."""
     if message.lease_id or message.remote_kv is not None or message.awaits_tokens:
-        return "a resumable request exchanges no KV with other engines"
+        return "a resumable request cannot exchange KV with other engines"
     if message.prompt_embeds:
         return "a resumable request cannot have prompt_embeds"
     if session is not None and len(session.inputs) >= MAX_INPUTS:

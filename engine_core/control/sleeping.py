@@ -1,4 +1,4 @@
-"""An engine that gives its memory back and waits: levels, tags and their meaning as in vLLM V1."""
+"""Puts an engine to sleep, which releases its memory, and wakes it up. Levels and tags are those of vLLM V1."""
 
 from concurrent.futures import Future
 
@@ -9,11 +9,11 @@ from .pausing import Pausing
 
 LEVELS = (0, 1, 2)
 TAGS = ("weights", "kv_cache")
-"""What can be woken apart from the other."""
+"""Parts that can be woken independently."""
 
 
 class Sleeping:
-    """Sends one core to sleep and wakes it. Belongs to the thread that steps."""
+    """Puts one core to sleep and wakes it up. Belongs to the thread that steps."""
 
     def __init__(self, scheduler: Scheduler, pausing: Pausing, executor: Executor) -> None:
         self._scheduler = scheduler
@@ -26,22 +26,22 @@ class Sleeping:
         """Whether memory is about to be given back: then :meth:`settle` must be called after each step."""
 
     def is_sleeping(self) -> bool:
-        """From the call of :meth:`sleep` on, until everything is awake again."""
+        """Return whether the engine sleeps: from the call of :meth:`sleep` until all parts are awake again."""
         return self._level is not None
 
     def sleep(self, level: int = 1, mode: str = "abort") -> "Future[None]":
-        """Pauses in ``mode`` and, once nobody runs, gives memory back; done when that is done.
+        """Pause in ``mode`` and, once no request runs, release memory. The future is done after that.
+
+        Raises ``ValueError`` for an unknown level or mode, and while asleep at another level.
 
         Args:
-            level: 0: only pauses; 1: weights, which come back on waking, and KV; 2: weights that
-                :meth:`reload_weights` must bring before waking, and KV.
-
-        Raises ``ValueError`` for an unknown level or mode, and while asleep in another level.
+            level: 0 only pauses. 1 releases the KV pool and the weights, which waking restores. 2 releases both, and
+                :meth:`reload_weights` must load weights before waking.
         """
         if level not in LEVELS:
-            raise ValueError(f"level {level} is unknown; there are 0, 1 and 2")
+            raise ValueError(f"level {level} is unknown; use 0, 1 or 2")
         if self._level not in (None, level):
-            raise ValueError(f"the engine sleeps in level {self._level}; wake it up first")
+            raise ValueError(f"the engine sleeps at level {self._level}; call wake_up first")
         if self._level is not None:
             return self._falling or _done()
         quiet = self._pausing.pause(mode, clear_cache=level > 0)
@@ -52,27 +52,28 @@ class Sleeping:
         return falling
 
     def settle(self) -> None:
-        """Gives memory back as soon as no block is held: leases end now, loads in flight by themselves."""
+        """Release memory once no block is held. Leases are ended now; loads in flight end by themselves."""
         if not self.is_settling or not self._release_blocks():
             return
         assert self._level is not None
         assert self._falling is not None
         falling, self._falling = self._falling, None
         self.is_settling = False
-        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)  # nobody may touch what is not there
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no request may touch released memory
         self._executor.collective_rpc("sleep", self._level)
         self._asleep = set(TAGS)
         falling.set_result(None)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes into use what ``tags`` name (None: all); once all is awake, requests go on. Awake, nothing happens.
+        """Restore the parts that ``tags`` name, or all if None. Once all are awake, requests continue. Do nothing if
+        awake.
 
-        Raises ``ValueError`` for an unknown tag, and when the weights cannot be the same again.
+        Raises ``ValueError`` for an unknown tag, and if the weights cannot be restored unchanged.
         """
         wanted = TAGS if tags is None else tags
         for tag in wanted:
             if tag not in TAGS:
-                raise ValueError(f"tag {tag!r} is unknown; there are {' and '.join(TAGS)}")
+                raise ValueError(f"tag {tag!r} is unknown; use {' or '.join(TAGS)}")
         if self._level is None:
             return
         if waking := [tag for tag in TAGS if tag in wanted and tag in self._asleep]:
@@ -84,25 +85,25 @@ class Sleeping:
             falling, self._falling = self._falling, None
             self._pausing.resume()
             if falling is not None and not falling.done():
-                falling.set_exception(ValueError("the engine was woken before it slept"))
+                falling.set_exception(ValueError("the engine was woken up before it slept"))
 
     def reload_weights(self, path: str) -> None:
-        """Takes the weights of another checkpoint, awake or asleep; cached prefixes are forgotten.
+        """Load the weights of another checkpoint, awake or asleep, and forget cached prefixes.
 
-        Awake, nobody may run unless paused: who is frozen then is computed anew. Raises ``ValueError`` when somebody
-        does, or when the checkpoint is not of the same architecture.
+        Raises ``ValueError`` if the engine is awake and requests run without being paused (frozen requests are computed
+        anew), and if the checkpoint is not of the same architecture.
         """
         if not self._asleep:
             if self._scheduler.running and not self._pausing.is_paused:
-                raise ValueError("requests are running: pause the engine, or wait until it is idle")
+                raise ValueError("requests are running; pause the engine, or wait until it is idle")
             if not self._release_blocks():
-                raise ValueError("KV from other engines is being loaded: try again")
+                raise ValueError("KV from other engines is being loaded; retry")
         self._executor.collective_rpc("reload_weights", path)
         self._asleep.discard("weights")
 
     def _on_quiet(self, quiet: "Future[None]") -> None:
         if self._falling is None:
-            return  # woken meanwhile
+            return  # the engine was woken up meanwhile
         if (error := quiet.exception()) is not None:
             self._level = None
             falling, self._falling = self._falling, None
@@ -115,7 +116,7 @@ class Sleeping:
             self.settle()
 
     def _release_blocks(self) -> bool:
-        """Takes back every block that can be; whether nobody holds any more."""
+        """Take back all blocks that can be taken back. Returns whether no block is held any more."""
         self._scheduler.reset_prefix_cache(preempt_running=True)
         self._scheduler.end_leases()
         pool = self._scheduler.kv.pool

@@ -1,4 +1,4 @@
-"""Workers in processes of their own: the core schedules while they compute, and outlives none of them."""
+"""Runs workers in processes of their own: the core schedules while they compute, and fails when one of them ends."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ from .worker_messages import OUTPUT_RANK, SampleCall, WorkerCall, WorkerErrorKin
 
 
 class RemoteOutput:
-    """A step's output, read from the socket when somebody wants it."""
+    """Promises the output of a step, which is read from the socket when it is asked for."""
 
     def __init__(self, executor: "MultiprocExecutor", call_id: int) -> None:
         self._executor, self._call_id = executor, call_id
@@ -34,7 +34,7 @@ class RemoteOutput:
 
 
 class MultiprocExecutor:
-    """Fulfils :class:`.interface.Executor`. Every rank gets every message, in the same order."""
+    """Implements ``Executor``. Every rank gets every message, in the same order."""
 
     def __init__(self, config: EngineConfig, command: Sequence[str], *, world_size: int = 1) -> None:
         """Start the workers with ``command``, to which ``--address ADDRESS`` is appended.
@@ -44,8 +44,8 @@ class MultiprocExecutor:
         """
         if config.kv.transports or config.kv.offload_path:
             raise ValueError(
-                "distributed_executor_backend mp does not work where KV moves (kv_transports, kv_offload_path): "
-                "the pool is in the workers' memory"
+                "distributed_executor_backend mp does not work with kv_transports or kv_offload_path, because the KV "
+                "pool is in the workers' memory"
             )
         self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -115,7 +115,8 @@ class MultiprocExecutor:
         os.close(self._wake_write)
 
     def wait(self, call_id: int, ranks: Sequence[int]) -> list[WorkerReply]:
-        """The answers of these ranks. Raises what a rank answered instead, or that one is gone."""
+        """Wait for the answers of these ranks. Raises the error that a rank answered, or ``ExecutorFailedError`` if a
+        worker has ended."""
         while not all(call_id in self._replies[rank] for rank in ranks):
             self._check_alive()
             self._poller.poll()
@@ -133,7 +134,7 @@ class MultiprocExecutor:
                 self._replies[worker.rank][reply.call_id] = reply
 
     def _check_unasked(self, call_id: int, ranks: Sequence[int]) -> None:
-        """Ranks that nobody asks answer only to say that they failed."""
+        """Raise the error of a rank that was not asked: such a rank answers only if it failed."""
         for rank, replies in enumerate(self._replies):
             if rank not in ranks:
                 for failed_id in [failed_id for failed_id in replies if failed_id <= call_id]:

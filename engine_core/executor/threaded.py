@@ -1,4 +1,4 @@
-"""One worker in the core's process, on a thread of its own: the core schedules while it computes."""
+"""Runs one worker on a thread of the core's process: the core schedules while the worker computes."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,15 +12,15 @@ from .executor import PendingOutput, call_worker
 
 
 class ThreadedExecutor:
-    """Fulfils :class:`.interface.Executor`. Every call runs on the one thread, for compute libraries keep settings by
-    thread; so steps run in the order in which they began."""
+    """Implements ``Executor``. Every call runs on one thread, because compute libraries keep settings by thread; so
+    steps run in the order in which they began."""
 
     max_concurrent_batches = 2
-    """One computes while the next is scheduled; a third could not begin any sooner."""
+    """One step computes while the next is scheduled; a third could not begin any sooner."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        # Its queue holds both halves of as many steps as there may be at once.
+        # Its queue is bounded: it holds both halves of at most ``max_concurrent_batches`` steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="worker")
         self._forward: Future[None] | None = None
 
@@ -48,12 +48,12 @@ class ThreadedExecutor:
         return [from_raw(self._thread.submit(call_worker, self._worker, method, raw_args).result())]
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """It fails with this process only."""
+        """Do nothing: the worker fails only together with this process."""
 
     def shutdown(self) -> None:
         self._thread.shutdown()
         self._worker.shutdown()
 
     def _sample(self, forward: "Future[None]", grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        forward.result()  # it has ended, one thread runs both; what it raised is the step's result
+        forward.result()  # it has ended, because one thread runs both; its error is the step's result
         return self._worker.sample_tokens(grammar)

@@ -1,4 +1,4 @@
-"""A device that only waits, for benchmarks: it keeps its own time, whatever the core does meanwhile."""
+"""Simulates a device for benchmarks: it only waits, and keeps its own time while the core does other work."""
 
 import ctypes
 import sys
@@ -14,8 +14,8 @@ _PR_SET_TIMERSLACK = 29
 
 
 class TimedExecutor(UniProcExecutor):
-    """A step begins when it is given, or the moment the one before it ends, and ends after its time: as a device works
-    off its queue. What is done while a step runs costs nothing, what is done between two steps does."""
+    """Runs steps like a device with a queue: a step begins when it is submitted or when the step before it ends, and
+    takes its configured time. Work of the core costs nothing while a step runs, and delays the next one otherwise."""
 
     def __init__(
         self,
@@ -25,13 +25,13 @@ class TimedExecutor(UniProcExecutor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``overlaps``: a step may be given while one runs."""
+        """``overlaps`` allows a step to be submitted while one runs."""
         super().__init__(worker)
         self.max_concurrent_batches = 2 if overlaps else 1
         self._timed = worker
         self._clock = clock
         self._sleep = sleep
-        self._ends_at = 0.0  # the step given last
+        self._ends_at = 0.0  # of the step submitted last
         _wake_in_time()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -47,7 +47,7 @@ class TimedExecutor(UniProcExecutor):
 
 
 class _Due:
-    """A step's output, from its end on."""
+    """Holds the output of a step until the time at which the step ends."""
 
     __slots__ = ("_at", "_output", "_wait_until")
 
@@ -62,6 +62,6 @@ class _Due:
 
 
 def _wake_in_time() -> None:
-    """Linux lets a thread sleep 50 µs longer than it asked for, to wake several at once; this one no more."""
+    """Let this thread wake up on time: by default Linux adds up to 50 µs to a sleep, to wake several at once."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""One worker in the core's own process and thread."""
+"""Runs one worker in the core's own process and thread."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from .executor import PendingOutput, call_worker
 
 
 class FinishedOutput:
-    """A step's output that is there already."""
+    """Holds the output of a step that has already ended."""
 
     __slots__ = ("_output",)
 
@@ -23,7 +23,7 @@ class FinishedOutput:
 
 
 class UniProcExecutor:
-    """Fulfils :class:`.interface.Executor`: every call has ended when it returns."""
+    """Implements ``Executor``: the work of every call has ended when it returns."""
 
     max_concurrent_batches = 1
 
@@ -52,7 +52,7 @@ class UniProcExecutor:
         return [from_raw(call_worker(self._worker, method, [to_raw(arg) for arg in args]))]
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """It fails with this process only."""
+        """Do nothing: the worker fails only together with this process."""
 
     def shutdown(self) -> None:
         self._worker.shutdown()

@@ -1,4 +1,4 @@
-"""Starting a worker's process, and ending it."""
+"""Starts and ends the process of a worker."""
 
 import contextlib
 import subprocess
@@ -15,14 +15,17 @@ from ..wire.serialization import Decoder, encode
 from .worker_messages import WorkerFailed, WorkerHello, WorkerInit, WorkerReady
 
 _POLL_MS = 100
-"""How often a wait for a starting worker looks whether its process still lives."""
+"""How often to check, while a worker starts, that its process still runs."""
 
 _Message = WorkerHello | WorkerReady | WorkerFailed
 _decoder: Decoder[_Message] = Decoder(_Message)
 
 
 class WorkerProcess:
-    """A worker's process and the socket to it. It reads its standard input only to learn that this one is gone."""
+    """Holds a worker's process and the socket to it.
+
+    The process reads its standard input only to notice when the parent ends.
+    """
 
     def __init__(
         self,
@@ -31,10 +34,10 @@ class WorkerProcess:
         rank: int,
         arrays: ArenaAddress | None,
     ) -> None:
-        """Spawns the process, which inherits the memory of ``arrays``."""
+        """Start the process with ``command``. It inherits the memory of ``arrays``."""
         self.rank = rank
         self._arrays = arrays
-        # mkdtemp makes it 0700: nobody else can connect.
+        # mkdtemp makes a directory with mode 0700: no other user can connect.
         self._address = f"ipc://{tempfile.mkdtemp(prefix='tl-worker-')}/worker"
         self.socket = context.socket(zmq.PAIR)
         self.socket.linger = 0
@@ -51,18 +54,18 @@ class WorkerProcess:
         return self._process.pid
 
     def shake_hands(self, config: EngineConfig, world_size: int) -> None:
-        """HELLO → INIT → READY. Raises ``ValueError`` when the configuration is at fault, else
+        """Exchange HELLO, INIT and READY. Raises ``ValueError`` if the configuration is at fault, otherwise
         ``ExecutorFailedError``."""
         assert isinstance(self._receive(), WorkerHello)
         self.socket.send_multipart(encode(WorkerInit(config, self.rank, world_size, self._arrays)))
         assert isinstance(self._receive(), WorkerReady)
 
     def wait(self) -> int:
-        """Blocks until the process has ended; its exit status, negative for a signal."""
+        """Wait until the process has ended. Returns its exit status, negative for a signal."""
         return self._process.wait()
 
     def stop(self) -> None:
-        """Ends the process now: a worker has nothing to finish that anybody would wait for."""
+        """Kill the process: a worker has nothing to finish."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -84,7 +87,7 @@ class WorkerProcess:
 
 
 def remove_socket(address: str) -> None:
-    """Removes a worker's socket and its directory."""
+    """Remove a worker's socket and its directory."""
     path = Path(address.removeprefix("ipc://"))
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

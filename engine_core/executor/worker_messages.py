@@ -1,4 +1,4 @@
-"""What an executor and its workers' processes say to each other: msgpack over a socket pair for each worker."""
+"""Messages between an executor and its workers' processes: msgpack over one socket pair for each worker."""
 
 import enum
 from typing import Final
@@ -10,35 +10,35 @@ from ..wire.array_arena import ArenaAddress
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
 OUTPUT_RANK: Final = 0
-"""The worker that answers for all: every rank computes every step, and one tells its tokens."""
+"""The rank of the worker that sends the tokens: every rank computes every step, and one answers."""
 
 
 class WorkerHello(msgspec.Struct, tag="HELLO"):
-    """Worker to executor: the process is up."""
+    """Reports to the executor that the process runs."""
 
     pid: int
 
 
 class WorkerInit(msgspec.Struct, tag="INIT"):
-    """Executor to worker: what to become."""
+    """Configures a worker."""
 
     config: EngineConfig
     rank: int
     """In [0, world_size)."""
     world_size: int
     arrays: ArenaAddress | None
-    """Where large arrays of steps lie, which each rank reads; None: in frames."""
+    """Shared memory with the large arrays of steps, which each rank reads; None if they come in frames."""
 
 
 class WorkerReady(msgspec.Struct, tag="READY"):
-    """Worker to executor: calls are answered from here on."""
+    """Reports to the executor that the worker answers calls from now on."""
 
 
 class WorkerFailed(msgspec.Struct, tag="FAILED"):
-    """Worker to executor: it cannot start.
+    """Reports to the executor that the worker cannot start.
 
     Attributes:
-        is_config: The configuration is at fault: another start would end the same way.
+        is_config: Whether the configuration is at fault, so that another start would fail in the same way.
     """
 
     error: str
@@ -46,25 +46,25 @@ class WorkerFailed(msgspec.Struct, tag="FAILED"):
 
 
 class WorkerRequestType(enum.Enum):
-    """First frame of every message to a worker after the handshake."""
+    """Is the first frame of every message to a worker after the handshake."""
 
     EXECUTE = b"\x00"
-    """A SchedulerOutput. Not answered: what goes wrong is the answer to SAMPLE."""
+    """A SchedulerOutput. It is not answered: an error is the answer to the SAMPLE that follows."""
     SAMPLE = b"\x01"
-    """A SampleCall, which ends the step executed last. The output rank answers, and every rank that failed."""
+    """A SampleCall, which ends the latest step. The output rank answers, and every rank that failed."""
     CALL = b"\x02"
     """A WorkerCall. Every rank answers."""
 
 
 class SampleCall(msgspec.Struct, array_like=True, gc=False):
-    """``Worker.sample_tokens``."""
+    """Calls ``Worker.sample_tokens``."""
 
     call_id: int
     grammar: GrammarOutput | None
 
 
 class WorkerCall(msgspec.Struct, array_like=True, gc=False):
-    """A method of ``WORKER_METHODS``, by name."""
+    """Calls a method of ``WORKER_METHODS`` by name."""
 
     call_id: int
     method: str
@@ -72,21 +72,21 @@ class WorkerCall(msgspec.Struct, array_like=True, gc=False):
 
 
 class WorkerErrorKind(enum.IntEnum):
-    """What an answer without a result means to the caller."""
+    """Classifies an answer without a result."""
 
     FAILED = 1
-    """The worker cannot go on as it should."""
+    """The worker failed."""
     VALUE = 2
-    """The caller's mistake, as ``ValueError`` says it."""
+    """The caller made a mistake: it gets a ``ValueError``."""
 
 
 class WorkerReply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """The answer to the SAMPLE or CALL of that id."""
+    """Answers the SAMPLE or CALL with the same id."""
 
     call_id: int
     output: ModelRunnerOutput | None = None
-    """Of SAMPLE."""
+    """The output of a SAMPLE."""
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
-    """Of CALL."""
+    """The result of a CALL."""
     error_kind: WorkerErrorKind | None = None
     error: str = ""

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: one thread that does what its executor says, in that order."""
+"""Runs a worker in a process of its own: one thread executes the messages of the executor in order."""
 
 import logging
 import os
@@ -45,7 +45,7 @@ class WorkerProc:
         self._calls = Decoder(WorkerCall)
 
     def run(self) -> None:
-        """For ever: its process ends when the executor ends it, or is gone."""
+        """Serve messages forever: the process ends when the executor kills it or has ended itself."""
         while True:
             kind, *body = self._socket.recv_multipart()
             match WorkerRequestType(kind):
@@ -93,8 +93,7 @@ def _failed(call_id: int, error: Exception) -> WorkerReply:
 
 
 def run_worker(address: str, make_worker: Callable[[EngineConfig], Worker]) -> int:
-    """The whole life of a worker's process: HELLO → INIT → READY, then what its executor says. Returns the exit
-    status."""
+    """Run a worker's process: exchange HELLO, INIT and READY, then serve its executor. Returns the exit status."""
     ProcessGuard(on_orphaned=lambda: remove_socket(address)).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)

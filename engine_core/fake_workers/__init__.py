@@ -1,1 +1,1 @@
-"""Workers without a model: ``hash`` for tests and ``timed`` for benchmarks."""
+"""Provides workers without a model: ``hash`` for tests and ``timed`` for benchmarks."""

@@ -1,7 +1,7 @@
-"""A worker without a model: the next token is a hash of the prefix, read back from a paged cache.
+"""A worker without a model: the next token is a hash of the prefix, which is read back from a paged cache.
 
-Its cache holds token ids and positions where a model's holds keys and values, and everything goes through the block
-tables: a wrong block, slot, position or order anywhere changes the tokens.
+The cache holds token ids and positions instead of keys and values, and is accessed through the block tables only: a
+wrong block, slot, position or order changes the tokens.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from .hash_logprobs import hash_logprobs
 DEFAULT_VOCAB_SIZE = 32_000
 DEFAULT_MAX_MODEL_LEN = 4096
 HIDDEN_SIZE = 8
-"""Of prompt embeddings."""
+"""Columns of prompt embeddings."""
 _BYTES_PER_TOKEN = 8
 _AVAILABLE_BYTES = 64 << 20
 
@@ -37,7 +37,7 @@ _TokenIds = npt.NDArray[np.intp]
 
 
 class HashWorker:
-    """Fulfils :class:`tokenloom.engine_core.worker.Executor`."""
+    """Implements ``Worker``."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class HashWorker:
         vocab_size: int = DEFAULT_VOCAB_SIZE,
         max_model_len: int = DEFAULT_MAX_MODEL_LEN,
     ) -> None:
-        """``vocab_size`` and ``max_model_len`` yield to those of the configured model, if there is one."""
+        """``vocab_size`` and ``max_model_len`` are used only if no model is configured."""
         self._config = config.worker
         self._block_size = config.cache.block_size
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._rows: dict[str, _Row] = {}
         self._embeds: dict[str, list[EmbedsSpan]] = {}
-        self._params: dict[str, SamplingParams] = {}  # also of preempted requests
+        self._params: dict[str, SamplingParams] = {}  # preempted requests included
         self._executed: list[str] = []
         self._prompt_logprobs: dict[str, Logprobs] = {}  # of the step executed last
         self._cache = np.empty((0, 2), dtype=np.int32)
@@ -96,12 +96,12 @@ class HashWorker:
         self._wait(scheduler_output)
         self._update_rows(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
-        # As in a model's layer: everything is written before anything is read.
+        # As in a layer of a model, all rows are written before any is read.
         for req_id, num_tokens in scheduled.items():
             self._write(self._rows[req_id], num_tokens)
         self._executed = list(scheduled)
         self._prompt_logprobs = {
-            req_id: self._tell_prompt(self._rows[req_id], num_tokens)
+            req_id: self._prompt_logprobs_of(self._rows[req_id], num_tokens)
             for req_id, num_tokens in scheduled.items()
             if self._rows[req_id].is_in_prompt(num_tokens) and self._params[req_id].prompt_logprobs is not None
         }
@@ -110,7 +110,7 @@ class HashWorker:
         allowed = allowed_tokens(grammar, self._vocab_size)
         tokens = [self._sample(self._rows[req_id], allowed.get(req_id)) for req_id in self._executed]
         logprobs = {
-            req_id: self._tell(self._rows[req_id], token_ids)
+            req_id: self._logprobs_of(self._rows[req_id], token_ids)
             for req_id, token_ids in zip(self._executed, tokens, strict=True)
             if token_ids and self._params[req_id].logprobs is not None
         }
@@ -125,10 +125,12 @@ class HashWorker:
             self._cache[:] = -1
 
     def reload_weights(self, path: str) -> None:
-        """There are none; but a checkpoint that a model could not take is refused here too."""
+        """Check that a model could load the checkpoint; this worker has no weights."""
         vocab_size = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         if vocab_size != self._vocab_size:
-            raise ValueError(f"vocab_size is {vocab_size} there and {self._vocab_size} here: not the same architecture")
+            raise ValueError(
+                f"vocab_size is {vocab_size} in the checkpoint and {self._vocab_size} in the engine; they must be equal"
+            )
 
     def profile(self, start: bool) -> None:
         raise ValueError("this worker has nothing to profile")
@@ -140,7 +142,7 @@ class HashWorker:
         self._rows.clear()
 
     def seconds_of(self, scheduler_output: SchedulerOutput) -> float:
-        """As long as the configuration says that such a step takes."""
+        """Return the configured duration of such a step."""
         per_token = self._config.token_seconds * scheduler_output.total_num_scheduled_tokens
         return self._config.step_seconds + per_token
 
@@ -191,13 +193,13 @@ class HashWorker:
         row.token_ids.append(token_id)
         return [token_id]
 
-    def _tell(self, row: "_Row", token_ids: list[int]) -> Logprobs:
-        """Of the token that was just sampled."""
+    def _logprobs_of(self, row: "_Row", token_ids: list[int]) -> Logprobs:
+        """Return the log probabilities of the token that was just sampled."""
         top, extra = row.params.logprobs or 0, row.params.logprob_token_ids or ()
         return hash_logprobs([self._best(row, row.num_computed)], token_ids, top, extra, self._vocab_size)
 
-    def _tell_prompt(self, row: "_Row", num_tokens: int) -> Logprobs:
-        """Of the prompt's tokens that follow those of the step."""
+    def _prompt_logprobs_of(self, row: "_Row", num_tokens: int) -> Logprobs:
+        """Return the log probabilities of the prompt tokens that follow those of the step."""
         first = row.num_computed - num_tokens + 1
         last = min(row.num_computed, row.num_prompt_tokens - 1)
         best = [self._best(row, position) for position in range(first, last + 1)]
@@ -209,7 +211,7 @@ class HashWorker:
 
 
 class _Row:
-    """What the worker keeps of a request between steps."""
+    """Holds the state of a request between steps."""
 
     def __init__(self, token_ids: list[int], num_computed: int, params: SamplingParams, block_size: int) -> None:
         self.token_ids = list(token_ids)
@@ -227,12 +229,12 @@ class _Row:
         return row
 
     def take_embeds(self, spans: list[EmbedsSpan]) -> None:
-        """Rows of prompt embeddings count as ids, too."""
+        """Replace the ids that prompt embeddings cover by hashes of their rows."""
         for span in spans:
             self.token_ids[span.position : span.position + len(span.rows)] = embeds_ids(span)
 
     def is_in_prompt(self, num_tokens: int) -> bool:
-        """Whether the step that just computed so many tokens began within the prompt."""
+        """Return whether the step that just computed ``num_tokens`` began within the prompt."""
         return self.num_computed - num_tokens < self.num_prompt_tokens
 
     def add_blocks(self, block_ids: list[int]) -> None:
@@ -243,7 +245,7 @@ class _Row:
 
 
 def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, _TokenIds]:
-    """What grammars leave to the requests that have one: the token is chosen among these alone, in ascending order."""
+    """Return, in ascending order, the tokens among which each request with a grammar draws."""
     if grammar is None:
         return {}
     rows = grammar.allowed(vocab_size)
@@ -251,12 +253,12 @@ def allowed_tokens(grammar: GrammarOutput | None, vocab_size: int) -> dict[str, 
 
 
 def embeds_ids(span: EmbedsSpan) -> list[int]:
-    """What the rows of a span are in the hashed prefix."""
+    """Return the ids that stand for the rows of a span in the hashed prefix."""
     return [zlib.crc32(row.tobytes()) >> 1 for row in span.rows]
 
 
 def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:
-    """``prefix`` is [n, 2]: token ids and positions."""
+    """Hash ``prefix`` [n, 2], which holds token ids and positions."""
     digest = hashlib.blake2b(np.ascontiguousarray(prefix, dtype="<i4").tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
 
@@ -264,7 +266,7 @@ def _next_token(prefix: npt.NDArray[np.int32], vocab_size: int) -> int:
 def expected_tokens(
     prompt_token_ids: Sequence[int], num_tokens: int, vocab_size: int = DEFAULT_VOCAB_SIZE
 ) -> list[int]:
-    """What a worker with an unbounded cache and no bookkeeping would produce after this prompt."""
+    """Return what a worker with an unbounded cache would produce after this prompt."""
     token_ids = list(prompt_token_ids)
     for _ in range(num_tokens):
         prefix = np.column_stack((token_ids, np.arange(len(token_ids)))).astype(np.int32)

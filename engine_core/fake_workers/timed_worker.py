@@ -1,18 +1,18 @@
-"""A worker that only waits, for benchmarks: whatever a token costs beside the wait is the mesh's own."""
+"""A worker that only waits, for benchmarks: everything that a token costs beyond the wait is the cost of the mesh."""
 
 from ..config import EngineConfig
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .hash_worker import HashWorker, allowed_tokens
 
 _STRIDE = 7919
-"""Prime: outputs run through the whole vocabulary, so that every token has text of its own to be made."""
+"""Prime, so that outputs run through the whole vocabulary: each token then needs to be detokenized anew."""
 _LOW_IDS = 300
-"""Not drawn from a real vocabulary: end-of-sequence and the like, and single bytes, of which several make a character:
-not every one would be an event."""
+"""Ids below this are not drawn: they are special tokens and single bytes. Several bytes make a character, so not each
+one would yield an event."""
 
 
 class TimedWorker(HashWorker):
-    """Takes the configured time for a step and draws tokens from their number alone; its cache is never touched."""
+    """Takes the configured time for a step, and derives tokens from their position alone. It does not use its cache."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -25,7 +25,7 @@ class TimedWorker(HashWorker):
         self.begin(scheduler_output)
 
     def begin(self, scheduler_output: SchedulerOutput) -> None:
-        """Takes a step without waiting for it: whoever calls this keeps the time."""
+        """Begin a step without waiting: the caller keeps the time."""
         self._step = scheduler_output
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
@@ -46,7 +46,7 @@ class TimedWorker(HashWorker):
         return self._first_id + num_computed * _STRIDE % (self._vocab_size - self._first_id)
 
     def _known(self, step: SchedulerOutput) -> dict[str, int]:
-        """How many tokens each request has, before the step's own."""
+        """Return how many tokens each request has before the step draws one."""
         known = self._num_known
         for req_id in step.finished_req_ids + step.preempted_req_ids:
             known.pop(req_id, None)

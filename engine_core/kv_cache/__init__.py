@@ -1,1 +1,1 @@
-"""The paged KV cache: the block pool, block hashes, prefix hits and the size of the pool."""
+"""Manages the paged KV cache: its size, its block pool, block hashes and prefix hits."""

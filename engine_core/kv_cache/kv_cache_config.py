@@ -1,4 +1,4 @@
-"""How many KV blocks an engine has, and how long a request may be."""
+"""Computes how many KV blocks an engine has, and how long a request may be."""
 
 from collections.abc import Callable
 
@@ -9,18 +9,18 @@ from ..worker import ModelInfo
 
 
 class KVCacheConfig(msgspec.Struct, frozen=True):
-    """The size of the paged KV cache, settled once at start-up."""
+    """Holds the size of the paged KV cache, which is fixed at start-up."""
 
     num_blocks: int
     max_model_len: int
-    """Prompt and output together, in tokens."""
+    """The limit for prompt and output together, in tokens."""
 
 
 def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Callable[[], int]) -> KVCacheConfig:
-    """Settles the number of blocks and the context length.
+    """Compute the number of blocks and the context length.
 
-    ``available_memory`` is the worker's profile run, called only where its answer is needed.
-    Raises ``ValueError``, naming the setting, if no request fits, or not the longest one that was asked for.
+    ``available_memory`` does the worker's profile run and returns bytes; called only if no setting fixes the size.
+    Raises ``ValueError``, naming the setting, if no request fits, or the longest one that is configured does not.
     """
     _check_settings(config, model)
     wanted = config.max_model_len or model.max_model_len
@@ -29,7 +29,7 @@ def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Call
     if capacity < (config.max_model_len or 2):
         raise ValueError(
             f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.cache.block_size}), fewer than "
-            f"max_model_len {wanted}: give it more memory or lower max_model_len"
+            f"max_model_len {wanted}; increase its memory or lower max_model_len"
         )
     return KVCacheConfig(num_blocks=num_blocks, max_model_len=min(wanted, capacity))
 
@@ -51,6 +51,6 @@ def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, avai
     block_bytes = cache.block_size * model.kv_bytes_per_token
     if cache.memory_bytes is not None:
         return cache.memory_bytes // block_bytes
-    # More than this could never be in use.
+    # More blocks than this could never be in use.
     num_useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
     return min(max(0, available_memory()) // block_bytes, num_useful)

@@ -1,45 +1,45 @@
-"""What the prefix cache holds, told as changes (names and fields as in vLLM's KV events)."""
+"""Records changes of the prefix cache as events (names and fields as in vLLM's KV events)."""
 
 from typing import Final
 
 import msgspec
 
 MEDIUM_POOL: Final = "GPU"
-"""A medium is a tier, by vLLM's names: the pool that attention reads is ``GPU`` whatever the device, a CPU too, for
-consumers take ``CPU`` and ``STORAGE`` for blocks that have to be loaded first."""
+"""The medium of an event names a tier as vLLM does. The pool that attention reads is ``GPU`` on any device, because
+consumers understand ``CPU`` and ``STORAGE`` as blocks that must be loaded first."""
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
-    """Full blocks that can be hit from now on, in order: each follows the one before it."""
+    """Lists full blocks that can be hit from now on, in order: each follows the one before it in a prompt."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
-    """Of the block before the first; None: it begins a prompt."""
+    """The hash of the block before the first; None if the first begins a prompt."""
     token_ids: list[int]
     """[len(block_hashes) * block_size]"""
     block_size: int
     medium: str
-    """The tier that the blocks are in: ``MEDIUM_POOL``."""
+    """The tier that holds the blocks: ``MEDIUM_POOL``."""
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
-    """Blocks that can be hit no more: their memory is given to others."""
+    """Lists blocks that can no longer be hit, because their memory is reused."""
 
     block_hashes: list[bytes]
     medium: str
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared", gc=False):
-    """No block can be hit any more."""
+    """Says that no block can be hit any more."""
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventLog:
-    """The changes since they were last taken; fulfils ``EvictionListener``.
+    """Collects the changes since they were last taken. Implements ``EvictionListener``.
 
-    Bounded by what one step can change: they are taken after each.
+    The changes of one step bound its size, because they are taken after each step.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -48,7 +48,7 @@ class KVEventLog:
         """In the order in which they happened."""
 
     def stored(self, block_hash: bytes, parent: bytes | None, token_ids: list[int]) -> None:
-        """A block; one that follows the last joins its event."""
+        """Record a block that can be hit. A block that follows the previous one joins its event."""
         last = self.events[-1] if self.events else None
         if isinstance(last, BlockStored) and last.block_hashes[-1] == parent:
             last.block_hashes.append(block_hash)
@@ -57,7 +57,7 @@ class KVEventLog:
             self.events.append(BlockStored([block_hash], parent, token_ids, self._block_size, MEDIUM_POOL))
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """See ``EvictionListener``."""
+        """Record a block that can no longer be hit."""
         last = self.events[-1] if self.events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(block_hash)
@@ -65,7 +65,7 @@ class KVEventLog:
             self.events.append(BlockRemoved([block_hash], MEDIUM_POOL))
 
     def forgot_all(self) -> None:
-        """See ``EvictionListener``. What changed before is of no interest any more."""
+        """Record that no block can be hit. This replaces all earlier events."""
         self.events = [AllBlocksCleared()]
 
     def take(self) -> list[KVCacheEvent]:

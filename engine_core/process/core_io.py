@@ -1,4 +1,4 @@
-"""The two ends of a core's process: a thread that decodes what comes, and the socket that outputs leave by."""
+"""Input and output of a core's process: a thread that receives and decodes messages, and the socket for outputs."""
 
 import contextlib
 import queue
@@ -14,14 +14,14 @@ from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, 
 from ..wire.serialization import Decoder, Frame
 
 ENGINE_CORE_DEAD: Final = b"ENGINE_CORE_DEAD"
-"""The only frame of the core's last message when it gives up."""
+"""The only frame of the core's last message when it fails."""
 
 INPUT_QUEUE_SIZE = 4096
-"""Messages: the core takes all of them before each step, so this many may come during one; then sends wait."""
+"""Limit of messages that arrive during one step; the core takes all before the next. Beyond it, sends wait."""
 OUTPUT_QUEUE_SIZE = 64
-"""Messages that wait to leave: a client that reads no more stops the core rather than filling its memory."""
+"""Limit of unsent messages: a client that stops reading stops the core instead of filling its memory."""
 LINGER_MS = 2000
-"""How long the last messages may take to leave."""
+"""How long sending the last messages may take."""
 
 
 InputMessage = EngineCoreRequest | AcceptTokens | UtilityCall | list[str] | None
@@ -30,14 +30,15 @@ InputQueue = queue.Queue[InputItem]
 
 
 class InputThread:
-    """Socket → queues. Ends when its ZMQ context is terminated."""
+    """Moves messages from the socket into queues. Ends when its ZMQ context is terminated."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, arrays: ArenaReader | None = None
     ) -> None:
-        """``arrays``: where arrays of requests may lie."""
+        """``arrays``: shared memory that may hold arrays of requests."""
         self.input_queue: InputQueue = queue.Queue(INPUT_QUEUE_SIZE)
-        # The fast lane, read while a step's results come in; what it loses comes by the other queue, behind its ADD.
+        # A fast lane for aborts, read while a step's results are processed. An abort that it loses is also in the other
+        # queue, behind its ADD.
         self._aborts_queue: queue.Queue[list[str]] = queue.Queue(INPUT_QUEUE_SIZE)
         self._socket = context.socket(zmq.PULL)
         self._socket.connect(address)
@@ -48,10 +49,11 @@ class InputThread:
         self._aborts: Decoder[list[str]] = Decoder(list[str])
 
     def start(self) -> None:
+        """Start to receive messages."""
         self._thread.start()
 
     def take_aborts(self) -> list[str]:
-        """Ids of requests that were aborted since the last call; some may have ended, or may not have come yet."""
+        """Return the ids aborted since the last call. Their requests may have ended, or may not have been added yet."""
         request_ids: list[str] = []
         for _ in range(self._aborts_queue.qsize()):
             request_ids += self._aborts_queue.get()
@@ -70,7 +72,9 @@ class InputThread:
         match kind:
             case RequestType.ADD:
                 request = self._requests.decode(body)
-                request.arrival_ns = time.monotonic_ns()  # it may wait here for the rest of a step
+                request.arrival_ns = (
+                    time.monotonic_ns()
+                )  # taken here because the request may wait in the queue for the rest of a step
                 self.input_queue.put((kind, request))
             case RequestType.ABORT:
                 request_ids = self._aborts.decode(body)
@@ -82,12 +86,12 @@ class InputThread:
             case RequestType.UTILITY:
                 self.input_queue.put((kind, self._calls.decode(body)))
             case _:
-                raise AssertionError(f"a client does not send {kind}")
+                raise AssertionError(f"clients must not send {kind}")
 
 
 class OutputSocket:
-    """Outputs → socket, from the thread that steps: handed to another one they would wait for the interpreter, which
-    that thread holds until its next step runs. Ends after :meth:`close`."""
+    """Sends outputs from the thread that steps. Another thread would have to wait for the interpreter lock, which the
+    stepping thread holds until its next step runs."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._socket = context.socket(zmq.PUSH)
@@ -97,15 +101,15 @@ class OutputSocket:
         self._sender = FrameSender(self._socket)
 
     def send(self, outputs: EngineCoreOutputs) -> None:
-        """Sends a message; waits while the client is too far behind."""
+        """Send a message; wait while the client is too far behind."""
         self._sender.send(outputs)
 
     def send_dead(self) -> None:
-        """The last message: the core gives up. A client that does not read does not get it."""
+        """Send the last message of a core that has failed. A client that does not read does not get it."""
         self._socket.sndtimeo = LINGER_MS
         with contextlib.suppress(zmq.Again):
             self._socket.send(ENGINE_CORE_DEAD)
 
     def close(self) -> None:
-        """What was sent still leaves, within ``LINGER_MS``."""
+        """Close the socket; messages in its queue are still sent, within ``LINGER_MS``."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Starting the core's process, whichever client wants it, and ending it."""
+"""Starts and ends a core's process on behalf of its client."""
 
 import contextlib
 import subprocess
@@ -15,7 +15,7 @@ from ..wire.messages import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.serialization import Decoder, encode
 
 _POLL_MS = 100
-"""How often a wait for the core looks whether its process still lives."""
+"""How often a wait for the core checks that its process is alive."""
 
 _SOCKETS = ("handshake", "input", "output", "kv")
 
@@ -24,16 +24,17 @@ _decoder: Decoder[_CoreMessage] = Decoder(_CoreMessage)
 
 
 class CoreProcess:
-    """A core's process and the ipc addresses that join it to one client.
+    """Manages a core's process and the ipc addresses that connect it to one client.
 
-    The process reads its standard input only to learn that its parent is gone, so it never outlives this one.
+    The process reads its standard input only to notice the end of its parent, so it never outlives this process.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         """``command`` starts a core; ``--handshake ADDRESS`` is appended to it. It is a command and not a fork: a fork
         of a process with a live gRPC runtime hangs."""
         self._command = list(command)
-        # mkdtemp makes it 0700: nobody else can connect. A short path: a unix socket's may have 107 bytes.
+        # mkdtemp sets mode 0700, so other users cannot connect. The path is short, because that of a unix socket is
+        # limited to 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="tl-core-"))
         self._process: subprocess.Popen[bytes] | None = None
         self._handshake_address, self.input_address, self.output_address, self.kv_address = (
@@ -42,20 +43,20 @@ class CoreProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process, once it was spawned."""
+        """The id of the process; None before it was spawned."""
         return self._process.pid if self._process else None
 
     def start(self, config: EngineConfig, arrays: ArenaAddress | None) -> CoreReady:
-        """Spawns the process, which inherits the memory of ``arrays``, and leads it through HELLO → INIT → READY.
-        Blocks while the model loads.
+        """Spawn the process, which inherits the memory of ``arrays``, and lead it through HELLO → INIT → READY. Blocks
+        while the model loads.
 
-        Raises ``EngineStartError`` with the core's own words, or with the exit status when it left none;
-        ``EngineConfigError`` when the configuration or the checkpoint is at fault.
+        Raises ``EngineStartError`` with the core's message, or with its exit status if it sent none;
+        ``EngineConfigError`` if the configuration or the checkpoint is wrong.
         """
         with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
             socket.linger = 0
             socket.bind(self._handshake_address)
-            # A session of its own: the terminal's Ctrl-C is for the parent, which decides how the core ends.
+            # In a session of its own the process gets no Ctrl-C of the terminal: the parent decides how the core ends.
             self._process = subprocess.Popen(
                 [*self._command, "--handshake", self._handshake_address],
                 stdin=subprocess.PIPE,
@@ -72,16 +73,16 @@ class CoreProcess:
             return ready
 
     def wait(self) -> int:
-        """Blocks until the process has ended; its exit status, negative for a signal."""
+        """Block until the process has ended and return its exit status, negative for a signal."""
         assert self._process is not None
         return self._process.wait()
 
     def exit_status(self) -> int | None:
-        """None while it runs or was never started."""
+        """Return the exit status; None while the process runs or was never started."""
         return self._process.poll() if self._process else None
 
     def stop(self, grace: float) -> None:
-        """Asks the process to finish what it has and go; kills it after ``grace`` seconds. Idempotent."""
+        """Ask the process to finish its requests and exit; kill it after ``grace`` seconds. Idempotent."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -95,16 +96,14 @@ class CoreProcess:
         remove_sockets(self._handshake_address)
 
     def kill(self) -> None:
-        """Ends the process now. Idempotent."""
+        """Kill the process. Idempotent."""
         if self._process is not None:
             self._process.kill()
 
     def _receive(self, socket: zmq.Socket[bytes]) -> CoreHello | CoreReady:
         while not socket.poll(_POLL_MS):
             if (status := self.exit_status()) is not None and not socket.poll(0):
-                raise EngineStartError(
-                    f"the engine core exited with status {status} while it started; its log says why"
-                )
+                raise EngineStartError(f"the engine core exited with status {status} during start-up; see its log")
         message = _decoder.decode(socket.recv_multipart())
         if isinstance(message, CoreFailed):
             if message.permanent:
@@ -114,7 +113,7 @@ class CoreProcess:
 
 
 def remove_sockets(handshake_address: str) -> None:
-    """Removes the sockets of a core and their directory, which both sides know by the handshake's address."""
+    """Remove the sockets of a core and their directory, which both sides know from the handshake's address."""
     directory = Path(handshake_address.removeprefix("ipc://")).parent
     with contextlib.suppress(OSError):
         for name in _SOCKETS:

@@ -1,7 +1,7 @@
-"""The engine core in a process of its own: an input thread, and the busy loop, which sends its outputs itself.
+"""Runs the engine core in a process of its own: an input thread, and the busy loop, which sends its own outputs.
 
 client ──PUSH──▶ input thread ──▶ input_queue ───▶ busy loop ──PUSH──▶ client
-                         └─────▶ aborts queue ─────┘ (also read while a step's results come in)
+                         └─────▶ aborts queue ─────┘ (also read while a step's results are processed)
 """
 
 import contextlib
@@ -42,18 +42,18 @@ log = logging.getLogger(__name__)
 
 
 class ProcState(enum.Enum):
-    """The life of the busy loop."""
+    """States of the busy loop."""
 
     RUNNING = enum.auto()
     REQUESTED = enum.auto()
-    """Asked to go: live requests finish, new ones are refused."""
+    """A shutdown was requested: live requests finish, new ones are refused."""
     SHUTTING_DOWN = enum.auto()
-    """Nothing is left to do."""
+    """No request is left."""
 
 
 class EngineCoreProc:
-    """Runs an :class:`EngineCore` for one client. :meth:`run` is for one thread; :meth:`request_shutdown` and
-    :meth:`wake` are for any."""
+    """Runs an :class:`EngineCore` for one client. One thread calls :meth:`run`; any thread may call the methods that
+    wake it."""
 
     def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
         self._core = core
@@ -64,29 +64,29 @@ class EngineCoreProc:
         self.state = ProcState.RUNNING
 
     def start(self) -> None:
-        """From here on the client is heard."""
+        """Start to receive the client's messages and news from the core's other threads."""
         self._core.on_news(self.wake)
         self._core.executor.on_failure(self.executor_failed)
         self._input.start()
 
     def request_shutdown(self) -> None:
-        """Lets live requests finish, then :meth:`run` returns."""
+        """Make :meth:`run` return once the live requests have finished."""
         if self.state is ProcState.RUNNING:
             self.state = ProcState.REQUESTED
             self._input.input_queue.put((RequestType.WAKEUP, None))
 
     def wake(self) -> None:
-        """Lets :meth:`run` look for work if it waits for input."""
-        with contextlib.suppress(queue.Full):  # then it does not wait
+        """Make :meth:`run` look for work if it waits for input."""
+        with contextlib.suppress(queue.Full):  # with a full queue it does not wait
             self._input.input_queue.put_nowait((RequestType.WAKEUP, None))
 
     def executor_failed(self) -> None:
-        """Lets :meth:`run` give up, if it waits for input; a step that waits for the executor fails by itself."""
+        """Make :meth:`run` fail if it waits for input; a step that waits for the executor fails on its own."""
         with contextlib.suppress(queue.Full):
             self._input.input_queue.put_nowait((RequestType.EXECUTOR_FAILED, None))
 
     def run(self) -> None:
-        """Steps until a shutdown that was asked for. When the core fails the client is told, and the failure raised."""
+        """Step until a requested shutdown. If the core fails, notify the client and raise the failure."""
         try:
             while self._process_inputs():
                 self._send(self._calls.step(self._input.take_aborts))
@@ -97,7 +97,7 @@ class EngineCoreProc:
             self._output.close()
 
     def _process_inputs(self) -> bool:
-        """Takes in all that has arrived; with nothing to do, waits for something. False: shut down."""
+        """Process all messages that have arrived; without work, wait for one. Returns False to shut down."""
         inputs = self._input.input_queue
         while not self._core.has_work():
             # What came before the request to shut down is still in the queue: it is served first.
@@ -105,7 +105,7 @@ class EngineCoreProc:
                 self.state = ProcState.SHUTTING_DOWN
                 return False
             self._process(inputs.get())
-        # No more than is there now: a client that never pauses must not keep the core from stepping.
+        # Only what has arrived by now: a client that sends without a pause must not keep the core from stepping.
         for _ in range(inputs.qsize()):
             self._process(inputs.get())
         return True
@@ -126,7 +126,7 @@ class EngineCoreProc:
             assert isinstance(message, UtilityCall)
             self._calls.call(message, self._output.send)
         elif kind is RequestType.EXECUTOR_FAILED:
-            raise ExecutorFailedError("a worker is gone while nobody waited for it")
+            raise ExecutorFailedError("a worker process ended unexpectedly")
         else:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:
@@ -142,7 +142,7 @@ def run_engine_core(
     make_executor: Callable[[EngineConfig], Executor],
     make_transports: Callable[[EngineConfig], Sequence[KVTransport]] = lambda config: (),
 ) -> int:
-    """The whole life of a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
+    """Run a core's process: HELLO → INIT → READY, then the busy loop. Returns the exit status."""
     guard = ProcessGuard(on_orphaned=lambda: remove_sockets(handshake_address))
     guard.start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -164,7 +164,7 @@ def run_engine_core(
             socket.send_multipart(encode(core.ready))
         return _run(proc, core, kv_thread)
     finally:
-        context.term()  # wakes the input thread, which closes its socket; waits until the last messages are out
+        context.term()  # wakes the input thread, which closes its socket; waits until the last messages are sent
 
 
 def _shake_hands(socket: zmq.Socket[bytes]) -> CoreInit:
@@ -173,7 +173,8 @@ def _shake_hands(socket: zmq.Socket[bytes]) -> CoreInit:
 
 
 def _failed(error: Exception) -> CoreFailed:
-    """A ``ValueError`` is one of the configuration or the checkpoint: the client's log has the words."""
+    """Log a failed start and return the message for the client. A ``ValueError`` means a wrong configuration or
+    checkpoint; the client reports it, so it is not logged as an error here."""
     is_permanent = isinstance(error, ValueError)
     log.log(logging.DEBUG if is_permanent else logging.ERROR, "the engine core cannot start", exc_info=error)
     return CoreFailed(str(error) if is_permanent else f"{type(error).__name__}: {error}", permanent=is_permanent)
@@ -188,7 +189,7 @@ def _start_kv_thread(context: zmq.Context[zmq.Socket[bytes]], init: CoreInit, kv
 
 
 def _freeze_heap() -> None:
-    """What start-up made stays for good: no later collection need look at it."""
+    """Exclude the objects of start-up from later garbage collections, because they are never freed."""
     gc.collect()
     gc.freeze()
 

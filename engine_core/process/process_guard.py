@@ -1,4 +1,4 @@
-"""Signals and orphanhood of a process that another of ours started."""
+"""Handles signals in a child process, and its end when the parent has ended."""
 
 import logging
 import os
@@ -11,19 +11,19 @@ log = logging.getLogger(__name__)
 
 
 class ProcessGuard:
-    """SIGTERM asks to finish; SIGINT is the parent's business; and when standard input, a pipe from the parent, comes
-    to its end, the parent is gone and so is everyone who could want an answer."""
+    """Calls ``on_terminate`` for SIGTERM, ignores SIGINT, which the parent handles, and exits when the parent has
+    ended: then standard input, a pipe from the parent, reaches its end."""
 
     def __init__(self, on_orphaned: Callable[[], None]) -> None:
-        """``on_orphaned``: what to clean up before the process ends."""
+        """``on_orphaned``: cleans up before the process exits because its parent has ended."""
         self.on_terminate: Callable[[], None] = lambda: os._exit(0)
         self._on_orphaned = on_orphaned
         self._wake_read, self._wake_write = os.pipe()
 
     def start(self) -> None:
-        """To be called first, in the main thread."""
+        """Install the handlers. Call it in the main thread, before anything else."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # A pipe, not a blocked signal: libraries have threads that take it whatever is blocked here.
+        # The signal writes to a pipe. Blocking it here would not help, because threads of libraries would receive it.
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write)
         signal.signal(signal.SIGTERM, lambda *_: None)
@@ -43,6 +43,6 @@ class ProcessGuard:
 
 
 def _exit_on_thread_failure(arguments: threading.ExceptHookArgs) -> None:
-    """A process without one of its threads would hang: better that its parent sees it die."""
+    """Exit, so that the parent notices; without one of its threads the process would hang."""
     log.critical("thread %s failed", arguments.thread, exc_info=arguments.exc_value)
     os._exit(1)

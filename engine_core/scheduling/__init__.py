@@ -1,1 +1,1 @@
-"""The scheduler: requests, the waiting queue, the plan of a step and the update from its output."""
+"""Schedules requests: holds their state and the waiting queue, plans steps and processes their results."""

@@ -1,2 +1,2 @@
-"""Output that must be something: grammars compiled beside the loop, followed token by token, told to the worker as
-bitmasks. Backends are behind :mod:`.backend` and loaded when the first request needs one."""
+"""Structured outputs: compiles grammars outside the loop, follows each output through its grammar, and sends the worker
+bitmasks of the tokens that may come next. A backend is loaded when the first request needs it."""

@@ -1,4 +1,4 @@
-"""Compiles constraints beside the loop: each first in a process that may be killed, then in a thread of this one."""
+"""Compiles constraints outside the loop: each first in a process that can be killed, then in a thread of this one."""
 
 import threading
 from collections import OrderedDict
@@ -11,21 +11,21 @@ from .compiler_process import CompilerProcess, CompilerUnavailable, Setup, make_
 from .grammar_backend import CompiledGrammar, StructuredOutputBackend
 
 NUM_COMPILERS = 2
-"""So that one constraint that takes its full time does not hold up all others."""
+"""More than one, so that a constraint that takes its full time does not delay all others."""
 MAX_PENDING = 256
-"""Constraints that may wait for a compiler; the next is refused."""
+"""Limits the constraints that wait for a compiler; further ones are refused."""
 MAX_COMPILED = 64
-"""Constraints that are remembered, refused ones included: at most 64 MiB each, most of them a thousandth of that."""
+"""Limits the cached constraints, refused ones included. Each takes up to 64 MiB, usually a thousandth of that."""
 
 
 class GrammarCompiler:
-    """Compiles a constraint once, for however many requests. :meth:`compile` and :meth:`close` are for one thread."""
+    """Compiles each constraint once for all its requests. :meth:`compile` and :meth:`close` belong to one thread."""
 
     def __init__(self, config: StructuredOutputConfig, vocab_size: int) -> None:
         self._config = config
         self._vocab_size = vocab_size
         self._backend: StructuredOutputBackend | None = None
-        self._lock = threading.Lock()  # over the processes and the making of the backend
+        self._lock = threading.Lock()  # guards the processes and the creation of the backend
         self._idle: list[CompilerProcess] = []
         self._busy: set[CompilerProcess] = set()
         self._closed = False
@@ -34,28 +34,28 @@ class GrammarCompiler:
 
     @property
     def backend(self) -> StructuredOutputBackend:
-        """Loaded when first asked for. Raises ``GrammarError`` when it cannot be."""
+        """The backend, which is loaded at the first access. Raises ``GrammarError`` if that fails."""
         with self._lock:
             if self._backend is None:
                 self._backend = make_backend(self._config, self._vocab_size)
             return self._backend
 
     def compile(self, constraint: StructuredOutput, done: Callable[[Future[CompiledGrammar]], None]) -> None:
-        """Calls ``done``, from any thread, with a future that has the grammar or a ``GrammarError``.
+        """Call ``done``, from any thread, with a future that holds the grammar or a ``GrammarError``.
 
-        Raises ``CompilerUnavailable`` when too many constraints wait.
+        Raises ``CompilerUnavailable`` if too many constraints wait.
         """
         future = self._known.get(constraint)
         if future is None or (future.done() and isinstance(future.exception(), CompilerUnavailable)):
             if sum(not known.done() for known in self._known.values()) >= MAX_PENDING:
-                raise CompilerUnavailable("too many grammars wait to be compiled")
+                raise CompilerUnavailable("too many grammars are waiting to be compiled; retry")
             future = self._known[constraint] = self._pool.submit(self._compile, constraint)
             self._evict()
         self._known.move_to_end(constraint)
         future.add_done_callback(done)
 
     def close(self) -> None:
-        """Ends processes and threads. Idempotent."""
+        """End the processes and threads. Idempotent."""
         with self._lock:
             self._closed = True
             processes = [*self._idle, *self._busy]
@@ -72,15 +72,12 @@ class GrammarCompiler:
                 del self._known[constraint]
 
     def _compile(self, constraint: StructuredOutput) -> CompiledGrammar:
-        prepared = self._prepare(constraint)
-        return self.backend.load(prepared)
-
-    def _prepare(self, constraint: StructuredOutput) -> str:
         process = self._take_process()
         try:
-            return process.prepare(constraint)
+            prepared = process.prepare(constraint)
         finally:
             self._give_back(process)
+        return self.backend.load(prepared)
 
     def _take_process(self) -> CompilerProcess:
         with self._lock:

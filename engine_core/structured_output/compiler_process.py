@@ -1,8 +1,8 @@
-"""``python -m tokenloom.engine_core.structured_output.compiler_process``: constraints tried in a process that can die.
+"""``python -m tokenloom.engine_core.structured_output.compiler_process`` compiles constraints in a process of its own.
 
-Speaks msgpack behind 4-byte big-endian lengths on stdin and stdout: first a ``Setup``, answered by a ``Reply`` without
-a grammar, then one ``Reply`` for each ``StructuredOutput``. Ends when stdin does, and at once when a constraint
-outlives its time or takes more than its memory.
+Stdin and stdout carry msgpack after 4-byte big-endian lengths: first a ``Setup``, answered by a ``Reply`` without a
+grammar, then one ``Reply`` for each ``StructuredOutput``. The process ends when stdin ends, and at once when a
+constraint exceeds its time or memory.
 """
 
 import contextlib
@@ -31,46 +31,51 @@ T = TypeVar("T")
 
 
 class CompilerUnavailable(GrammarError):
-    """Nothing is known of the constraint: it may be tried again."""
+    """The constraint was not judged; the request may be retried."""
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """The first message."""
+    """Configures the process; it is the first message."""
 
     config: StructuredOutputConfig
     vocab_size: int
     seconds: float = COMPILE_SECONDS
-    """For one constraint."""
+    """The time limit for one constraint."""
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One of them."""
+    """Answers one message."""
 
     prepared: str = ""
     refused: str = ""
-    """Why not; fit for a client."""
+    """Why the constraint is refused, in words for a client; empty if it is not."""
 
 
 class CompilerProcess:
-    """The process, from the side of the engine. For one thread at a time; :meth:`kill` is for any."""
+    """Starts the process and talks to it. Only one thread at a time may use it; any thread may call :meth:`kill`."""
 
     def __init__(self, setup: Setup) -> None:
-        """Waits until it is ready. Raises ``GrammarError`` when there is no backend to be ready with,
-        ``CompilerUnavailable`` when it does not start."""
-        # Its errors are in its replies; a library that aborts for want of memory is not to write into our log.
+        """Start the process and wait until it is ready.
+
+        Raises ``GrammarError`` if the backend cannot be loaded, ``CompilerUnavailable`` if the process does not start.
+        """
+        # Its errors are in its replies; a library that aborts without memory must not write into the engine's log.
         self._process = subprocess.Popen(
             _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         try:
             reply = self._exchange(setup)
         except GrammarError:
-            raise CompilerUnavailable("the process that compiles grammars does not start") from None
+            raise CompilerUnavailable("the process that compiles grammars did not start") from None
         if reply.refused:
             self.kill()
             raise GrammarError(reply.refused)
 
     def prepare(self, constraint: StructuredOutput) -> str:
-        """What the backend makes a grammar of. Raises ``GrammarError``; see :attr:`is_alive` after that."""
+        """Return what the backend loads a grammar from.
+
+        Raises ``GrammarError``; the process may have ended then: see :attr:`is_alive`.
+        """
         reply = self._exchange(constraint)
         if reply.refused:
             raise GrammarError(reply.refused)
@@ -78,16 +83,16 @@ class CompilerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can take another constraint."""
+        """Whether the process can compile another constraint."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends it. Idempotent."""
+        """End the process. Idempotent."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
-            with contextlib.suppress(OSError):  # what it was never to read
+            with contextlib.suppress(OSError):  # unsent input is lost
                 stream.close()
 
     def _exchange(self, message: Setup | StructuredOutput) -> Reply:
@@ -97,7 +102,7 @@ class CompilerProcess:
         try:
             _write(stdin, message)
             reply = _read(stdout, Reply)
-        except (OSError, ValueError):  # it is gone, or kill() came between
+        except (OSError, ValueError):  # the process has ended, or kill() closed its pipes
             reply = None
         if reply is None:
             self.kill()
@@ -107,19 +112,21 @@ class CompilerProcess:
 
 _DEATHS = {
     -signal.SIGALRM: f"it takes more than {COMPILE_SECONDS:g} s to compile",
-    -signal.SIGKILL: "compiling it was given up",
+    -signal.SIGKILL: "its compilation was cancelled",
 }
 
 
 def make_backend(config: StructuredOutputConfig, vocab_size: int) -> StructuredOutputBackend:
-    """The backend that ``config`` names, for a model of ``vocab_size`` logits. Raises ``GrammarError`` saying what is
-    missing: a tokenizer that is the configured one, the library."""
+    """Return the backend that ``config`` names, for a model of ``vocab_size`` logits.
+
+    Raises ``GrammarError`` if the library is not installed, or the tokenizer is missing, changed or not supported.
+    """
     file = Path(config.tokenizer)
     try:
         if hashlib.sha256(file.read_bytes()).digest() != config.tokenizer_digest:
-            raise GrammarError("the engine's tokenizer file was changed after the engine began")
+            raise GrammarError("the engine's tokenizer file was changed after the engine started")
     except OSError:
-        raise GrammarError("the engine's tokenizer file is gone") from None
+        raise GrammarError("the engine's tokenizer file can no longer be read") from None
     if config.backend == "xgrammar":
         return _xgrammar(file, vocab_size, config.eos_token_ids)
     from .llguidance_backend import LLGuidanceBackend  # loaded by the first request that needs it
@@ -135,14 +142,14 @@ def _xgrammar(file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> St
         from .xgrammar_backend import XGrammarBackend
     except ImportError as error:
         raise GrammarError(
-            f"the backend xgrammar is not installed ({error.name}); pip install 'tokenloom[xgrammar]' brings it"
+            f"the backend xgrammar is not installed ({error.name}); run: pip install 'tokenloom[xgrammar]'"
         ) from None
     return XGrammarBackend(file, vocab_size, eos_token_ids)
 
 
 def main() -> None:
-    """Serves until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent decides
+    """Serve until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches the whole group; the parent handles it
     signal.setitimer(signal.ITIMER_REAL, _START_SECONDS)  # SIGALRM's default action ends the process
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     setup = _read(stdin, Setup) or sys.exit()
@@ -165,12 +172,12 @@ def main() -> None:
         except GrammarError as error:
             reply = Reply(refused=str(error))
         except MemoryError:
-            os._exit(1)  # as when the library finds no memory
+            os._exit(1)  # as when the library itself runs out of memory
         _write(stdout, reply)
 
 
 def _data_bytes() -> int:
-    """Private memory of this process as RLIMIT_DATA counts it."""
+    """Return the private memory of this process in bytes, as RLIMIT_DATA counts it."""
     with open("/proc/self/status") as status:
         line = next(line for line in status if line.startswith("VmData:"))
     return int(line.split()[1]) << 10
@@ -183,7 +190,7 @@ def _write(stream: IO[bytes], message: msgspec.Struct) -> None:
 
 
 def _read(stream: IO[bytes], message_type: type[T]) -> T | None:
-    """The next message; None at the end."""
+    """Return the next message, or None at the end of the stream."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None

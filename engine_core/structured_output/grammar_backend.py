@@ -1,4 +1,4 @@
-"""What a grammar backend does for the core: compiles constraints, follows outputs through them, says what may come."""
+"""Defines the protocols of a grammar backend, which compiles constraints and follows outputs through them."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -9,63 +9,65 @@ import numpy.typing as npt
 from ..wire.core_sampling_params import GrammarKind
 
 Bitmask = npt.NDArray[np.int32]
-"""[ceil(vocab / 32)] or [n, ceil(vocab / 32)]: token t may come if bit t % 32 of word t // 32 is set."""
+"""[ceil(vocab / 32)] or [n, ceil(vocab / 32)]: token t is allowed if bit t % 32 of word t // 32 is set."""
 
 
 class GrammarError(ValueError):
-    """A constraint that is no grammar, is too complex, or does not allow a token; fit for a client."""
+    """A constraint is not valid, is too complex, or does not allow a token. The message is meant for a client."""
 
 
 class Grammar(Protocol):
-    """One output's way through a compiled grammar. Used by one thread at a time."""
+    """Follows one output through a compiled grammar. Used by one thread at a time."""
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
-        """Goes on by these tokens. Raises ``GrammarError`` for one that may not come; then only ``reset`` is left."""
+        """Follow these tokens. Raises ``GrammarError`` for one that is not allowed; only ``reset`` may follow."""
 
     def validate_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may come next. Changes nothing."""
+        """Return how many of these tokens, from the first on, may come next, without following them."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Takes back the last accepted tokens."""
+        """Take back the last ``num_tokens`` accepted tokens."""
 
     def reset(self) -> None:
-        """Takes back all of them."""
+        """Take back all accepted tokens."""
 
     def is_terminated(self) -> bool:
-        """Whether the text is complete and nothing but its end may follow."""
+        """Return whether the text is complete, so that only its end may follow."""
 
     def fill_bitmask(self, row: Bitmask) -> None:
-        """Writes what may come next; an end token may where the text may end. Raises ``GrammarError`` when finding out
-        would take too long."""
+        """Write the tokens that may come next, including the end tokens where the text may end.
+
+        Raises ``GrammarError`` if computing them would take too long.
+        """
 
 
 class CompiledGrammar(Protocol):
-    """What many outputs may follow. Usable from any thread."""
+    """Holds a grammar that many outputs may follow. Usable from any thread."""
 
     def start(self) -> Grammar:
-        """At the beginning of an output."""
+        """Return the state at the beginning of an output."""
 
 
 class StructuredOutputBackend(Protocol):
     """Compiles constraints for one tokenizer. Usable from any thread."""
 
     COMPILE_BYTES: int
-    """How much memory compiling one constraint may take."""
+    """The memory limit for compiling one constraint."""
     eos_token_ids: tuple[int, ...]
-    """The tokens that stand for the end of a text in its bitmasks; at least one."""
+    """The tokens that mean the end of the text in its bitmasks; at least one."""
 
     def prepare(self, kind: GrammarKind, source: str) -> str:
-        """Everything about compiling that could take too long, so it is called in a process that may be killed.
+        """Do the part of compiling that could take too long; it is called in a process that can be killed.
 
-        Returns what :meth:`load` makes a grammar of without surprises. Raises ``GrammarError``.
+        Returns what :meth:`load` makes a grammar of in a short time. Raises ``GrammarError``.
         """
 
     def load(self, prepared: str) -> CompiledGrammar:
-        """The grammar. Raises ``GrammarError``."""
+        """Return the grammar. Raises ``GrammarError``."""
 
 
 def bitmask_of(token_ids: Iterable[int], num_words: int) -> Bitmask:
-    """[num_words] with the bits of these tokens set; ids beyond are left out."""
+    """Return a bitmask [num_words] with the bits of these tokens set; larger ids are ignored."""
     bits = np.zeros(num_words * 32, dtype=np.uint8)
     bits[[token_id for token_id in token_ids if token_id < len(bits)]] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)

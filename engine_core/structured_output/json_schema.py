@@ -1,4 +1,4 @@
-"""JSON schemas as they are compiled: an object holds what its schema names."""
+"""Prepares JSON schemas for compiling: an object holds only the properties that its schema names."""
 
 import json
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ _ALTERNATIVES = ("anyOf", "oneOf", "$ref")
 
 
 def close_objects(source: str) -> str:
-    """The schema with ``additionalProperties: false`` where an object's properties are named and no word is said of
-    others, as vLLM's default backend has it: a model would fill an open object until its tokens end.
+    """Return the schema with ``additionalProperties: false`` in each object that names properties and does not mention
+    others, as vLLM's default backend does: a model would fill an open object until its tokens end.
 
-    A schema that combines parts (``allOf``, ``not``, ``properties`` beside ``anyOf``) stays as it is: to close one part
-    would forbid what another names. Raises ``ValueError`` for what is no JSON.
+    A schema that combines parts (``allOf``, ``not``, ``properties`` together with ``anyOf``) is returned unchanged:
+    closing one part would forbid what another one names. Raises ``ValueError`` if the source is not JSON.
     """
     schema = json.loads(source)
     parts = list(_parts(schema))
@@ -29,7 +29,7 @@ def close_objects(source: str) -> str:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and those within it; what only looks like one, in a ``const`` or an ``enum``, is none."""
+    """Yield a schema and those within it, except values of ``const`` or ``enum`` that only look like a schema."""
     if not isinstance(schema, dict):
         return
     yield schema
@@ -52,7 +52,8 @@ def _combines(part: dict[str, Any]) -> bool:
 
 
 def _names_all(part: dict[str, Any]) -> bool:
-    """Whether an object can be made of the properties that are named; what is no schema is left to the compiler."""
+    """Return whether the named properties suffice for an object; False if the part is malformed, which the compiler
+    reports."""
     named, required, least = part.get("properties"), part.get("required", []), part.get("minProperties", 0)
     if not isinstance(named, dict) or "additionalProperties" in part or "patternProperties" in part:
         return False

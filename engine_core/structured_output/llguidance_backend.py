@@ -1,4 +1,4 @@
-"""Grammars by llguidance: lazily compiled, with limits on every step of it."""
+"""Implements grammars with llguidance, which compiles lazily and limits the work of every step."""
 
 import json
 from collections.abc import Sequence
@@ -12,28 +12,31 @@ from .grammar_backend import Bitmask, GrammarError
 from .json_schema import close_objects
 
 _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
-"""Between two JSON tokens: a space, or a new line and its indentation; more, and a model caught in a loop of blanks
-would not come out."""
+"""Allowed between two JSON tokens: a space, or a new line and its indentation. More would let a model stay in a loop of
+blanks."""
 _MAX_ERROR_CHARS = 300
 
 
 class LLGuidanceBackend:
-    """Fulfils :class:`.backend.StructuredOutputBackend`."""
+    """Implements ``StructuredOutputBackend``."""
 
     COMPILE_BYTES = 64 << 20
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """``vocab_size``: the model's. Raises ``ValueError`` for a tokenizer whose tokens' bytes it cannot tell."""
+        """Load the tokenizer of a model with ``vocab_size`` logits.
+
+        Raises ``ValueError`` if llguidance cannot derive the bytes of its tokens.
+        """
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._tokenizer = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
         self.eos_token_ids = tuple(self._tokenizer.eos_tokens)
-        # Steps are bounded by the library's own defaults; a row of many optional properties is no attack.
+        # The library's defaults limit each step; its limit for a row is too low for many optional properties.
         self._limits = llguidance.LLParserLimits(
             max_items_in_row=10_000, max_lexer_states=100_000, verbose_errors=False
         )
 
     def prepare(self, kind: GrammarKind, source: str) -> str:
-        """Its own form of the grammar, after building it once and asking it for a bitmask."""
+        """Return llguidance's form of the grammar, after building it once and computing a bitmask."""
         grammar = _grammar(kind, source)
         matcher = self._build(grammar)
         matcher.compute_bitmask()
@@ -88,7 +91,7 @@ class _Grammar:
 
 
 def _grammar(kind: GrammarKind, source: str) -> str:
-    """A constraint as llguidance takes it."""
+    """Return a constraint in llguidance's form."""
     compiler = llguidance.LLMatcher
     match kind:
         case GrammarKind.JSON:
@@ -98,7 +101,7 @@ def _grammar(kind: GrammarKind, source: str) -> str:
         case GrammarKind.REGEX:
             return compiler.grammar_from_regex(source)
         case GrammarKind.CHOICE:
-            # Lark takes JSON's escapes, but DEL only as one.
+            # Lark understands the escapes of JSON, and needs one for DEL.
             texts = (json.dumps(text).replace("\x7f", "\\u007f") for text in json.loads(source))
             return compiler.grammar_from_lark(f"start: {' | '.join(texts)}")
         case GrammarKind.GRAMMAR:
@@ -119,9 +122,10 @@ def _lark_of_gbnf(source: str) -> str:
         return gbnf_to_lark(source)
     except GbnfToLarkError as error:
         raise GrammarError(_shorten(str(error))) from None
-    except Exception as error:  # the converter's own word for what is not EBNF
+    except Exception as error:  # the converter raises various errors for text that is not EBNF
         raise GrammarError(
-            f"neither EBNF (root ::= ...) nor Lark (start: ...): {_shorten(str(error)) or type(error).__name__}"
+            "the grammar is neither EBNF (root ::= ...) nor Lark (start: ...): "
+            + (_shorten(str(error)) or type(error).__name__)
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""One request's way through its grammar, and what that leaves its next token to be."""
+"""Follows one request's output through its grammar, and computes which tokens may come next."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,16 +6,16 @@ from .grammar_backend import Bitmask, Grammar, GrammarError, bitmask_of
 
 
 class GrammarEnd(Exception):
-    """The text is complete, and no token may say so: the request has ended."""
+    """The text is complete, and the request has no stop token to end with: it ends without one."""
 
 
 class RequestGrammar:
-    """Follows the output lazily: the tokens that came since are accepted when the next bitmask is asked for."""
+    """Follows the output lazily: new tokens are accepted when the next bitmask is needed."""
 
     __slots__ = ("_eos", "_grammar", "_min_tokens", "_stop", "num_accepted")
 
     def __init__(self, grammar: Grammar, eos: Bitmask, stop_token_ids: Iterable[int], min_tokens: int) -> None:
-        """``eos``: the tokens that stand for the end in the grammar's bitmasks, itself as a bitmask."""
+        """``eos`` is a bitmask of the tokens that mean the end of the text in the grammar's bitmasks."""
         self._grammar = grammar
         self._eos = eos
         self._stop = bitmask_of(stop_token_ids, len(eos))
@@ -24,16 +24,16 @@ class RequestGrammar:
         """Output tokens that the grammar has seen."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Goes on by output tokens, replayed or new. Raises ``GrammarError``."""
+        """Follow output tokens, replayed or new. Raises ``GrammarError`` for one that the grammar does not allow."""
         if token_ids:
             self._grammar.accept_tokens(token_ids)
             self.num_accepted += len(token_ids)
 
     def fill(self, row: Bitmask) -> None:
-        """Writes into ``row``, [words], what the token after those accepted may be: what the grammar allows and, where
-        the text may end, the request's stop tokens.
+        """Write to ``row`` [words] which tokens may come next: those that the grammar allows and, where the text may
+        end, the request's stop tokens.
 
-        Raises ``GrammarEnd``, ``GrammarError``.
+        Raises ``GrammarEnd`` if the request ends here, ``GrammarError`` if no token can follow.
         """
         self._grammar.fill_bitmask(row)
         may_end = bool((row & self._eos).any())
@@ -47,7 +47,7 @@ class RequestGrammar:
             row |= self._stop & self._eos
 
     def _end(self, row: Bitmask, *, may_end: bool, may_stop: bool) -> None:
-        """Nothing can follow but one of the stop tokens, if there is any."""
+        """Allow only the stop tokens. Raises if the text may not end here, or has no stop token to end with."""
         if not may_end:
             raise GrammarError("no token of the model can follow")
         if not may_stop or not self._stop.any():

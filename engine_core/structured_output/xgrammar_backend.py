@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: compiled in full, so the compiled form crosses from the process that may be killed."""
+"""Implements grammars with xgrammar, which compiles in full: the compiler's process sends the compiled form."""
 
 import json
 import re
@@ -14,30 +14,30 @@ from .grammar_backend import Bitmask, GrammarError, bitmask_of
 from .json_schema import close_objects
 
 _MAX_WHITESPACE = 20
-"""Blanks between two JSON tokens: a model caught in a loop of them would not come out."""
+"""Limits the blanks between two JSON tokens, so that a model cannot stay in a loop of them."""
 _MAX_ERROR_CHARS = 300
 _WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 
 
 class XGrammarBackend:
-    """Fulfils :class:`.backend.StructuredOutputBackend`."""
+    """Implements ``StructuredOutputBackend``."""
 
     COMPILE_BYTES = 512 << 20
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """``vocab_size``: the model's."""
+        """Load the tokenizer of a model with ``vocab_size`` logits."""
         source = tokenizer_file.read_text()
         metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(source)
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._tokenizer = xgrammar.TokenizerInfo(
             _vocabulary(json.loads(source), vocab_size), vocab_size=vocab_size, stop_token_ids=eos or None, **metadata
         )
-        # One thread, and no cache: both belong to the engine's own compiler.
+        # One thread and no cache, because GrammarCompiler has its own.
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
         self.eos_token_ids = tuple(self._tokenizer.stop_token_ids)
 
     def prepare(self, kind: GrammarKind, source: str) -> str:
-        """The compiled grammar, serialized."""
+        """Return the compiled grammar, serialized."""
         try:
             compiled: str = self._compile(kind, source).serialize_json()
         except (RuntimeError, ValueError) as error:
@@ -108,14 +108,14 @@ class _Grammar:
 
 
 def _fit_for_a_client(message: str) -> str:
-    """Without the library's clock and source lines."""
+    """Return the message without the time and the source line that the library adds."""
     if "bad_alloc" in message:
         return "it takes too much memory to compile"
     return " ".join(_WHERE.sub("", message).split())[:_MAX_ERROR_CHARS]
 
 
 def _vocabulary(tokenizer: Any, vocab_size: int) -> list[str]:
-    """[vocab_size] the tokens of a ``tokenizer.json``, as it writes them; empty where it has none."""
+    """Return the [vocab_size] tokens of a ``tokenizer.json`` in its own spelling; empty for ids without a token."""
     vocabulary = [""] * vocab_size
     tokens = tokenizer["model"]["vocab"]
     pairs = tokens.items() if isinstance(tokens, dict) else ((token, id_) for id_, (token, _) in enumerate(tokens))

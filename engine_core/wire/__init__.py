@@ -1,1 +1,1 @@
-"""What crosses process boundaries: messages, their encoding, and shared memory for large arrays."""
+"""Data that crosses process boundaries: messages, their encoding, and shared memory for large arrays."""

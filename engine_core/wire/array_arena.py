@@ -1,14 +1,14 @@
-"""Shared memory in which a process lends arrays to others on its host, which read them in place and are done with them
+"""Shared memory in which a process lends arrays to others on its host. They read the arrays in place and give them back
 in any order.
 
-The memory is a sealed memfd that the readers inherit: it has no name, and goes with the last process that maps it.
+The memory is a sealed memfd that the readers inherit: it has no name, and is freed with the last process that maps it.
 
     generations  [1 + num_readers, NUM_SLOTS] uint64; row 0 is the sender's, row 1 + r that of reader r
-    data         regions, each from the beginning of a cache line
+    data         regions, each aligned to a cache line
 
-A region belongs to a slot. The sender writes the region's generation into its row when it lends it; a reader writes the
-same into its own when nothing refers to the region any more. A slot whose rows agree is free, with its region. So each
-cell has one writer, and who dies leaves nothing behind but what the memory itself takes with it.
+A region belongs to a slot. The sender writes the region's generation into its row when it lends the region; a reader
+writes the same number into its own row when nothing refers to the region any more. A slot whose rows agree is free,
+with its region. Each cell therefore has one writer, and a process that dies leaves nothing to clean up.
 """
 
 import fcntl
@@ -31,44 +31,46 @@ from .free_space import FreeSpace
 log = logging.getLogger(__name__)
 
 MIN_BYTES = 64 << 10
-"""Of an array that is lent: below, a frame costs no more."""
+"""Minimum size of a lent array: a smaller one costs no more in a frame."""
 NUM_SLOTS = 256
-"""Regions lent at once; of arrays of the least size, 16 MiB."""
+"""Limit of regions lent at once: 16 MiB of arrays of the minimum size."""
 _ALIGNMENT = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Region(NamedTuple):
-    """An array's bytes, as a message names them."""
+    """Names the bytes of an array in a message."""
 
     slot: int
     generation: int
     offset: int
-    """In the data."""
+    """Relative to the start of the data."""
     nbytes: int
 
 
 class ArenaAddress(msgspec.Struct, frozen=True):
-    """What a reader needs besides the descriptor itself, which it inherits."""
+    """Describes the memory to a reader, which inherits the descriptor."""
 
     fd: int
     nbytes: int
-    """Of the data."""
+    """Size of the data."""
     num_readers: int
 
     @property
     def header_bytes(self) -> int:
-        """In whole pages, for the data is mapped by itself."""
+        """The size of the header in whole pages, because the data is mapped separately."""
         return _round_up((1 + self.num_readers) * NUM_SLOTS * 8, mmap.ALLOCATIONGRANULARITY)
 
 
 class ArrayArena:
-    """The sender's side; belongs to one thread. Who has none, or no room left, sends frames instead."""
+    """The sender's side; belongs to one thread. Without an arena, or without room in it, arrays are sent in frames."""
 
     def __init__(self, nbytes: int, num_readers: int = 1, min_bytes: int = MIN_BYTES) -> None:
-        """Args:
-        nbytes: At most so many are lent at once; pages that were never used take no memory. 0: none are.
-        min_bytes: Of an array that is lent.
+        """
+        Args:
+            nbytes: Limit of bytes lent at once; 0 for no arena. Pages take memory only once they are used.
+            num_readers: How many processes read.
+            min_bytes: Minimum size of an array that is lent.
         """
         self._min_bytes = max(min_bytes, 1)
         self.address: ArenaAddress | None = None
@@ -78,15 +80,15 @@ class ArrayArena:
         if nbytes:
             try:
                 self._allocate(_round_up(nbytes, _ALIGNMENT), num_readers)
-            except OSError as error:  # no memfd here, or none may be made: frames do
-                log.warning("no shared memory for arrays, they go over sockets: %s", error)
+            except OSError as error:  # memfd is not available or not allowed
+                log.warning("no shared memory for arrays; they are sent over sockets: %s", error)
 
     def lend(self) -> "Loan":
-        """The arrays of one message."""
+        """Return a loan for the arrays of one message."""
         return Loan(self)
 
     def put(self, array: npt.NDArray[Any]) -> Region | None:
-        """Copies an array into a region; None: it is too small to be worth it, or there is no room."""
+        """Copy an array into a region. Returns None if the array is too small or no room is left."""
         if self.address is None or array.nbytes < self._min_bytes:
             return None
         self._reclaim()
@@ -99,18 +101,18 @@ class ArrayArena:
         return region
 
     def take_back(self, regions: Iterable[Region]) -> None:
-        """Frees regions that no reader was told of."""
+        """Free regions that no reader knows of."""
         for region in regions:
             self._free(region)
 
     @property
     def num_lent(self) -> int:
-        """Regions that readers have not given back."""
+        """The number of regions that readers have not given back."""
         self._reclaim()
         return len(self._lent)
 
     def close(self) -> None:
-        """Nothing can be lent any more; readers keep what they have. Idempotent."""
+        """Stop lending; readers keep what they have. Idempotent."""
         if self.address is not None:
             os.close(self.address.fd)
             self.address = None
@@ -120,7 +122,7 @@ class ArrayArena:
         address = ArenaAddress(fd, nbytes, num_readers)
         try:
             os.ftruncate(fd, address.header_bytes + nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # nobody's mapping can end in a bus error
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # the size is fixed: no access can end in a bus error
             memory = mmap.mmap(fd, address.header_bytes + nbytes)
         except OSError:
             os.close(fd)
@@ -143,14 +145,15 @@ class ArrayArena:
 
 
 class Loan:
-    """The regions of one message. Left with an error, the message was not sent, and they are free again."""
+    """Holds the regions of one message. If its context ends with an error, the message was not sent and the regions are
+    freed."""
 
     def __init__(self, arena: ArrayArena) -> None:
         self._arena = arena
         self.regions: list[Region] = []
 
     def put(self, array: npt.NDArray[Any]) -> Region | None:
-        """As that of the arena."""
+        """Copy an array into a region of this loan, as :meth:`ArrayArena.put`."""
         if (region := self._arena.put(array)) is not None:
             self.regions.append(region)
         return region
@@ -164,30 +167,33 @@ class Loan:
 
 
 class ArenaReader:
-    """A reader's side. Regions are opened in one thread, and given back in whichever drops them."""
+    """The reader's side. One thread opens regions; a region is given back in the thread that drops its last
+    reference."""
 
     def __init__(self, address: ArenaAddress, index: int = 0) -> None:
-        """Takes over the descriptor. ``index``: which of the readers this is. Raises ``ValueError`` for a descriptor
-        of something else."""
+        """Take over the descriptor. ``index``: the number of this reader. Raises ``ValueError`` if the descriptor
+        belongs to something else."""
         if not 0 <= index < address.num_readers or not _is_arena(address):
-            raise ValueError(f"reader {index}: descriptor {address.fd} is not that of {address}")
+            raise ValueError(f"reader {index}: descriptor {address.fd} does not belong to {address}")
         header = mmap.mmap(address.fd, address.header_bytes)
         self._data = mmap.mmap(address.fd, address.nbytes, prot=mmap.PROT_READ, offset=address.header_bytes)
-        os.close(address.fd)  # the mappings stay
+        os.close(address.fd)  # the mappings remain
         self._cells = _cells_of(header, address.num_readers)
         self._given_back = self._cells[1 + index]
         self._opened = [0] * NUM_SLOTS  # generations
-        self._views: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}  # the last of each slot; its end is heard of
+        self._views: dict[
+            int, weakref.ref[npt.NDArray[np.uint8]]
+        ] = {}  # by slot; the callback of the reference gives back
         self._fence = threading.RLock()
 
     def open(self, region: Region) -> memoryview:
-        """A region's bytes, read-only. They are given back when nothing refers to this view, nor to an array over it.
+        """Return the bytes of a region, read-only. They are given back when the view, and every array over it, is gone.
 
-        Raises ``ValueError`` for a region that was not lent, or was opened already.
+        Raises ``ValueError`` for a region that is not lent or was opened before.
         """
         slot, generation, offset, nbytes = region
         if not (0 <= slot < NUM_SLOTS and self._opened[slot] < generation == int(self._cells[0, slot])):
-            raise ValueError(f"{region} is not lent, or belongs to another array")
+            raise ValueError(f"{region} is not lent, or was opened before")
         if not (0 <= offset < offset + nbytes <= len(self._data)):
             raise ValueError(f"{region} is not within {len(self._data)} bytes")
         self._opened[slot] = generation
@@ -196,7 +202,7 @@ class ArenaReader:
         return view.data
 
     def _give_back(self, slot: int, generation: int, _: object) -> None:
-        with self._fence:  # a lock, for on some processors the sender might hear of it before all has been read
+        with self._fence:  # a memory barrier: otherwise the write could be visible before the last read has happened
             self._given_back[slot] = generation
 
 
@@ -213,5 +219,5 @@ def _is_arena(address: ArenaAddress) -> bool:
     try:
         size, seals = os.fstat(address.fd).st_size, fcntl.fcntl(address.fd, fcntl.F_GET_SEALS)
         return size == address.header_bytes + address.nbytes and seals & _SEALS == _SEALS
-    except OSError:  # no memfd, or nothing at all
+    except OSError:  # not a memfd, or not open
         return False

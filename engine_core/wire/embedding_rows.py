@@ -1,4 +1,4 @@
-"""Rows that take the place of token embeddings in a prompt."""
+"""Rows that replace token embeddings in a prompt."""
 
 import hashlib
 import struct
@@ -10,17 +10,17 @@ import numpy.typing as npt
 
 
 class EmbedsSpan(msgspec.Struct, array_like=True, gc=False):
-    """Consecutive tokens of a prompt that have rows instead of ids; their ids are 0 and mean nothing."""
+    """Describes consecutive tokens of a prompt that have rows instead of ids; their ids are 0 and have no meaning."""
 
     position: int
-    """Of the first, in the prompt."""
+    """Position of the first token in the prompt."""
     rows: npt.NDArray[np.float32]
     """[n, hidden_size]"""
 
 
 def content_salt(salt: bytes, spans: Sequence[EmbedsSpan]) -> bytes:
-    """What stands for all that a prompt is besides its token ids, in block hashes and in the digest of a lease: the
-    salt alone, or SHA-256 over it and every row. So a prompt with rows shares blocks only with its own like."""
+    """Return what identifies a prompt besides its token ids, for block hashes and the digest of a lease: the salt, or
+    with rows SHA-256 over the salt and all rows. A prompt shares blocks only with prompts of equal rows."""
     if not spans:
         return salt
     digest = hashlib.sha256(struct.pack("<Q", len(salt)) + salt)

@@ -1,4 +1,4 @@
-"""Messages over a ZMQ socket, with as few copies and as few new buffers as can be."""
+"""Sends and receives messages over a ZMQ socket with few copies and few new buffers."""
 
 from collections import deque
 
@@ -8,13 +8,13 @@ from .array_arena import Loan
 from .serialization import Frame, encode
 
 _COPY_BYTES = 64 << 10
-"""Below it a copy into ZMQ's own memory is cheaper than the bookkeeping of sending without one (as pyzmq has it)."""
+"""Smaller frames are copied into ZMQ's memory, which is cheaper than tracking a send without a copy (as in pyzmq)."""
 _MAX_IDLE = 4
-"""Buffers kept for reuse; a peer that lags behind makes more of them, which are dropped when they come back."""
+"""Limit of buffers kept for reuse. More exist while a peer lags behind; they are dropped afterwards."""
 
 
 class FrameSender:
-    """Used from one thread. A buffer is used again only when ZMQ says that it was sent."""
+    """Sends messages from one thread. A buffer is reused only after ZMQ has sent it."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -23,12 +23,12 @@ class FrameSender:
 
     @property
     def num_sending(self) -> int:
-        """Buffers that ZMQ may still read."""
+        """The number of buffers that ZMQ may still read."""
         return len(self._sending)
 
     def send(self, message: object, *head: bytes, loan: Loan | None = None) -> None:
-        """Sends ``head``, a frame each, and ``message``, whose arrays nobody may write to any more, those aside that
-        ``loan`` took."""
+        """Send the frames ``head`` and then ``message``. The caller must not write to the arrays of the message
+        afterwards, except to those that ``loan`` took."""
         body = self._take_buffer()
         frames = [*head, *encode(message, loan, body)]
         if len(frames) == len(head) + 1 and len(body) < _COPY_BYTES:
@@ -37,7 +37,7 @@ class FrameSender:
             return
         last = len(frames) - 1
         trackers = [self._send_frame(frame, 0 if index == last else zmq.SNDMORE) for index, frame in enumerate(frames)]
-        # Each frame's own: of a message's frames the small ones are copied, and so done, before the large ones.
+        # Each frame has its own tracker: small frames are copied, and so done, before the large ones.
         self._sending.append((zmq.MessageTracker(*filter(None, trackers)), body))
 
     def _send_frame(self, frame: Frame, flags: int) -> zmq.MessageTracker | None:
@@ -57,8 +57,8 @@ class FrameSender:
 
 
 def receive_frames(socket: zmq.Socket[bytes], num_small: int) -> list[Frame]:
-    """One message. Its first ``num_small`` frames are copied, which is cheaper for small ones; the others, the memory
-    of arrays, stay where ZMQ received them."""
+    """Receive one message. Its first ``num_small`` frames are copied, which is cheaper for small ones; the others, the
+    memory of arrays, stay where ZMQ received them."""
     frames: list[Frame] = [socket.recv()]
     while socket.rcvmore:
         frames.append(socket.recv() if len(frames) < num_small else socket.recv(copy=False).buffer)

@@ -1,21 +1,21 @@
-"""Which parts of a stretch of memory are free."""
+"""Tracks which parts of a memory range are free."""
 
 import bisect
 
 
 class FreeSpace:
-    """First fit: what is low is used again first, so that few pages are ever touched."""
+    """Allocates by first fit, which reuses low addresses and so touches few pages."""
 
     def __init__(self, size: int) -> None:
         self._holes: list[tuple[int, int]] = [(0, size)] if size else []  # [start, end), sorted, none touches another
 
     @property
     def nbytes(self) -> int:
-        """Free in all; not in one piece."""
+        """Free bytes in total, possibly in several pieces."""
         return sum(end - start for start, end in self._holes)
 
     def take(self, nbytes: int) -> int | None:
-        """Where ``nbytes`` (more than 0) in one piece begin; None: there is no such piece."""
+        """Allocate ``nbytes`` (more than 0) in one piece and return its start; None if no piece is large enough."""
         for index, (start, end) in enumerate(self._holes):
             if end - start >= nbytes:
                 self._holes[index : index + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -23,7 +23,7 @@ class FreeSpace:
         return None
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """What :meth:`take` gave."""
+        """Free a piece that :meth:`take` returned."""
         end = start + nbytes
         after = bisect.bisect(self._holes, (start, end))
         first, last = after, after

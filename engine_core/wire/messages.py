@@ -1,4 +1,4 @@
-"""What crosses between an engine core and its client: plain msgspec structs, the same in process and over ZMQ."""
+"""Messages between an engine core and its client: plain msgspec structs, the same in process and over ZMQ."""
 
 import enum
 
@@ -15,24 +15,24 @@ from .serialization import from_raw
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended (values as in vLLM V1)."""
+    """Reasons why a request ended (values as in vLLM V1)."""
 
     STOP = 0
     """A token of ``stop_token_ids`` was produced."""
     LENGTH = 1
     """``max_tokens`` or the context length was reached."""
     ABORT = 2
-    """The client ended it."""
+    """The client aborted it."""
     ERROR = 3
-    """It failed; trying again may help."""
+    """It failed; a retry may succeed."""
     REPETITION = 4
-    """The repetition detector cut it."""
+    """The repetition detector ended it."""
     PREFILLED = 5
-    """The prompt is computed and its KV held under a lease (ours, not vLLM's)."""
+    """The prompt is computed and its KV is held under a lease (not part of vLLM)."""
 
 
 class RequestType(enum.Enum):
-    """First frame of every message from a client to the core (bytes as in vLLM V1)."""
+    """Types of messages from a client to the core: the first frame of each (bytes as in vLLM V1)."""
 
     ADD = b"\x00"
     ABORT = b"\x01"
@@ -40,46 +40,47 @@ class RequestType(enum.Enum):
     EXECUTOR_FAILED = b"\x04"
     WAKEUP = b"\x05"
     ACCEPT = b"\x06"
-    """Ours: tokens of the prefill leg for a request that was added ahead of them."""
+    """Tokens of the prefill leg, for a request that was added before them (not part of vLLM)."""
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """One new request (or one more attempt at it)."""
+    """Describes a new request, or one more attempt at it."""
 
     request_id: str
-    """The client's own key; never one that a user chose."""
+    """The key that the core's client chose; never one that a user chose."""
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     accepted_token_ids: list[int] = []
-    """Output tokens of earlier attempts: indices, limits, penalties and random numbers count them."""
+    """Output tokens of earlier attempts; indices, limits, penalties and random numbers include them."""
     priority: int = 0
-    """Lower runs first; other than 0 only with the scheduling policy ``priority``."""
+    """Requests with lower values run first; always 0 unless the scheduling policy is ``priority``."""
     cache_salt: bytes = b""
-    """Part of every block hash of this request; requests of different salts never share blocks."""
+    """Part of every block hash of this request: requests with different salts never share blocks."""
     lease_id: bytes = b""
-    """Prefill leg: offer the KV under this lease when first scheduled, end as PREFILLED after the first token."""
+    """Prefill leg: the KV is offered under this lease once the request is scheduled, and the request ends as PREFILLED
+    after its first token."""
     remote_kv: KVTarget | None = None
-    """Decode leg: where the KV of the first ``num_tokens`` tokens is."""
+    """Decode leg: where to load the KV of the first ``num_tokens`` tokens from."""
     awaits_tokens: bool = False
-    """Decode leg, added while the prefill still runs: not to be scheduled before an AcceptTokens."""
+    """Decode leg, added while the prefill runs: the request is not scheduled before an AcceptTokens."""
     resumable: bool = False
-    """An input of a session: more may follow under the same id, each answered with a turn that ends with a finish
-    reason of its own. The last one is not resumable; without a prompt it only closes the session."""
+    """Whether this is an input of a session. More inputs may follow under the same id; each is answered with a turn
+    that has its own finish reason. The last input is not resumable; without a prompt it only closes the session."""
     arrival_ns: int = 0
-    """Set by the core's own input thread, never by a client: when it came, on the core's clock. 0: when it is added."""
+    """Arrival on the core's clock; set by the core's input thread, never by a client. 0 means when it is added."""
     prompt_embeds: list[EmbedsSpan] = []
-    """In order, without overlap; they cover prompt tokens only."""
+    """Spans in order and without overlap, over prompt tokens only."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
-    """Tokens that the prefill leg produced, for a request added with ``awaits_tokens``."""
+    """Carries the tokens of the prefill leg to a request that was added with ``awaits_tokens``."""
 
     request_id: str
     token_ids: list[int]
 
 
 class PrefillStats(msgspec.Struct, array_like=True, gc=False):
-    """Sent with a request's first output."""
+    """Describes the prefill of a request; sent with its first output."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -89,26 +90,26 @@ class PrefillStats(msgspec.Struct, array_like=True, gc=False):
     prefill_ns: int
     """From first scheduled until the first token."""
     num_external_cached_tokens: int = 0
-    """Of ``num_cached_tokens``, those whose KV another engine or tier had; the rest was in the pool."""
+    """The part of ``num_cached_tokens`` whose KV came from another engine or tier; the rest was in the pool."""
 
 
 class Logprobs(msgspec.Struct, array_like=True, gc=False):
-    """Natural log probabilities of n positions, in columns, of the model's own distribution (before penalties, bias,
-    masks and temperature, as in vLLM's ``raw_logprobs``)."""
+    """Holds natural log probabilities of n positions in columns, from the model's distribution before penalties, bias,
+    masks and temperature (as in vLLM's ``raw_logprobs``)."""
 
     sampled: list[float]
-    """[n] of the token taken (of a prompt: of the token that stands there)."""
+    """[n] log probability of the sampled token, or of the prompt's token."""
     rank: list[int]
-    """[n] of that token; 1 is the best."""
+    """[n] rank of that token; 1 is the most likely."""
     top: int = 0
-    """k: alternatives at each position."""
+    """k: alternatives per position."""
     token_ids: list[int] = []
-    """[n * k] the best, best first (among equals the lower id), then those that the request names."""
+    """[n * k] the most likely tokens first (the lower id among equals), then those that the request names."""
     logprobs: list[float] = []
     """[n * k]"""
 
     def extend(self, following: "Logprobs") -> None:
-        """Adds the positions that follow; they tell as many alternatives."""
+        """Append the positions that follow; they must have the same number of alternatives."""
         self.sampled += following.sampled
         self.rank += following.rank
         self.token_ids += following.token_ids
@@ -117,7 +118,7 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreEventType(enum.IntEnum):
-    """What befell a request in the scheduler (as in vLLM V1)."""
+    """Types of scheduler events of a request (as in vLLM V1)."""
 
     QUEUED = 1
     SCHEDULED = 2
@@ -125,14 +126,14 @@ class EngineCoreEventType(enum.IntEnum):
 
 
 class EngineCoreEvent(msgspec.Struct, array_like=True, gc=False):
-    """One of them, with its time on the core's monotonic clock."""
+    """Describes a scheduler event with its time on the core's monotonic clock."""
 
     type: EngineCoreEventType
     timestamp_ns: int
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step produced for one request."""
+    """Holds what one step produced for one request."""
 
     request_id: str
     new_token_ids: list[int]
@@ -142,30 +143,30 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     stop_token_id: int | None = None
     prefill_stats: PrefillStats | None = None
     error: str = ""
-    """With ``FinishReason.ERROR``; fit for a client."""
+    """The error message with ``FinishReason.ERROR``; may be shown to clients."""
     kv_granted_tokens: int = 0
-    """Prefill leg, once, when first scheduled: tokens that the lease covers."""
+    """Prefill leg, once when first scheduled: the number of tokens that the lease covers."""
     kv_wait_ns: int = 0
-    """Decode leg, with the first output: time spent waiting for remote KV."""
+    """Decode leg, with the first output: the time spent waiting for remote KV."""
     new_logprobs: Logprobs | None = None
-    """Of ``new_token_ids``, when asked for."""
+    """Log probabilities of ``new_token_ids``, if the request asks for them."""
     new_prompt_logprobs: Logprobs | None = None
-    """Of the whole prompt but its first token, once, with or before the first output token."""
+    """Log probabilities of the prompt without its first token; sent once, with or before the first output token."""
     num_nans_in_logits: int = 0
-    """NaN logits of the rows that ``new_token_ids`` were drawn from; 0 unless they are counted."""
+    """Number of NaN logits in the rows that ``new_token_ids`` were drawn from; 0 unless they are counted."""
     events: list[EngineCoreEvent] = []
-    """What befell the request since its last output; only when events are logged."""
+    """Scheduler events since the request's last output; only if events are logged."""
     error_field: str = ""
-    """With ``error``: the field of the request that is at fault, so that trying again does not help."""
+    """With ``error``: the wrong field of the request. A retry would fail again."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    """The scheduler after a step; counters grow over the life of the core."""
+    """Describes the scheduler after a step; counters grow over the life of the core."""
 
     num_waiting: int = 0
     num_running: int = 0
     num_waiting_tokens: int = 0
-    """Tokens of the waiting requests that are not computed yet."""
+    """Tokens of waiting requests that are not computed yet."""
     kv_usage: float = 0.0
     """Share of blocks held by requests, in [0, 1]."""
     num_free_blocks: int = 0
@@ -180,23 +181,23 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     kv_bytes_received: dict[str, int] = {}
     """Counters by transport."""
     kv_recomputes: dict[str, int] = {}
-    """Counters by reason (``KV_FAILURES``): requests whose remote KV was not used."""
+    """Counters of requests whose remote KV was not used, by reason (``KV_FAILURES``)."""
     num_leases: int = 0
     """Leases held now."""
     prefix_cache_requests: int = 0
-    """Requests that were looked up (counter)."""
+    """Requests looked up in the prefix cache (counter)."""
     preempted_prefix_cache_queries: int = 0
-    """Tokens of preempted requests that were looked up again (counter), not in ``prefix_cache_queries``."""
+    """Tokens of preempted requests looked up again (counter); not part of ``prefix_cache_queries``."""
     preempted_prefix_cache_hits: int = 0
-    """Of those, tokens found (counter)."""
+    """The part of those tokens that was found (counter)."""
     external_prefix_cache_queries: int = 0
-    """Prompt tokens, not found in the pool, that another engine or tier was asked for (counter)."""
+    """Prompt tokens, not found in the pool, that were looked up in another engine or tier (counter)."""
     external_prefix_cache_hits: int = 0
-    """Of those, tokens loaded (counter)."""
+    """The part of those tokens that was loaded (counter)."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):
-    """A call of one of the core's utilities, by name."""
+    """Calls one of the core's utilities by name."""
 
     call_id: int
     method: str
@@ -204,7 +205,7 @@ class UtilityCall(msgspec.Struct, array_like=True, gc=False):
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
-    """Answer to a UTILITY call."""
+    """Answers a UTILITY call."""
 
     call_id: int
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
@@ -218,43 +219,43 @@ class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Everything that one step produced for one client."""
+    """Holds everything that one step produced for one client."""
 
     step: int = 0
-    """Steps executed so far; stands still when the loop hangs."""
+    """Steps executed so far; a value that does not grow shows that the loop hangs."""
     outputs: list[EngineCoreOutput] = []
     scheduler_stats: SchedulerStats | None = None
     utility_output: UtilityOutput | None = None
     kv_events: list[KVCacheEvent] = []
-    """What the prefix cache gained and lost since the last step, if anybody is to know."""
+    """Changes of the prefix cache since the last step, if they are published."""
     num_requests_added: int = 0
-    """ADDs that the core had taken in: which of the client's requests the statistics cover."""
+    """ADDs that the core has received: the statistics cover these requests."""
 
 
 class CoreHello(msgspec.Struct, tag="HELLO"):
-    """Core to client: the process is up."""
+    """Core to client: the process has started."""
 
     pid: int
 
 
 class CoreInit(msgspec.Struct, tag="INIT"):
-    """Client to core: what to become, and which sockets to use."""
+    """Client to core: the configuration, and which sockets to use."""
 
     input_address: str
     output_address: str
     config: EngineConfig
     kv_address: str = ""
-    """Of the socket pair that ``kv_messages`` travel over; empty: this core moves no KV."""
+    """Address of the socket pair for ``kv_messages``; empty if this core transfers no KV."""
     arrays: ArenaAddress | None = None
-    """Where large arrays of requests lie; None: in frames."""
+    """Shared memory for large arrays of requests; None if they are sent in frames."""
 
 
 class CoreReady(msgspec.Struct, tag="READY"):
-    """Core to client: the model is loaded, the KV pool is there."""
+    """Core to client: the model is loaded and the KV pool is allocated."""
 
     num_kv_blocks: int
     max_model_len: int
-    """After fitting to the KV pool."""
+    """The limit after it was fitted to the KV pool."""
     vocab_size: int
     block_size: int
     kv_layout: str
@@ -262,14 +263,14 @@ class CoreReady(msgspec.Struct, tag="READY"):
     numerics: str
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
-    """Columns of prompt embeddings."""
+    """Number of columns of prompt embeddings."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):
-    """Core to client: start-up failed, with what an operator needs to know.
+    """Core to client: start-up failed, with a message for the operator.
 
     Attributes:
-        permanent: The configuration or the checkpoint is at fault: another start would end the same way.
+        permanent: Whether the configuration or the checkpoint is wrong, so that another start would fail too.
     """
 
     error: str

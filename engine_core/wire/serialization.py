@@ -1,9 +1,10 @@
-"""msgpack on every socket of the core. The receiver names the type it expects, so nothing but plain data can arrive.
+"""Encodes and decodes the messages on the core's sockets with msgpack. The receiver names the type that it expects, so
+only plain data can arrive.
 
-A message is a list of ZMQ frames: the msgpack body, and one frame for each array of the message that is too large to
-lie in the body. In the body an array is (dtype, shape, bytes), (dtype, shape, number of its frame from 1), or, where
-sender and receiver share memory and it has room, (dtype, shape, region). Nobody may write to an array that was encoded:
-it may be sent, and is received, without a copy.
+A message is a list of ZMQ frames: the msgpack body, and one frame for each array that is too large for the body. In the
+body an array is (dtype, shape, bytes), (dtype, shape, number of its frame from 1), or, if sender and receiver share
+memory with enough room, (dtype, shape, region). An array must not change after it was encoded, because it may be sent
+and received without a copy.
 """
 
 import inspect
@@ -25,13 +26,13 @@ Frame = bytes | bytearray | memoryview
 Array = npt.NDArray[Any]
 
 MAX_INLINE_BYTES = 256
-"""Of an array in the body: a frame of its own costs more than copying so little (as in vLLM)."""
+"""Limit of an array in the body: copying so few bytes costs less than a frame (as in vLLM)."""
 _MAX_DIMENSIONS = 8
 _DTYPES = {np.dtype(code).str: np.dtype(code) for code in "?bBhHiIqQefd"}
 
 
 class _ArrayFrames(threading.local):
-    """Arrays of the message that this thread is encoding."""
+    """Holds the arrays of the message that this thread is encoding."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -43,7 +44,7 @@ _arrays = _ArrayFrames()
 
 def _encode_array(value: object) -> tuple[str, tuple[int, ...], bytes | int | Region]:
     if not isinstance(value, np.ndarray) or value.dtype.str not in _DTYPES:
-        raise NotImplementedError(f"{type(value).__name__} is not data that a message may carry")
+        raise NotImplementedError(f"a message cannot carry {type(value).__name__}")
     if value.nbytes <= MAX_INLINE_BYTES:
         return value.dtype.str, value.shape, value.tobytes()
     if _arrays.loan is not None and (region := _arrays.loan.put(value)) is not None:
@@ -56,8 +57,8 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode(message: object, loan: Loan | None = None, into: bytearray | None = None) -> list[Frame]:
-    """The frames of ``message``; those after the first are the memory of its arrays, of those that ``loan`` did not
-    take. ``into``, whose content is replaced, becomes the first frame."""
+    """Return the frames of ``message``: the body, and the memory of its arrays that ``loan`` did not take. If ``into``
+    is given, its content is replaced and it becomes the body."""
     _arrays.loan = loan
     try:
         if into is None:
@@ -71,10 +72,10 @@ def encode(message: object, loan: Loan | None = None, into: bytearray | None = N
 
 
 class Decoder(Generic[T]):
-    """Decodes messages of one type (or union), in one thread. Raises ``msgspec.DecodeError`` for anything else.
+    """Decodes messages of one type (or union) in one thread. Raises ``msgspec.DecodeError`` for anything else.
 
-    Arrays are read-only views of their frames and regions. Their dtype must be the annotated one, their bytes as many
-    as their shape says, and each frame, and region, must be used once.
+    Arrays are read-only views of their frames and regions. An array's dtype must be the annotated one, its size must
+    fit its shape, and each frame and region must be used exactly once.
     """
 
     def __init__(self, message_type: type[T] | UnionType, arena: ArenaReader | None = None) -> None:
@@ -84,29 +85,30 @@ class Decoder(Generic[T]):
         self._unused: set[int] = set()
 
     def decode(self, frames: Sequence[Frame]) -> T:
+        """Return the message in ``frames``."""
         if not frames:
-            raise msgspec.DecodeError("a message without frames")
+            raise msgspec.DecodeError("the message has no frames")
         self._frames = frames
         self._unused = set(range(1, len(frames)))
         try:
             message = self._decoder.decode(frames[0])
-        except UnicodeDecodeError as error:  # of a text that is none, which msgspec lets through
+        except UnicodeDecodeError as error:  # msgspec does not convert this error of a broken text
             raise msgspec.DecodeError(str(error)) from None
         finally:
             self._frames = ()
         if self._unused:
-            raise msgspec.DecodeError(f"a message with {len(self._unused)} frames that it does not refer to")
+            raise msgspec.DecodeError(f"the message does not refer to {len(self._unused)} of its frames")
         return message
 
     def _decode_array(self, kind: type, value: object) -> Array:
         dtype, shape, body = msgspec.convert(value, tuple[str, tuple[int, ...], bytes | int | Region])
         if dtype not in _DTYPES or len(shape) > _MAX_DIMENSIONS or min(shape, default=0) < 0:
-            raise ValueError(f"no array of dtype {dtype!r} and shape {shape} may come")
+            raise ValueError(f"an array of dtype {dtype!r} and shape {shape} is not allowed")
         if (wanted := _annotated_dtype(kind)) is not None and _DTYPES[dtype] != wanted:
-            raise ValueError(f"an array of dtype {dtype}, not {wanted.str}")
+            raise ValueError(f"the array has dtype {dtype}, expected {wanted.str}")
         frame = body if isinstance(body, bytes) else self._take_frame(body)
         if len(frame) != math.prod(shape) * _DTYPES[dtype].itemsize:
-            raise ValueError(f"{len(frame)} bytes for an array of dtype {dtype} and shape {shape}")
+            raise ValueError(f"{len(frame)} bytes do not fit an array of dtype {dtype} and shape {shape}")
         array: Array = np.frombuffer(frame, _DTYPES[dtype]).reshape(shape)
         array.flags.writeable = False
         return array
@@ -114,16 +116,16 @@ class Decoder(Generic[T]):
     def _take_frame(self, index: int | Region) -> Frame:
         if isinstance(index, Region):
             if self._arena is None:
-                raise ValueError("an array in shared memory, of which there is none here")
+                raise ValueError("the array is in shared memory, but this receiver has none")
             return self._arena.open(index)
         if index not in self._unused:
-            raise ValueError(f"frame {index} is not there, or belongs to another array")
+            raise ValueError(f"frame {index} does not exist, or belongs to another array")
         self._unused.remove(index)
         return self._frames[index]
 
 
 def _annotated_dtype(kind: type) -> "np.dtype[Any] | None":
-    """Of ``npt.NDArray[x]``, ``x``; None: any."""
+    """Return ``x`` of ``npt.NDArray[x]``; None if any dtype is allowed."""
     scalars = [typing.get_args(argument) for argument in typing.get_args(kind)[1:]]
     if not scalars or not isinstance(scalars[0][0], type):
         return None
@@ -131,24 +133,26 @@ def _annotated_dtype(kind: type) -> "np.dtype[Any] | None":
 
 
 def to_raw(value: object) -> msgspec.Raw:
-    """``value``, which holds no large arrays, as msgpack inside another message, to be decoded by whoever knows its
-    type."""
+    """Encode ``value``, which must not contain large arrays, as msgpack inside another message. The receiver decodes it
+    when it knows the type."""
     body, *arrays = encode(value)
     if arrays:
-        raise TypeError(f"an array of more than {MAX_INLINE_BYTES} bytes cannot be an argument or a result of a call")
+        raise TypeError(
+            f"an argument or result of a call must not contain an array of more than {MAX_INLINE_BYTES} bytes"
+        )
     return msgspec.Raw(body)
 
 
 def from_raw(raw: msgspec.Raw) -> object:
-    """The plain value (None, bool, number, str, bytes, list, dict) of ``raw``."""
+    """Return the plain value (None, bool, number, str, bytes, list, dict) of ``raw``."""
     value: object = msgspec.msgpack.decode(raw)
     return value
 
 
 def call_with_raw(function: Callable[..., object], arguments: Sequence[msgspec.Raw]) -> object:
-    """Calls ``function`` with its positional arguments decoded to the types it annotates.
+    """Call ``function`` with its positional arguments decoded to the annotated types.
 
-    Raises ``TypeError`` for a wrong number of arguments, ``msgspec.DecodeError`` for one of a wrong type.
+    Raises ``TypeError`` for a wrong number of arguments, ``msgspec.DecodeError`` for a wrong type.
     """
     bound = inspect.signature(function).bind(*arguments)
     hints = typing.get_type_hints(function)

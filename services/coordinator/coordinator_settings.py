@@ -1,25 +1,28 @@
-"""Settings of the coordinator."""
+"""Options of the coordinator."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from msgspec import Meta
 
-from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.runtime.host.service_settings import Count, ServiceSettings
 
 from .engine_placement import PD_THRESHOLD
 from .engine_registry import SETTLE_SECONDS
 
 
-class CoordinatorSettings(ServiceSettings):
+class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
+    """How the coordinator places requests."""
+
     service: ClassVar[str] = "coordinator"
 
-    max_waiting: int = Field(1024, ge=1, description="Requests that may wait on one engine before it gets no more.")
-    pd_threshold: int = Field(
-        PD_THRESHOLD,
-        ge=0,
-        le=(1 << 32) - 1,
-        description="Prompts with fewer uncached tokens go whole to a decode engine; 0: always a pair.",
-    )
-    settle_seconds: float = Field(
-        SETTLE_SECONDS, ge=0, description="Seconds that a new coordinator waits for engines to re-join."
-    )
+    max_waiting_per_engine: Annotated[
+        Count, "Requests that may wait on one engine before it gets no more.", Meta(extra={"aliases": ("max_waiting",)})
+    ] = 1024
+    pd_threshold: Annotated[
+        Annotated[int, Meta(ge=0, le=(1 << 32) - 1)],
+        "Prompts with fewer uncached tokens are computed by a decode engine alone; 0: every prompt is "
+        "computed by a prefill engine.",
+    ] = PD_THRESHOLD
+    settle_seconds: Annotated[
+        Annotated[float, Meta(ge=0)], "Seconds that a new coordinator waits for the engines to register again."
+    ] = SETTLE_SECONDS

@@ -33,7 +33,7 @@ class Identity:
             max_model_len=ready.max_model_len,
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
-            priorities=settings.scheduling_policy == "priority",
+            priorities=settings.engine.scheduler.policy == "priority",
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
         )
         self._engine_id = settings.instance_id
@@ -67,7 +67,7 @@ def make_fingerprint(path: Path, name: str, ready: CoreReady, settings: EngineSe
     """
     return types_pb2.Fingerprint(
         model=name,
-        weights=checkpoint.weights_fingerprint(path) if settings.worker == "cpu" else b"",
+        weights=checkpoint.weights_fingerprint(path) if settings.engine.worker.worker == "model" else b"",
         tokenizer=checkpoint.tokenizer_fingerprint(path),
         block_size=ready.block_size,
         kv_layout=ready.kv_layout,

@@ -58,14 +58,14 @@ class EngineService:
 async def _start(
     settings: EngineSettings, client: AsyncClient | None, host: Host, undo: contextlib.AsyncExitStack
 ) -> RunningEngine:
-    path = await asyncio.to_thread(checkpoint.resolve, settings.model)
-    name = settings.served_model_name or checkpoint.served_name(path, settings.model)
-    load = LoadTracker(settings.max_num_seqs + settings.max_waiting)
+    path = await asyncio.to_thread(checkpoint.resolve, settings.engine.worker.model)
+    name = settings.served_model_name or checkpoint.served_name(path, settings.engine.worker.model)
+    load = LoadTracker(settings.engine.scheduler.max_num_seqs + settings.max_waiting)
     client = client or process_client(settings, str(path))
     undo.push_async_callback(client.close)
     core = await start_core(settings, client, load, host, name)
     fingerprint = await asyncio.to_thread(make_fingerprint, path, name, core.ready, settings)
-    kv = KVFront(settings, core, load, host) if settings.transports else None
+    kv = KVFront(settings, core, load, host) if settings.kv_transports else None
     if kv is not None:
         undo.push_async_callback(kv.close)
     address = settings.advertise_address or host.address
@@ -83,7 +83,7 @@ async def _start(
     undo.push_async_callback(engine.end_streams, "the engine has stopped")
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(
-        engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, BY_NAME[settings.role])
+        engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, BY_NAME[settings.engine.kv.role])
     )
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
@@ -95,7 +95,7 @@ def _link_coordinator(
     if not settings.coordinator:
         return None
     channel = host.channels.open(settings.coordinator, "coordinator")
-    return CoordinatorLink(channel, identity, load, BY_NAME[settings.role])
+    return CoordinatorLink(channel, identity, load, BY_NAME[settings.engine.kv.role])
 
 
 async def _nothing() -> None:

@@ -1,22 +1,28 @@
-"""Settings of a tokenizer."""
+"""Options of a tokenizer."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from msgspec import Meta
 
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
+_Workers = Annotated[int, Meta(ge=1, le=64)]
 
-class TokenizerSettings(ServiceSettings):
-    """Which model's tokenizer, and how much of the machine it may take."""
+
+class TokenizerSettings(ServiceSettings, frozen=True, kw_only=True):
+    """Which model's tokenizer to serve, and the resources it may use."""
 
     service: ClassVar[str] = "tokenizer"
 
-    model: str = Field(DEMO_MODEL_NAME, description="Checkpoint directory or hub id; the tokenizer is read from it.")
-    served_model_name: str = Field("", description="Name that clients use; empty: the directory's last part.")
-    block_size: int = Field(16, ge=1, le=1024, description="Tokens in a KV block, as the engines have it.")
-    threads: int = Field(2, ge=1, le=64, description="Texts encoded at the same time.")
-    max_text_bytes: int = Field(8 << 20, ge=1, le=1 << 26, description="Longest text to encode, UTF-8 bytes.")
-    render_workers: int = Field(2, ge=1, le=64, description="Processes that render chat templates.")
-    render_timeout: float = Field(2.0, gt=0, le=60, description="Seconds that rendering a conversation may take.")
+    model: Annotated[str, "Checkpoint directory or hub id to read the tokenizer from."] = DEMO_MODEL_NAME
+    served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
+    block_size: Annotated[Annotated[int, Meta(ge=1, le=1024)], "Tokens in a KV block; the same as in the engines."] = 16
+    threads: Annotated[_Workers, "Texts that are encoded at the same time."] = 2
+    max_text_bytes: Annotated[Annotated[int, Meta(ge=1, le=1 << 26)], "Longest text to encode, in bytes of UTF-8."] = (
+        8 << 20
+    )
+    render_workers: Annotated[_Workers, "Processes that render chat templates."] = 2
+    render_timeout: Annotated[
+        Annotated[float, Meta(gt=0, le=60)], "Seconds that rendering a conversation may take."
+    ] = 2.0

@@ -9,6 +9,7 @@ import yaml
 
 from tests.k8s.cluster import WHOLE, build, workloads
 from tests.k8s.test_manifests import SETTINGS
+from tokenloom.services.runtime.host.options import options_of
 
 ROOT = Path(__file__).parents[2]
 TARGETS = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
@@ -51,7 +52,7 @@ def test_a_part_is_closed_in_and_checked(name: str) -> None:
 def test_settings_are_accepted_here_and_on_the_hosts_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     part = PARTS[name]
     settings_class = SETTINGS[service_of(part)]
-    fields = {f"TOKENLOOM_{field.upper()}" for field in settings_class.model_fields}
+    fields = {option.variable for option in options_of(settings_class).values()}
     for environment in (
         part["environment"],
         part["environment"] | HOST["services"].get(name, {}).get("environment", {}),

@@ -8,7 +8,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from tokenloom.cli.main import app
-from tokenloom.reference import PAGES, SERVICES
+from tokenloom.reference import PAGES
 
 ROOT = Path(__file__).parents[2]
 MARKDOWN = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,12 +46,6 @@ def test_commands_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_from_the_code_are_current(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == PAGES[name](), "run `make docs`"
-
-
-def test_every_setting_has_a_description() -> None:
-    for service in SERVICES:
-        for name, field in service.model_fields.items():
-            assert field.description, f"{service.__name__}.{name}"
 
 
 def test_the_help_lists_every_command() -> None:

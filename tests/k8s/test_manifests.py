@@ -11,6 +11,7 @@ from tokenloom.services.coordinator.coordinator_settings import CoordinatorSetti
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
+from tokenloom.services.runtime.host.options import options_of
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 
@@ -96,7 +97,7 @@ def test_pods_have_the_time_to_drain(mesh: tuple[Object, ...]) -> None:
 def test_every_variable_is_a_setting_of_its_service(mesh: tuple[Object, ...]) -> None:
     maps = {each["metadata"]["name"]: each["data"] for each in of_kind(mesh, "ConfigMap")}
     for workload in workloads(mesh):
-        fields = {f"TOKENLOOM_{name.upper()}" for name in SETTINGS[workload.part].model_fields}
+        fields = {option.variable for option in options_of(SETTINGS[workload.part]).values()}
         names = set(workload.environment)
         for source in workload.container["envFrom"]:
             names |= set(maps[source["configMapRef"]["name"]])
@@ -226,4 +227,4 @@ def _is(peer: Object, labels: dict[str, str]) -> bool:
 
 
 def _default(workload: Workload, field: str) -> float:
-    return float(SETTINGS[workload.part].model_fields[field].default)
+    return float(options_of(SETTINGS[workload.part])[field].default)

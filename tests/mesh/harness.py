@@ -184,15 +184,15 @@ class Mesh:
         return {engine: sum(found) for engine, found in values.items()}
 
     def _coordinator(self) -> Part:
-        settings = CoordinatorSettings(**self._common("coordinator-0"))
+        settings = CoordinatorSettings.of(**self._common("coordinator-0"))
         return Part(CoordinatorService, settings)
 
     def _tokenizer(self, index: int) -> Part:
-        settings = TokenizerSettings(**self._common(f"tokenizer-{index}"), render_workers=1)
+        settings = TokenizerSettings.of(**self._common(f"tokenizer-{index}"), render_workers=1)
         return Part(TokenizerService, settings)
 
     def _output_processor(self, index: int) -> Part:
-        settings = OutputProcessorSettings(
+        settings = OutputProcessorSettings.of(
             **self._common(f"output_processor-{index}"), coordinator=self.address("coordinator-0")
         )
         return Part(OutputProcessorService, settings)
@@ -204,11 +204,11 @@ class Mesh:
             "max_model_len": MAX_MODEL_LEN,
             "num_kv_blocks": 512,
         }
-        settings = EngineSettings(**self._common(f"engine-{index}"), **(values | extra))
+        settings = EngineSettings.of(**self._common(f"engine-{index}"), **(values | extra))
         return Part(EngineService, settings)
 
     def _gateway(self, extra: dict[str, Any]) -> Part:
-        settings = GatewaySettings(
+        settings = GatewaySettings.of(
             **self._common("gateway-0"),
             http_listen="127.0.0.1:0",
             tokenizers=[part.settings.listen for part in self.tokenizers],

@@ -46,7 +46,7 @@ class SplitEngine(Part):
 
     def __init__(self, settings: EngineSettings) -> None:
         self.client = _client(settings)
-        self.role = settings.role
+        self.role = settings.engine.kv.role
         self.is_alive = True
         super().__init__(lambda settings: _ObservedService(settings, self.client), settings)
 
@@ -115,7 +115,7 @@ class SplitEngine(Part):
 
 
 def _client(settings: EngineSettings) -> AsyncInprocClient:
-    is_hash = settings.worker == "hash"
+    is_hash = settings.engine.worker.worker == "hash"
     # Without a checkpoint the hash worker's tokens are any of the vocabulary.
     config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
     config = msgspec.structs.replace(config, structured_output=structured_output_config(DEMO_MODEL))
@@ -174,7 +174,7 @@ class SplitMesh(Mesh):
             "kv_lease_seconds": 5.0,
             "kv_load_timeout": 5.0,
         }
-        engine = SplitEngine(EngineSettings(**self._common(name), **(defaults | values)))
+        engine = SplitEngine(EngineSettings.of(**self._common(name), **(defaults | values)))
         self.engines.append(engine)
         return engine
 
@@ -220,7 +220,7 @@ class SplitMesh(Mesh):
         }
 
     def _coordinator(self) -> Part:
-        settings = CoordinatorSettings(
+        settings = CoordinatorSettings.of(
             **self._common("coordinator-0"), settle_seconds=0.2, pd_threshold=self._pd_threshold
         )
         return Part(CoordinatorService, settings)

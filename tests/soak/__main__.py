@@ -15,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first one; the others follow")
-    parser.add_argument("--worker", choices=("hash", "cpu"), default="hash", help="cpu: the demo model")
+    parser.add_argument("--worker", choices=("hash", "model"), default="hash", help="model: the demo model")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # of which there are many: every fault is told
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as directory:

@@ -13,7 +13,7 @@ from tests.mesh.split import SplitMesh
 from tests.soak.expectation import Expectation, expectation
 from tests.soak.plan import Ask, Event, Plan
 
-HANG_SECONDS = 20.0
+HANG_SECONDS = 60.0
 
 
 async def soak(directory: Path, seeds: Iterable[int], worker: str = "hash") -> AsyncIterator[tuple[Plan, Counter[str]]]:

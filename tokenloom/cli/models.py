@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
 
 from .failures import reported
 from .server_options import ApiKey, BaseUrl, connect
+from .tables import print_tables
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def models(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        Console(soft_wrap=True).print(_local_table(rows) if local else _served_table(rows))
+        print_tables(_local_table(rows) if local else _served_table(rows))
 
 
 def checkpoints(folders: list[Path]) -> Iterator[Checkpoint]:

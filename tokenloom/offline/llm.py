@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.executor import make_executor
-from tokenloom.gpu_worker.platform.devices import make_worker
 from tokenloom.request import validation
 from tokenloom.request.errors import TokenloomError
-from tokenloom.services.engine.core.workers import WORKER_COMMAND
+from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
+from tokenloom.services.engine.engine_settings import for_checkpoint
 from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.v1 import types_pb2
 
@@ -42,49 +42,28 @@ class LLM:
         model: str | Path,
         *,
         tokenizer: str | Path | None = None,
-        device: str = "auto",
-        dtype: Any = "auto",
-        quantization: str | None = None,
         seed: int | None = 0,
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int = 2048,
-        block_size: int = 16,
-        enable_prefix_caching: bool = True,
-        enable_chunked_prefill: bool = True,
-        async_scheduling: bool = False,
-        distributed_executor_backend: str = "uni",
-        kv_cache_memory_bytes: int | None = None,
-        num_gpu_blocks_override: int | None = None,
         gpu_memory_utilization: float | None = None,
         served_model_name: str | None = None,
         max_logprobs: int = validation.DEFAULT_MAX_LOGPROBS,
         enable_prompt_embeds: bool = False,
+        **engine: Any,
     ) -> None:
         """Loads the model.
 
         Args:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
-            tokenizer: Another directory or hub id to take the tokenizer from.
-            device: ``cpu``, ``cuda``, or ``auto``: a GPU where there is one.
-            dtype: ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``, or torch's of these names.
-            quantization: ``int8-dynamic`` rounds the layers' weights to int8 at load, their inputs row by row.
-            seed: Decides the outputs of requests that set no seed; None: different ones each time.
-            max_model_len: Prompt and output together, in tokens; None: the model's own, or what the KV cache holds.
-            max_num_seqs: Requests in a batch; None: 128, or the token budget if that is less.
-            max_num_batched_tokens: Token budget of a step.
-            block_size: Tokens in a KV block.
-            enable_prefix_caching: Whether requests share the KV blocks of equal beginnings.
-            enable_chunked_prefill: Whether a prompt may take several steps.
-            async_scheduling: Whether the next step is scheduled while one runs.
-            distributed_executor_backend: ``uni``: the worker is in this process; ``mp``: in one of its own.
-            kv_cache_memory_bytes: Size of the KV cache; None: from the memory that is free after a profile run.
-            num_gpu_blocks_override: Size of the KV cache in blocks, whatever the device.
-            gpu_memory_utilization: Taken and without effect on a CPU: ``kv_cache_memory_bytes`` is the setting there.
-            served_model_name: What ``model_name`` is to say instead of the directory's name.
+            tokenizer: Another directory or hub id to read the tokenizer from.
+            seed: Determines the outputs of requests without a seed; None: they differ from run to run.
+            gpu_memory_utilization: Accepted without effect on a CPU; use ``kv_cache_memory_bytes`` there.
+            served_model_name: The ``model_name`` of outputs; by default the directory's name.
+            max_logprobs: Limit for ``logprobs`` and ``prompt_logprobs``; -1: no limit.
             enable_prompt_embeds: Whether prompts may hold embeddings.
-            max_logprobs: The most that ``logprobs`` and ``prompt_logprobs`` may be; -1: as many as one likes.
+            **engine: Options of the engine by their names in ``docs/configuration.md`` or vLLM's, such as ``dtype``,
+                ``max_model_len``, ``max_num_seqs``, ``enable_prefix_caching`` or ``kv_cache_memory_bytes``. None stands
+                for the default. ``dtype`` may be torch's; ``max_num_seqs`` is by default at most the token budget.
         """
+        config = engine_config(engine)
         if gpu_memory_utilization is not None:
             _log.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory_bytes sizes the KV cache")
         with _as_value_error():
@@ -92,22 +71,7 @@ class LLM:
             self._info = CheckpointInfo.load(path)
             self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
         self.model_name = served_model_name or served_name(path, str(model))
-        config = engine_config(
-            path,
-            device=device,
-            dtype=dtype,
-            quantization=quantization,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            enable_prefix_caching=enable_prefix_caching,
-            enable_chunked_prefill=enable_chunked_prefill,
-            async_scheduling=async_scheduling,
-            distributed_executor_backend=distributed_executor_backend,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            num_gpu_blocks_override=num_gpu_blocks_override,
-        )
+        config = for_checkpoint(config, str(path))
         self._client = InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
         ready = self._client.ready
         limits = types_pb2.ModelLimits(

@@ -2,8 +2,11 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta, Struct, field
 
 from tokenloom.services.runtime.local_streams.sockets import SUFFIX as STREAMS_SUFFIX
 from tokenloom.services.runtime.peers.addresses import Address
@@ -12,38 +15,35 @@ from .cores import divide
 from .part_spec import PartSpec
 from .ports import GatewayPorts
 
+_Parts = Annotated[int, Meta(ge=1, le=64)]
+_Engines = Annotated[int, Meta(ge=0, le=64)]
+_Port = Annotated[int, Meta(ge=0, le=65535)]
 
-@dataclass(frozen=True)
-class MeshOptions:
-    """What a user chooses about a local mesh as a whole."""
+
+class MeshOptions(Struct, frozen=True):
+    """What a user chooses for a local mesh as a whole. Fields with a text are options of ``tokenloom serve``."""
 
     model: Path
     """A checkpoint directory."""
     served_model_name: str
-    engines: int = 1
-    """Engines that do whole requests; there are none beside prefill and decode engines."""
-    prefill: int = 0
-    """Engines that compute prompts; with `decode`."""
-    decode: int = 0
-    """Engines that generate from prompts computed elsewhere."""
-    kv_transports: str = "auto"
-    """How KV blocks get from one to the other, best first, separated by commas."""
-    tokenizers: int = 1
-    output_processors: int = 1
-    gateways: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """HTTP port of the first gateway; the others follow it. 0: free ones."""
-    grpc_port: int | None = None
-    """The same for public gRPC; None: `ports.GRPC_OFFSET` above `port`."""
+    engines: Annotated[_Parts, "Engines that compute whole requests; the cores are divided among them."] = 1
+    prefill: Annotated[_Engines, "Engines that compute prompts; with --decode, instead of --engines."] = 0
+    decode: Annotated[_Engines, "Engines that generate tokens from the KV blocks of prefill engines."] = 0
+    tokenizers: Annotated[_Parts, "Tokenizer services."] = 1
+    output_processors: Annotated[_Parts, "Output processors."] = 1
+    gateways: Annotated[_Parts, "Gateways, on consecutive ports."] = 1
+    host: Annotated[str, "Address that the gateways listen on."] = "127.0.0.1"
+    port: Annotated[_Port, "HTTP port of the first gateway; 0: a free one."] = 8000
+    grpc_port: Annotated[_Port | None, "Public gRPC port of the first gateway; by default 1000 above --port."] = None
+    drain_timeout: Annotated[
+        Annotated[float, Meta(ge=0)], "Seconds that live requests have to finish after Ctrl-C."
+    ] = 30.0
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """More flags for every instance of a service."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """More environment for every instance of a service."""
     common_flags: tuple[str, ...] = ()
     """More flags for every part."""
-    drain_timeout: float = 30.0
-    """Seconds that live requests may go on once the mesh is told to stop."""
 
     @property
     def engine_roles(self) -> list[str]:
@@ -93,7 +93,7 @@ class _Layout:
         share, role, kv_socket = self._shares[index], self._roles[index], self._socket("engine", index, "-kv")
         flags: tuple[str, ...] = ("--role", role)
         if role != "both":  # KV moves between those only
-            flags += ("--kv-transports", self._options.kv_transports, "--kv-listen", str(Address(path=str(kv_socket))))
+            flags += ("--kv-listen", str(Address(path=str(kv_socket))))
         flags += ("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads))
         part = self._part("engine", index, (*self._model, *self._coordinator, *flags))
         return replace(part, role=role, cpus=share.cpus, leftovers=(*part.leftovers, kv_socket))

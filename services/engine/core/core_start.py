@@ -46,11 +46,17 @@ async def start_core(
         raise FailedPrecondition(str(error)) from None
     _show_token_costs(host, metrics, client)
     load.started(ready.num_kv_blocks)
-    metrics.observe_ready(ready, enable_prefix_caching=settings.enable_prefix_caching)
-    metrics.kv.start_transports(name for name in settings.transports if name != "auto")
-    kv_events = KVEventFeed(host.epoch) if settings.kv_events else None
+    metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)
+    metrics.kv.start_transports(name for name in settings.kv_transports if name != "auto")
+    kv_events = KVEventFeed(host.epoch) if settings.engine.cache.kv_events else None
     return CoreLink(
-        client, ready, load, metrics, kv_events=kv_events, logs_events=settings.log_request_events, tracer=host.tracer
+        client,
+        ready,
+        load,
+        metrics,
+        kv_events=kv_events,
+        logs_events=settings.engine.scheduler.log_events,
+        tracer=host.tracer,
     )
 
 

@@ -38,7 +38,7 @@ def _timed_worker(config: EngineConfig) -> Worker:
 
 
 _WORKERS: dict[str, Callable[[EngineConfig], Worker]] = {
-    "cpu": _model_worker,
+    "model": _model_worker,
     "hash": _hash_worker,
     "timed": _timed_worker,
 }

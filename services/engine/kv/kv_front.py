@@ -42,13 +42,13 @@ class KVFront:
             self._server = KVServer(settings.kv_listen, servicer, host.tls, insecure=settings.insecure)
             self.address = settings.kv_advertise_address or self._server.address
             self.owner = coordinator_pb2.EngineRef(engine_id=settings.instance_id, epoch=host.epoch)
-        self.lease_seconds = settings.kv_lease_seconds
+        self.lease_seconds = settings.engine.kv.lease_seconds
         reader = ReaderConfig(
             host=socket.gethostname(),
             kv_layout=core.ready.kv_layout,
             block_size=core.ready.block_size,
-            transports=expanded(settings.transports),
-            must_load=settings.kv_policy == "fail",
+            transports=expanded(settings.kv_transports),
+            must_load=settings.engine.kv.policy == "fail",
         )
         self.loads = KVLoads(reader, core, self._link, self._registry, host.channels)
 

@@ -117,13 +117,7 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
             extra_json_schema=TOOL_CHOICE,
         ),
     ] = None
-    parallel_tool_calls: Annotated[
-        Any,
-        Meta(
-            description="False: one call at most.",
-            extra_json_schema={"anyOf": [{"type": "boolean"}, {"type": "null"}]},
-        ),
-    ] = None
+    parallel_tool_calls: Annotated[bool | None, Meta(description="False: one call at most.")] = None
     include_reasoning: Annotated[bool | None, Meta(description="False: leave the model's reasoning out.")] = None
 
 

@@ -114,7 +114,7 @@ class SyncMPClient:
                 self._check_alive()
         frames = receive_frames(self._output, num_small=1)
         if frames[0] == ENGINE_CORE_DEAD:
-            raise EngineDeadError("the engine core failed; its log says why")
+            raise EngineDeadError("the engine core failed; see its log")
         return self._decoder.decode(frames)
 
     def _check_alive(self) -> None:

@@ -128,7 +128,7 @@ class AsyncInprocClient:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, calls.step)
         except Exception as error:
-            self._fail(EngineDeadError("the engine core failed; its log says why"))
+            self._fail(EngineDeadError("the engine core failed; see its log"))
             assert self._dead is not None
             raise self._dead from error
 

@@ -117,10 +117,10 @@ def test_inputs_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     check_idle(core.scheduler)
 
 
-def test_what_a_session_cannot_have() -> None:
+def test_a_session_refuses_kv_exchange_and_embeddings() -> None:
     leased, embedded = part([1]), part([1])
     leased.lease_id = b"lease"
-    with pytest.raises(ValueError, match="exchanges no KV"):
+    with pytest.raises(ValueError, match="cannot exchange KV"):
         make_core().add_request(leased)
     embedded.prompt_embeds = [EmbedsSpan(0, np.zeros((1, 4), dtype=np.float32))]
     with pytest.raises(ValueError, match="cannot have prompt_embeds"):

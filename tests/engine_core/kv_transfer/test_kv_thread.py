@@ -56,7 +56,7 @@ def in_thread(config: EngineConfig) -> AsyncClient:
 @asynccontextmanager
 async def started(client: AsyncClient) -> AsyncIterator[str]:
     """The core's KV layout."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         ready = await client.start()
         try:
             yield ready.kv_layout

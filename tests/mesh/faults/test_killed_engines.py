@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.mesh.asking import Answer, ask
 from tests.mesh.harness import SOON, VOCAB_SIZE
@@ -15,7 +16,7 @@ from tests.mesh.split import POLL_SECONDS, SplitMesh
 from tests.mesh.test_disaggregation import prompt_of
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
-PREFILL = ("--hash-step-seconds", "0.01", "--max-num-batched-tokens", "64")
+PREFILL = ("--hash-step-seconds", "0.05", "--max-num-batched-tokens", "64")
 DECODE = ("--failpoints", "slow_copy", "--hash-step-seconds", "0.01")
 FLAGS = (
     *("--worker", "hash", "--max-model-len", "2048", "--num-kv-blocks", "512", "--max-num-seqs", "32"),
@@ -53,6 +54,15 @@ async def running(directory: Path, roles: dict[str, str]) -> AsyncIterator[tuple
         yield await stack.enter_async_context(mesh.http()), processes
 
 
+async def until_running(http: httpx.AsyncClient) -> None:
+    """Some engine computes, as far as the gateway knows."""
+    running = 0.0
+    while not running:
+        families = text_string_to_metric_families((await http.get("/metrics")).text)
+        gauges = [family for family in families if family.name == "tokenloom_engine_requests_running"]
+        running = sum(sample.value for family in gauges for sample in family.samples)
+
+
 @pytest.mark.parametrize("while_", ["prefilling", "handing over", "decoding"])
 async def test_a_killed_prefill_engine(socket_dir: Path, while_: str) -> None:
     roles = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
@@ -61,7 +71,7 @@ async def test_a_killed_prefill_engine(socket_dir: Path, while_: str) -> None:
         first = await ask(http, prompt_of(50), 2)  # the other one is next
         work = asyncio.create_task(ask(http, prompt, 20, answer))
         if while_ == "prefilling":
-            await asyncio.sleep(0.08)  # of 160 ms
+            await until_running(http)
         else:
             await answer.begun.wait()
         while while_ == "decoding" and len(answer.token_ids) < 5:  # noqa: ASYNC110

@@ -64,7 +64,7 @@ class Coordinator:
 
 @pytest.fixture
 async def coordinator(socket_dir: Path) -> AsyncIterator[Coordinator]:
-    settings = CoordinatorSettings(listen=f"unix:{socket_dir}/c", metrics_listen="", settle_seconds=0.2)
+    settings = CoordinatorSettings.of(listen=f"unix:{socket_dir}/c", metrics_listen="", settle_seconds=0.2)
     service = CoordinatorService(settings)
     async with running(service, settings) as host, open_channel(host.address) as channel:
         client = Coordinator(service, CoordinatorStub(channel), host)

@@ -18,7 +18,7 @@ async def start(folder: Path) -> asyncio.subprocess.Process:
     async with open_channel(f"unix:{folder}/c") as channel:
         request = health_pb2.HealthCheckRequest(service="tokenloom.v1.Coordinator")
         watch = health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await watch.read()).status != health_pb2.HealthCheckResponse.SERVING:
                 pass
         watch.cancel()
@@ -35,5 +35,5 @@ async def test_serves_dies_and_serves_again(socket_dir: Path) -> None:
     process = await start(socket_dir)  # its socket and its state file are still there
     assert json.loads((socket_dir / "c.json").read_text())["pid"] == process.pid
     process.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert await asyncio.wait_for(process.wait(), 60) == 0
     assert not (socket_dir / "c.json").exists()

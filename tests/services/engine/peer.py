@@ -41,9 +41,9 @@ def make_settings(directory: Path, **changes: Any) -> EngineSettings:
         "block_size": 4,
         "num_kv_blocks": 600,
         "frame_interval": 0.0,
-        "drain_timeout": 5.0,
+        "drain_timeout": 30.0,
     }
-    return EngineSettings(**{**values, **changes})
+    return EngineSettings.of(**{**values, **changes})
 
 
 def make_service(settings: EngineSettings, worker: type[HashWorker] = HashWorker) -> EngineService:

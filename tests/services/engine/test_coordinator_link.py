@@ -37,7 +37,7 @@ from tokenloom.v1.types_pb2 import ENGINE_ROLE_BOTH, Fingerprint, Hello
 
 @asynccontextmanager
 async def running_coordinator(directory: Path) -> AsyncIterator[tuple[CoordinatorStub, CoordinatorService]]:
-    settings = CoordinatorSettings(listen=f"unix:{directory}/coordinator", metrics_listen="")
+    settings = CoordinatorSettings.of(listen=f"unix:{directory}/coordinator", metrics_listen="")
     service = CoordinatorService(settings)
     async with running(service, settings) as host, open_channel(host.address) as channel:
         yield CoordinatorStub(channel), service
@@ -57,7 +57,7 @@ async def see(stub: CoordinatorStub, condition: Callable[[list[EngineEntry]], bo
 
 
 async def until_answered(admin: EngineAdminStub) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while True:
             try:
                 await admin.GetEngineInfo(GetEngineInfoRequest(), wait_for_ready=True)

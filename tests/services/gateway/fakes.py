@@ -267,7 +267,7 @@ class FakeMesh:
             "coordinator": self.address("mesh"),
             "drain_timeout": 1.0,
         }
-        gateway_settings = GatewaySettings(**(values | settings))
+        gateway_settings = GatewaySettings.of(**(values | settings))
         self.service = GatewayService(gateway_settings)
         async with self.servers(), asyncio.timeout(60), running(self.service, gateway_settings) as host:
             self.grpc_address = host.address

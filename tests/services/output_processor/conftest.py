@@ -154,7 +154,7 @@ async def mesh(
     ]
     coordinator = FakeCoordinator([engine.identity for engine in engines], roles)
     servers = [serve_engine(engine) for engine in engines]
-    settings = OutputProcessorSettings(
+    settings = OutputProcessorSettings.of(
         listen=f"unix:{socket_dir}/op",
         metrics_listen="",
         coordinator=f"unix:{socket_dir}/co",

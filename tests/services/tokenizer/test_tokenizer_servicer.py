@@ -27,7 +27,7 @@ MESSAGES = json.dumps([{"role": "user", "content": "What is 2 + 2?"}]).encode()
 
 @pytest.fixture
 async def stub(socket_dir: Path) -> "AsyncIterator[TokenizerAsyncStub]":
-    settings = TokenizerSettings(
+    settings = TokenizerSettings.of(
         listen=f"unix:{socket_dir}/t", metrics_listen="", max_text_bytes=10_000, render_workers=1, drain_timeout=0
     )
     async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
@@ -98,7 +98,9 @@ async def test_bad_input_names_its_field(
 async def test_a_model_without_template_says_so(socket_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
-    settings = TokenizerSettings(model=str(tmp_path), listen=f"unix:{socket_dir}/t", metrics_listen="", drain_timeout=0)
+    settings = TokenizerSettings.of(
+        model=str(tmp_path), listen=f"unix:{socket_dir}/t", metrics_listen="", drain_timeout=0
+    )
     async with running(TokenizerService(settings), settings) as host, open_channel(host.address) as channel:
         stub = TokenizerStub(channel)
         assert not (await stub.GetTokenizerInfo(GetTokenizerInfoRequest())).has_chat_template

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from tests.tokenloom.cli.fake_server import FakeServer
@@ -32,7 +33,10 @@ def test_local_checkpoints_and_what_is_none(tmp_path: Path) -> None:
     assert (good.id, good.architecture, good.bytes) == (str(tmp_path / "good"), "LlamaForCausalLM", 4)
 
 
-def test_the_table_has_the_demo_model() -> None:
+@pytest.mark.parametrize("columns", ["20", "200"])
+def test_the_table_has_the_demo_model(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     result = CliRunner().invoke(app, ["models", "--local"])
     assert result.exit_code == 0, result.output
-    assert "tokenloom-demo" in result.stdout
+    (row,) = [line for line in result.stdout.splitlines() if line.startswith("tokenloom-demo ")]
+    assert row.endswith(str(DEMO_MODEL))

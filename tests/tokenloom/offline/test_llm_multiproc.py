@@ -95,7 +95,7 @@ def test_a_killed_worker_ends_the_call_in_an_error():
 
 
 def test_what_does_not_work_is_a_value_error():
-    with pytest.raises(ValueError, match="distributed_executor_backend is 'ray'; use uni or mp"):
+    with pytest.raises(ValueError, match="distributed_executor_backend: must be one of uni, mp, not 'ray'"):
         make_llm("ray")
 
 

@@ -45,7 +45,7 @@ def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Waits for what another process does, which announces nothing."""
 
     async def wait(holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not holds():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

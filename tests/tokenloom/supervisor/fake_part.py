@@ -7,16 +7,16 @@
 import signal
 import subprocess
 import sys
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import main
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 
-class FakeSettings(ServiceSettings):
+class FakeSettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "fake"
-    behaviour: Literal["serve", "usage", "crash", "deaf", "child"] = "serve"
+    behaviour: Annotated[Literal["serve", "usage", "crash", "deaf", "child"], "What to do."] = "serve"
 
 
 class FakeService:

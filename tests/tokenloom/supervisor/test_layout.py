@@ -1,4 +1,4 @@
-"""Which parts a mesh has and what they are told."""
+"""Which parts a mesh has and which flags they get."""
 
 from pathlib import Path
 
@@ -71,7 +71,6 @@ def test_prefill_and_decode_engines_are_told_their_roles() -> None:
 def test_engines_serve_kv_on_sockets_of_their_own() -> None:
     for part in parts_of(options(prefill=1, decode=1), DIRECTORY, PORTS):
         if part.service == "engine":
-            assert flag(part, "--kv-transports") == "auto"
             assert flag(part, "--kv-listen") == f"unix:/run/mesh/{part.name}-kv.sock"
             assert DIRECTORY / f"{part.name}-kv.sock" in part.leftovers
 
@@ -81,6 +80,6 @@ def test_engines_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = [part for part in parts_of(options(engines=2), DIRECTORY, PORTS) if part.service == "engine"]
     assert [part.cpus for part in engines] == [(0, 1), (2, 3)]
     assert [flag(part, "--role") for part in engines] == ["both", "both"]
-    assert not any("--kv-transports" in part.command for part in engines)
+    assert not any("--kv-listen" in part.command for part in engines)
     assert [flag(part, "--num-threads") for part in engines] == ["2", "2"]
     assert [flag(part, "--engines-on-host") for part in engines] == ["2", "2"]

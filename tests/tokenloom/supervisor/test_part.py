@@ -31,7 +31,7 @@ async def kept(part: Part) -> AsyncIterator["asyncio.Task[None]"]:
 
 
 async def serving_pid(part: Part) -> int:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await part.serving.wait()
     assert part.state is not None
     return part.state.pid
@@ -62,7 +62,7 @@ async def test_stop_lets_the_part_drain(make_spec: MakeSpec, output: LineCopier,
     async with kept(part) as keeper:
         await serving_pid(part)
         part.stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await keeper
     output.close()
     assert ("fake-0", "drained") in printed
@@ -117,7 +117,7 @@ async def test_a_stop_during_the_start_ends_it(make_spec: MakeSpec, output: Line
     async with kept(part) as keeper:
         await asyncio.sleep(0)
         part.stop()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await keeper
     assert part.state is None
 

@@ -13,13 +13,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 
-from ..chat.sampling_options import Stop, Temperature, TopK, TopP, given
+from ..chat.sampling_options import Stop, Temperature, TopK, TopP
 from ..failures import FAILED, CommandFailed, reported
-from ..mesh.engine_choices import Dtype, Quantization
+from ..options import engine_options, given, offers, parsed
 from .generate_prompt import BadLine, read_prompt_line
 from .jsonl import STANDARD, LineWriter, count_lines, read_lines
 
 
+@offers(engine_options())
 def generate(
     prompts: Annotated[Path, typer.Argument(help="JSONL file of prompts; -: standard input.")],
     output: Annotated[Path, typer.Argument(help="JSONL file of answers; -: standard output.")] = STANDARD,
@@ -33,25 +34,12 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
     stop: Stop = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on past the model's own end.")] = False,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of weights and activations.")] = Dtype.AUTO,
-    quantization: Annotated[Quantization | None, typer.Option(help="Round the layers' weights at load.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in the engine's batch.")] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048,
-    kv_cache_memory_bytes: Annotated[int | None, typer.Option(min=1, help="Size of the KV cache.")] = None,
+    **engine: Any,
 ) -> None:
     """Answer a file of prompts with a model in this process. After a kill the same command goes on where it was."""
     sampling = given(n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop)
     if ignore_eos:
         sampling["ignore_eos"] = True
-    engine = given(
-        dtype=dtype.value,
-        quantization=quantization and quantization.value,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-    )
     with reported(), LineWriter(output, overwrite=overwrite) as writer:
         total = count_lines(prompts)
         lines = read_lines(prompts)
@@ -61,7 +49,7 @@ def generate(
             return
         num_failed = 0
         with _bar(total, done) as advance:
-            for answer in _answers(model, engine, lines, sampling, seed, advance):
+            for answer in _answers(model, parsed(engine), lines, sampling, seed, advance):
                 writer.write(answer)
                 num_failed += "error" in answer
         if num_failed:

@@ -17,7 +17,7 @@ from tokenloom.supervisor.output import LineCopier, Tail
 from tokenloom.supervisor.run import run_mesh
 
 from ..failures import FAILED, INTERRUPTED, reported
-from ..mesh.flags import model_directory
+from ..mesh.model_directory import model_directory
 from ..server import Server
 from ..server_options import ApiKey, BaseUrl, connect
 from . import batch_request

@@ -16,7 +16,7 @@ from tokenloom.bench.mesh.serve import ServeOptions
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 from tokenloom.supervisor.ports import choose_ports
 
-from ..mesh.flags import model_directory
+from ..mesh.model_directory import model_directory
 from .bench_load import (
     AsJson,
     Goodput,

@@ -11,7 +11,7 @@ from tokenloom.bench.mesh import mesh as mesh_bench
 from tokenloom.bench.report import machine
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 
-from ..mesh.flags import model_directory
+from ..mesh.model_directory import model_directory
 from .bench_load import AsJson
 from .bench_output import bars, failures, show
 

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,8 +18,8 @@ from tokenloom.bench.load.datasets import DatasetName, DatasetOptions
 from tokenloom.bench.report import machine
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 
-from ..mesh.engine_choices import Dtype, Quantization
-from ..mesh.flags import model_directory
+from ..mesh.model_directory import model_directory
+from ..options import engine_options, offers, parsed
 from .bench_load import AsJson, Dataset, InputLen, NumPrefixes, OutputLen, PrefixLen, RangeRatio, Seed
 from .bench_output import failures, show
 
@@ -27,6 +27,7 @@ OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON to this fi
 Model = Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")]
 
 
+@offers(engine_options())
 def throughput(
     model: Model = DEMO_MODEL_NAME,
     dataset_name: Dataset = DatasetName.RANDOM,
@@ -37,13 +38,9 @@ def throughput(
     prefix_len: PrefixLen = 512,
     num_prefixes: NumPrefixes = 1,
     seed: Seed = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Number format.")] = Dtype.AUTO,
-    quantization: Annotated[Quantization | None, typer.Option(help="Round the layers' weights at load.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests in a step.")] = None,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 2048,
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Prompt and output together, tokens.")] = None,
     output_json: OutputJson = None,
     as_json: AsJson = False,
+    **engine: Any,
 ) -> None:
     """Time the offline API on one batch of prompts: requests/s and tokens/s."""
     with failures():
@@ -59,19 +56,14 @@ def throughput(
                 num_prefixes=num_prefixes,
                 seed=seed,
             ),
-            llm={
-                "dtype": dtype.value,
-                "quantization": quantization,
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": max_num_batched_tokens,
-                "max_model_len": max_model_len,
-            },
+            llm=parsed(engine),
             progress=sys.stderr.isatty(),
         )
         report = run_throughput(options)
     show(report, [table(report)], as_json=as_json, path=output_json)
 
 
+@offers(engine_options("dtype", "attention_backend"))
 def step(
     model: Model = DEMO_MODEL_NAME,
     batch: Annotated[
@@ -80,8 +72,6 @@ def step(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request before the measured steps.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 64,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0: the library's choice.")] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="Number format.")] = Dtype.AUTO,
-    attention_backend: Annotated[str, typer.Option(help="By default the engine's own choice.")] = "",
     prefill: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of prompts to time. [default: 512, 2048]")
     ] = None,
@@ -94,6 +84,7 @@ def step(
     ] = None,
     output_json: OutputJson = None,
     as_json: AsJson = False,
+    **engine: Any,
 ) -> None:
     """Measure decode steps against the memory bandwidth, prompts against matrix products, Python's share, memory."""
     # Here: these import torch.
@@ -103,13 +94,11 @@ def step(
     from tokenloom.bench.engine.step_overhead import OverheadOptions, run_overhead
 
     path, name = model_directory(model, None)
+    chosen = {"dtype": "auto", "attention_backend": "auto", **parsed(engine)}
+    dtype, backend = chosen["dtype"], chosen["attention_backend"]
     with failures():
-        decode = run_decode(
-            DecodeOptions(path, tuple(batch or (1, 8, 32)), context, steps, dtype.value, threads, attention_backend)
-        )
-        prompts = run_prefill(
-            PrefillOptions(path, tuple(prefill or (512, 2048)), 3, dtype.value, threads, attention_backend)
-        )
+        decode = run_decode(DecodeOptions(path, tuple(batch or (1, 8, 32)), context, steps, dtype, threads, backend))
+        prompts = run_prefill(PrefillOptions(path, tuple(prefill or (512, 2048)), 3, dtype, threads, backend))
         attention = run_attention(AttentionOptions(path, vllm, threads=threads)) if vllm is not None else []
         lengths = overhead_context or (128, 2048, 8192)
         overhead = [run_overhead(OverheadOptions(requests, length)) for length in lengths]

@@ -15,6 +15,8 @@ from tokenloom.bench.mesh.disaggregated import ServerBroke
 from tokenloom.bench.mesh.local_mesh import MeshBroke
 from tokenloom.bench.peers.compare import PeerFailed
 
+from ..tables import print_tables
+
 _INTERRUPTED = 130
 
 Done = Callable[[Outcome], None]
@@ -47,10 +49,8 @@ def show(report: Any, tables: Sequence[RenderableType], *, as_json: bool, path: 
     if as_json:
         print(text)
         return
-    console = Console(highlight=False)
     for each in tables:
-        console.print()
-        console.print(each)
+        print_tables("", each)
 
 
 @contextlib.contextmanager

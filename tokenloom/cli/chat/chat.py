@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..failures import reported
+from ..options import given
 from ..server import RequestFailed, Server
 from ..server_options import ApiKey, BaseUrl, ServedModel, connect
 from . import chat_commands
 from .chat_client import Answer, stream_chat
 from .conversation import Conversation
-from .sampling_options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP, given
+from .sampling_options import MaxTokens, SampleSeed, Stop, Temperature, TopK, TopP
 from .standard_input import with_piped
 
 

@@ -1,6 +1,6 @@
 """The options with which commands sample; what is not given is left to the model's own defaults."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -10,8 +10,3 @@ TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Share of probabi
 TopK = Annotated[int | None, typer.Option(min=-1, help="Likeliest tokens to sample from; 0 or -1: all.")]
 SampleSeed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")]
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Those that are not None, nor empty."""
-    return {name: value for name, value in values.items() if value is not None and value != []}

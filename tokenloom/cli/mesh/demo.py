@@ -18,7 +18,7 @@ from ..chat.chat_client import Answer, stream_chat
 from ..chat.timeline_table import timeline_table
 from ..failures import INTERRUPTED, reported
 from ..server import Server
-from .flags import model_directory
+from .model_directory import model_directory
 
 PROMPT = "Tell me a story about a dragon."
 

@@ -7,8 +7,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from tokenloom.supervisor.part_health import is_serving
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, PartState, read_part_state
 
@@ -51,7 +49,10 @@ async def take_sample(mesh: MeshRecord) -> MeshSample:
 
 
 def parse(text: str) -> Metrics:
-    """Prometheus's text format. Raises ``ValueError``."""
+    """Read Prometheus's text format. Raises ``ValueError``."""
+    # Imported here, like cryptography in `certs`: other commands start faster without it.
+    from prometheus_client.parser import text_string_to_metric_families
+
     values: defaultdict[str, float] = defaultdict(float)
     buckets: defaultdict[str, defaultdict[float, float]] = defaultdict(lambda: defaultdict(float))
     for family in text_string_to_metric_families(text):

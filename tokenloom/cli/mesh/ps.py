@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from tokenloom.supervisor.part_health import is_serving
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord, read_part_state, running_meshes
 
 from ..failures import reported
-
-_WIDTH = 240
+from ..tables import print_tables
 
 
 @dataclass(frozen=True)
@@ -49,9 +47,7 @@ def ps(
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        console = Console()
-        console.width = max(console.width, _WIDTH)  # a narrow terminal wraps; nothing is cut off
-        console.print(_table(rows))
+        print_tables(_table(rows))
 
 
 async def rows_of(mesh: MeshRecord) -> list[Row]:

@@ -1,87 +1,75 @@
-"""``tokenloom serve --config FILE``: options from a file, which flags and environment override.
+"""``tokenloom serve --config FILE``: options from a file, which flags and environment variables override.
 
-At the top are options of ``serve``; a table named after a service (``[engine]``, ``[gateway]`` …) holds settings of
-that service for which ``serve`` has no option.
+At the top stand options of ``serve``. They may also stand in a table named after their group (``[scheduler]``) or their
+service (``[gateway]``). The table of a service may also hold options that each service has for itself, such as
+``metrics_listen``.
 """
 
-import difflib
-import importlib
-from collections.abc import Collection, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from tokenloom.services.runtime.host.service_settings import read_file
+from tokenloom.services.runtime.host.options import OptionError, find_option, options_of
+from tokenloom.services.runtime.host.settings_file import read_file
 
-from .flags import setting_flags
+from .serve_options import DECIDED, OFFERS, SETTINGS, setting_flag
 
-SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
-_SUPERVISORS = frozenset(
-    {
-        "config",
-        "instance_id",
-        "listen",
-        "http_listen",
-        "state_file",
-        "coordinator",
-        "tokenizers",
-        "output_processors",
-        "role",
-        "kv_listen",
-        "engines_on_host",
-        "num_threads",
-    }
-)
-"""Settings that say where parts find each other: the supervisor's to decide."""
+_OPTIONS = {name: offer.option for name, offer in OFFERS.items()}
+_GROUPS = {part for option in _OPTIONS.values() for part in option.path[:-1]}
+_MORE = ("model", "served_model_name")
+"""Options of ``serve`` that are no options of a service."""
 
 
 def as_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """The option's callback: what the file holds becomes defaults. Exits with a usage error naming what is wrong."""
+    """Use the options in the file as the command's defaults. Exits with a usage error that names what is wrong."""
     if path is not None and not context.resilient_parsing:
-        options = {parameter.name for parameter in context.command.params if parameter.name}
-        values = _read(path)
-        for name, value in values.items():
-            if name in SERVICES:
-                _check_table(name, value, options)
-            elif name not in options or name == "config":
-                raise _unknown(name, {*options, *SERVICES})
-        chosen = {name: value for name, value in values.items() if name not in SERVICES}
+        chosen = {name: value for service, name, value in _entries(path) if service is None}
         context.default_map = {**(context.default_map or {}), **chosen}
     return path
 
 
 def service_flags(path: Path | None) -> dict[str, tuple[str, ...]]:
-    """What the file's tables tell each service."""
-    values = {} if path is None else _read(path)
-    return {name: setting_flags(values.get(name, {})) for name in SERVICES}
+    """Return the flags for each service from the file's tables; environment variables go first."""
+    flags: dict[str, tuple[str, ...]] = {}
+    for service, name, value in _entries(path) if path is not None else ():
+        if service is not None and options_of(SETTINGS[service])[name].variable not in os.environ:
+            flags[service] = (*flags.get(service, ()), setting_flag(name, value))
+    return flags
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _entries(path: Path) -> Iterator[tuple[str | None, str, Any]]:
+    """Yield each option as its service (None: an option of ``serve``), its name and its value."""
     try:
-        return read_file(path)
+        for key, value in read_file(path).items():
+            if key in SETTINGS:
+                yield from _in_service(key, value)
+            elif key in _GROUPS and isinstance(value, Mapping):
+                yield from ((None, find_option(_OPTIONS, name).name, item) for name, item in value.items())
+            else:
+                yield None, key if key in _MORE else find_option(_OPTIONS, key).name, value
+    except OptionError as error:
+        raise _wrong(str(error)) from None
     except ValueError as error:
-        raise typer.BadParameter(str(error).removeprefix("--config: "), param_hint="--config") from None
+        raise _wrong(str(error).removeprefix("--config: ")) from None
 
 
-def _check_table(service: str, table: object, options: Collection[str]) -> None:
+def _in_service(service: str, table: object) -> Iterator[tuple[str | None, str, Any]]:
     if not isinstance(table, Mapping):
-        raise typer.BadParameter(f"{service} must be a table of settings", param_hint="--config")
-    module = importlib.import_module(f"tokenloom.services.{service}.{service}_settings")
-    settings = getattr(module, "".join(word.title() for word in service.split("_")) + "Settings").model_fields
-    for key in table:
-        name = key.replace("-", "_")
-        if name in options:
-            raise typer.BadParameter(
-                f"[{service}] {key} is an option of serve: it belongs at the top of the file", param_hint="--config"
-            )
-        if name in _SUPERVISORS:
-            raise typer.BadParameter(f"[{service}] {key} is not yours to set in a local mesh", param_hint="--config")
-        if name not in settings:
-            raise _unknown(key, settings, f"[{service}] ")
+        raise _wrong(f"{service} must be a table of options")
+    options = options_of(SETTINGS[service])
+    for name, value in table.items():
+        try:
+            option = find_option(options, name)
+        except OptionError as error:
+            raise _wrong(f"[{service}] {error}") from None
+        if option.name in DECIDED:
+            raise _wrong(f"[{service}] {name} cannot be set: `tokenloom serve` sets it for each part")
+        offered = option.name in OFFERS and service in OFFERS[option.name].services
+        yield None if offered else service, option.name, value
 
 
-def _unknown(name: str, known: Collection[str], where: str = "") -> typer.BadParameter:
-    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return typer.BadParameter(f"{where}{name}: no such setting{hint}", param_hint="--config")
+def _wrong(message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint="--config")

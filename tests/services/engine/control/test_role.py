@@ -32,7 +32,7 @@ class Mesh:
         self._address = f"unix:{directory}/coordinator"
         self._stack = stack
 
-    async def set_role(self, role: EngineRole, timeout: float | None = 5.0) -> None:
+    async def set_role(self, role: EngineRole, timeout: float | None = 30.0) -> None:
         channel = await self._stack.enter_async_context(open_channel(self.host.address))
         await EngineAdminStub(channel).SetRole(SetRoleRequest(role=role), timeout=timeout)
 
@@ -126,13 +126,13 @@ async def test_a_role_is_one_of_three(socket_dir: Path, role: Any) -> None:
 
 
 async def test_a_drained_owner_waits_for_its_leases(socket_dir: Path) -> None:
-    async with running_mesh(socket_dir, drain_timeout=5.0) as mesh:
+    async with running_mesh(socket_dir, drain_timeout=60.0) as mesh:
         mesh.core.put(stats=SchedulerStats(num_leases=1))
         await mesh.core.until_taken()
         loop = asyncio.get_running_loop()
         began = loop.time()
         loop.call_later(0.1, lambda: mesh.core.put(stats=SchedulerStats()))
-    assert 0.1 <= loop.time() - began < 4
+    assert 0.1 <= loop.time() - began < 30
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ def test_kv_moves_where_the_role_needs_it(flags: list[str], transports: tuple[st
     settings = EngineSettings.load([*flags, "--kv-checksum", "--kv-lease-seconds", "7", "--failpoints", "a=1,b=0.5"])
     kv = settings.engine_config("/m").kv
     assert kv.transports == transports
-    assert (kv.role, kv.checksum, kv.lease_seconds) == (settings.role, True, 7.0)
+    assert (kv.role, kv.checksum, kv.lease_seconds) == (settings.engine.kv.role, True, 7.0)
     assert kv.failpoints == ("a=1", "b=0.5")
 
 
 def test_unknown_transports_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         EngineSettings.load(["--kv-transports", "pigeon"])
-    assert "auto, shm, nixl, socket, not 'pigeon'" in capsys.readouterr().err
+    assert "a list of auto, shm, nixl, socket, not ['pigeon']" in capsys.readouterr().err

@@ -62,9 +62,9 @@ async def test_awake_waking_does_nothing_and_ends_no_pause(admin: EngineAdminStu
     [
         (SleepRequest(level=3, mode=PAUSE_MODE_ABORT), "INVALID_ARGUMENT", "level must be 0, 1 or 2"),
         (SleepRequest(level=1), "INVALID_ARGUMENT", "mode must be"),
-        (SleepRequest(level=2, mode=PAUSE_MODE_ABORT), "FAILED_PRECONDITION", "sleeps in level 1"),
+        (SleepRequest(level=2, mode=PAUSE_MODE_ABORT), "FAILED_PRECONDITION", "sleeps at level 1"),
         (SleepRequest(level=1, mode=PAUSE_MODE_KEEP), "FAILED_PRECONDITION", "paused in mode abort"),
-        (engine_pb2.ResumeRequest(), "FAILED_PRECONDITION", "wake it up"),
+        (engine_pb2.ResumeRequest(), "FAILED_PRECONDITION", "call wake_up first"),
         (WakeUpRequest(tags=[9]), "INVALID_ARGUMENT", "WEIGHTS or KV_CACHE"),
     ],
 )

@@ -93,7 +93,7 @@ async def test_live_requests_keep_their_weights_unless_the_engine_is_paused(
     [
         (VOCAB_SIZE, "relative", "INVALID_ARGUMENT", "absolute path"),
         (VOCAB_SIZE, "/nowhere", "INVALID_ARGUMENT", "checkpoint directory"),
-        (5, "", "FAILED_PRECONDITION", "vocab_size is 5 there"),
+        (5, "", "FAILED_PRECONDITION", "vocab_size is 5 in the checkpoint"),
     ],
 )
 async def test_what_does_not_fit_changes_nothing(

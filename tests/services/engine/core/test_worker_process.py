@@ -28,7 +28,7 @@ from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 async def host(socket_dir: Path, tmp_path: Path) -> AsyncIterator[Host]:
     settings = make_settings(
         socket_dir,
-        worker="cpu",
+        worker="model",
         model=str(DEMO_MODEL),
         dtype="float32",
         num_threads=1,

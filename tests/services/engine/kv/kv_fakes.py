@@ -154,7 +154,7 @@ async def running_front(directory: Path, name: str, core: FakeCore, **changes: A
 
 @asynccontextmanager
 async def running_coordinator(directory: Path) -> AsyncIterator[None]:
-    settings = CoordinatorSettings(listen=f"unix:{directory}/coordinator", metrics_listen="", settle_seconds=0.0)
+    settings = CoordinatorSettings.of(listen=f"unix:{directory}/coordinator", metrics_listen="", settle_seconds=0.0)
     async with running(CoordinatorService(settings), settings):
         yield
 

@@ -16,7 +16,7 @@ from tokenloom.services.engine.streams import connect_stream
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import types_pb2
-from tokenloom.v1.engine_pb2 import GetEngineInfoRequest, KVSource, StopAt
+from tokenloom.v1.engine_pb2 import EngineFrame, GetEngineInfoRequest, KVSource, StopAt
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
 from tokenloom.v1.types_pb2 import FINISH_REASON_ABORT, FINISH_REASON_ERROR, FINISH_REASON_LENGTH, FINISH_REASON_STOP
 
@@ -75,7 +75,7 @@ class TestHello:
 class TestSteps:
     async def test_each_step_is_one_frame_of_columns(self, socket_dir: Path) -> None:
         prompts = {slot: [slot] * (slot + 2) for slot in range(1, 9)}
-        settings = make_settings(socket_dir, hash_step_seconds=0.03)  # a write that takes longer would merge two steps
+        settings = make_settings(socket_dir, hash_step_seconds=0.03)
         async with running_engine(settings) as host, Peer(host.address) as peer:
             await peer.send(*(make_add(slot, prompt, 12) for slot, prompt in prompts.items()))
             received = await peer.read_until_finished(prompts)
@@ -88,17 +88,22 @@ class TestSteps:
         steps = [frame.step for frame in data]
         assert steps == sorted(set(steps))
         assert len(data) <= 13  # all in a step, but for those that came while the first one ran
-        assert not any(frame.num_tokens for frame in data)
+        counts = [list(frame.num_tokens) or [1] * len(frame.slot) for frame in data]
+        assert [sum(each) for each in counts] == [len(frame.token_ids) for frame in data]
+        # A write that takes longer than a step merges two of them; on a busy machine some do, but not most.
+        assert sum(not frame.num_tokens for frame in data) > len(data) / 2
 
     async def test_quick_steps_share_a_frame(self, socket_dir: Path) -> None:
         settings = make_settings(socket_dir, frame_interval=0.1)
         async with running_engine(settings) as host, Peer(host.address) as peer:
-            await peer.send(make_add(1, [1, 2], 20))
+            started = asyncio.get_running_loop().time()
+            await peer.send(make_add(1, [1, 2], 100))
             received = await peer.read_until_finished([1])
-        assert received.token_ids[1] == expected_tokens([1, 2], 20, VOCAB_SIZE)
+            seconds = asyncio.get_running_loop().time() - started
+        assert received.token_ids[1] == expected_tokens([1, 2], 100, VOCAB_SIZE)
         data = [frame for frame in received.frames if frame.slot]
         assert list(data[0].token_ids) == received.token_ids[1][:1]
-        assert len(data) < 10
+        assert len(data) <= 2 + seconds / 0.1
 
     async def test_stop_tokens_end_a_request(self, peer: Peer) -> None:
         tokens = expected_tokens([7, 8], 4, VOCAB_SIZE)
@@ -201,7 +206,7 @@ class TestEnds:
             make_add(3, [5, 6], timeout=seconds(0)),
         )
         received = await peer.read_until_finished([1, 3])
-        assert 0 < received.finished[1].num_output_tokens == len(received.token_ids[1])
+        assert received.finished[1].num_output_tokens == len(received.token_ids.get(1, ()))
         for slot in (1, 3):
             assert received.finished[slot].reason == FINISH_REASON_ERROR
             assert received.finished[slot].error.reason == "DEADLINE_EXCEEDED"
@@ -302,22 +307,30 @@ class TestCredit:
 
 
 class SlowWorker(HashWorker):
-    """Hangs in its third step."""
+    """Hangs in its third step, until the test has seen enough."""
+
+    may_go_on = threading.Event()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         super().execute_model(scheduler_output)
         self.num_steps = getattr(self, "num_steps", 0) + 1
         if self.num_steps == 3:
-            threading.Event().wait(1.7)
+            self.may_go_on.wait(30)
 
 
 async def test_heartbeats_of_a_hung_loop_stand_still(socket_dir: Path) -> None:
+    SlowWorker.may_go_on.clear()
     async with running_engine(make_settings(socket_dir), SlowWorker) as host, Peer(host.address) as peer:
         await peer.send(make_add(1, [1, 2], 4))
+        beats: list[EngineFrame] = []
+        while len([beat for beat in beats if beat.step == 2]) < 2:
+            frame = await peer.read()
+            assert frame is not None
+            if not frame.slot and not frame.hello.peer_id:
+                beats.append(frame)
+        SlowWorker.may_go_on.set()
         await peer.read_until_finished([1])
-    beats = [frame for frame in peer.received.frames if not frame.slot and not frame.hello.peer_id]
-    assert len(beats) >= 2
-    assert {frame.step for frame in beats} == {2}
+    assert {frame.step for frame in beats} <= {0, 1, 2}
 
 
 class FailingWorker(HashWorker):

@@ -1,4 +1,4 @@
-"""How failures are told, before and after a stream began; who is admitted; who is waited for."""
+"""Errors before and after a stream has begun, admission, time limits and clients that leave."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def test_an_error_mid_stream_is_its_last_event(mesh: FakeMesh, http: httpx
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
 
 
-async def test_a_bug_is_told_without_its_cause(
+async def test_a_bug_is_reported_without_its_cause(
     mesh: FakeMesh, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -73,13 +73,15 @@ async def test_more_than_the_limit_is_refused_for_now(socket_dir: Path) -> None:
 
 
 async def test_time_limit(socket_dir: Path) -> None:
-    async with FakeMesh(socket_dir).gateway(request_timeout=0.2) as mesh, mesh.http() as http:
-        task = asyncio.create_task(http.post("/v1/completions", json=BODY))
-        request = await mesh.outputs.next_request()
-        assert 0 < request.submit.timeout.ToNanoseconds() <= 0.2e9
-        response = await task
-        assert response.status_code == 504
-        await asyncio.wait_for(request.cancelled.wait(), SOON)
+    for seconds in (0.2, 2.0, 20.0):  # on a busy machine the request needs longer to arrive
+        async with FakeMesh(socket_dir).gateway(request_timeout=seconds) as mesh, mesh.http() as http:
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 504
+            if not mesh.outputs.requests.empty():
+                request = await mesh.outputs.next_request()
+                assert 0 < request.submit.timeout.ToNanoseconds() <= seconds * 1e9
+                await asyncio.wait_for(request.cancelled.wait(), SOON)
+                return
+    raise AssertionError("no request arrived")
 
 
 @pytest.mark.parametrize("stream", [False, True])

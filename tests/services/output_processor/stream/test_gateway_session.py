@@ -192,7 +192,7 @@ async def test_a_bad_request_ends_alone(mesh: Mesh) -> None:
 
 async def test_the_deadline_ends_a_request_here_and_at_the_engine(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
-    stream, (slot,) = await mesh.started(gateway, submit(1, timeout=Duration(nanos=200_000_000)))
+    stream, (slot,) = await mesh.started(gateway, submit(1, timeout=Duration(seconds=1)))
     _, _, finished = await gateway.until_finished(1)
     assert (finished.reason, finished.error.reason) == (ERROR, "DEADLINE_EXCEEDED")
     assert list((await stream.next_input()).abort_slots) == [slot]

@@ -1,4 +1,4 @@
-"""What a container's health check says."""
+"""The exit status of a container's health check."""
 
 import asyncio
 from pathlib import Path
@@ -12,7 +12,7 @@ from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 
 async def test_the_status_follows_the_part(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ServiceSettings(listen=f"unix:{socket_dir}/s", health_listen="127.0.0.1:0", metrics_listen="")
+    settings = ServiceSettings.of(listen=f"unix:{socket_dir}/s", health_listen="127.0.0.1:0", metrics_listen="")
     async with running(Nothing(), settings) as host:
         assert await asyncio.to_thread(main, [host.health_address]) == 0
         monkeypatch.setenv("TOKENLOOM_HEALTH_LISTEN", host.health_address)

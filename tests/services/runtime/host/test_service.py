@@ -1,4 +1,4 @@
-"""The lifecycle: NOT_SERVING, SERVING, draining, gone; and what ends it early."""
+"""The lifecycle, NOT_SERVING, SERVING, draining, stopped, and what ends it early."""
 
 import asyncio
 import json
@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from msgspec.structs import replace
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.host import Host
@@ -63,7 +64,7 @@ class Example(coordinator_pb2_grpc.CoordinatorServicer):
 
 @pytest.fixture
 def settings(socket_dir: Path) -> ServiceSettings:
-    return ServiceSettings(listen=f"unix:{socket_dir}/s", state_file=socket_dir / "state.json", drain_timeout=60)
+    return ServiceSettings.of(listen=f"unix:{socket_dir}/s", state_file=socket_dir / "state.json", drain_timeout=60)
 
 
 async def health(channel: grpc.aio.Channel, name: str = "") -> int:
@@ -135,7 +136,7 @@ async def test_draining_serves_what_is_live(settings: ServiceSettings) -> None:
 async def test_the_drain_has_a_limit(settings: ServiceSettings) -> None:
     service = Example()
     service.may_end.clear()
-    async with asyncio.timeout(30), running(service, settings.model_copy(update={"drain_timeout": 0.01})):
+    async with asyncio.timeout(30), running(service, replace(settings, drain_timeout=0.01)):
         pass
     assert service.steps == ["start", "drain", "stop"]
 
@@ -169,12 +170,12 @@ async def test_the_state_file_is_there_while_it_runs(settings: ServiceSettings) 
 
 
 async def test_tcp_gets_a_port() -> None:
-    settings = ServiceSettings(listen="127.0.0.1:0", metrics_listen="")
+    settings = ServiceSettings.of(listen="127.0.0.1:0", metrics_listen="")
     async with running(Example(), settings) as host:
         assert host.address.startswith("127.0.0.1:")
         assert not host.address.endswith(":0")
         assert host.metrics_address == ""
-        taken = ServiceSettings(listen=host.address, metrics_listen="")
+        taken = ServiceSettings.of(listen=host.address, metrics_listen="")
         with pytest.raises(errors.Unavailable, match="cannot bind"):
             async with running(Example(), taken):
                 pass
@@ -182,7 +183,7 @@ async def test_tcp_gets_a_port() -> None:
 
 @pytest.mark.parametrize("field", ["listen", "metrics_listen"])
 async def test_open_ports_are_refused(field: str) -> None:
-    settings = ServiceSettings(**{"metrics_listen": "", field: "0.0.0.0:0"})
+    settings = ServiceSettings.of(**{"metrics_listen": "", field: "0.0.0.0:0"})
     with pytest.raises(errors.InvalidArgument, match="insecure"):
         async with running(Example(), settings):
             pass
@@ -278,7 +279,7 @@ sys.exit(main(Stubborn, ServiceSettings, "service"))
 
 
 class Process:
-    """A service in a process of its own, followed by what it prints."""
+    """Runs a service in a process of its own and reads what it prints."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -290,10 +291,10 @@ class Process:
 
     async def prints(self, line: str) -> None:
         assert self._process.stdout is not None
-        assert (await asyncio.wait_for(self._process.stdout.readline(), 20)).decode().strip() == line
+        assert (await asyncio.wait_for(self._process.stdout.readline(), 60)).decode().strip() == line
 
     async def end(self) -> tuple[int, str]:
-        _, stderr = await asyncio.wait_for(self._process.communicate(), 20)
+        _, stderr = await asyncio.wait_for(self._process.communicate(), 60)
         assert self._process.returncode is not None
         return self._process.returncode, stderr.decode()
 

@@ -1,20 +1,26 @@
 """Flags > environment > file > default."""
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pytest
-from pydantic import Field
+from msgspec import Meta, Struct
 
-from tokenloom.services.runtime.host.service_settings import CommaList, ServiceSettings
+from tokenloom.services.runtime.host.options import flag, options_of
+from tokenloom.services.runtime.host.service_settings import Count, ServiceSettings
 
 
-class Settings(ServiceSettings):
+class Inner(Struct, frozen=True):
+    depth: Annotated[Count | None, "Levels.", Meta(extra={"aliases": ("former_depth",)})] = None
+
+
+class Settings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "example"
 
-    model: str = Field(description="What to serve.")
-    peers: CommaList = Field((), description="Addresses.")
-    max_things: int = Field(3, ge=1, description="Things at most.")
+    model: Annotated[str, "What to serve."]
+    peers: Annotated[tuple[str, ...], "Addresses."] = ()
+    max_things: Annotated[Count, "Most things."] = 3
+    inner: Inner = Inner()
 
 
 def load(*argv: str) -> Settings:
@@ -86,9 +92,8 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert not caught.value.code
     text = capsys.readouterr().out
     assert "python -m tokenloom.services.example" in text
-    for name, field in Settings.model_fields.items():
-        assert f"--{name.replace('_', '-')}" in text
-        assert field.description
+    for name in options_of(Settings):
+        assert flag(name) in text
 
 
 @pytest.mark.parametrize(
@@ -96,7 +101,7 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "m", "--max-things", "0"], "--max-things"),
         (["--model", "m", "--max-things", "x"], "--max-things"),
-        (["--model", "m", "--listen", "nowhere"], "--listen: expected an address"),
+        (["--model", "m", "--listen", "nowhere"], "--listen: expected host:port"),
         (["--model", "m", "--log-format", "xml"], "--log-format"),
         (["--model", "m", "--unheard-of", "1"], "--unheard-of"),
         (["--model", "m", "--drain-timeout", "nan"], "--drain-timeout"),
@@ -117,7 +122,21 @@ def test_unknown_names_in_a_file_are_refused(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "c.toml").write_text("unheard_of = 1")
     with pytest.raises(SystemExit):
         load("--config", str(tmp_path / "c.toml"))
-    assert "--unheard-of: no such setting" in capsys.readouterr().err
+    assert "--unheard-of: no such option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["depth = 7", "former-depth = 7", "[inner]\ndepth = 7"])
+def test_options_of_a_group_stand_at_the_top_or_in_its_table(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    assert load("--config", str(tmp_path / "c.toml")).inner == Inner(7)
+
+
+def test_a_former_name_is_accepted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load("--former-depth", "7").inner == Inner(7)
+    monkeypatch.setenv("TOKENLOOM_FORMER_DEPTH", "8")
+    assert load().inner == Inner(8)
+    monkeypatch.setenv("TOKENLOOM_DEPTH", "none")
+    assert load().inner == Inner(None)
 
 
 def test_other_services_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

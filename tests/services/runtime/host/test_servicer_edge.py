@@ -1,4 +1,4 @@
-"""What a handler raises, as a caller sees it."""
+"""Callers see what a handler raises as a gRPC status."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from tokenloom.v1 import coordinator_pb2_grpc
 
 
 class Raising(coordinator_pb2_grpc.CoordinatorServicer):
-    """Raises what a test says, in each kind of handler. Join is left to the generated class."""
+    """Raises a test's error in each kind of handler; the generated class answers Join."""
 
     def __init__(self) -> None:
         self.error: BaseException = errors.Internal()
@@ -46,7 +46,7 @@ class Raising(coordinator_pb2_grpc.CoordinatorServicer):
 async def raising(socket_dir: Path) -> AsyncIterator[tuple[Raising, coordinator_pb2_grpc.CoordinatorStub]]:
     service = Raising()
     async with (
-        running(service, ServiceSettings(listen=f"unix:{socket_dir}/s", metrics_listen="")) as host,
+        running(service, ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")) as host,
         open_channel(host.address) as channel,
     ):
         yield service, coordinator_pb2_grpc.CoordinatorStub(channel)
@@ -116,7 +116,7 @@ async def test_messages_that_are_none(socket_dir: Path, caplog: pytest.LogCaptur
                 pass
 
     garbage = b"\xff" * 9
-    settings = ServiceSettings(listen=f"unix:{socket_dir}/s", metrics_listen="")
+    settings = ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
     async with running(Reading(), settings) as host, open_channel(host.address) as channel:
         calls: list[Any] = [
             channel.unary_unary("/tokenloom.v1.Coordinator/Pick")(garbage),

@@ -1,4 +1,4 @@
-"""What goes over a local stream and what over gRPC, between a real host and the channel that its peers open."""
+"""Which calls use a local stream and which gRPC, between a real host and the channel that its peers open."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from tokenloom.v1 import coordinator_pb2_grpc
 
 
 class Picking(coordinator_pb2_grpc.CoordinatorServicer):
-    """Answers picks. Join is left to the generated class."""
+    """Answers picks; the generated class answers Join."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -52,7 +52,7 @@ class Picking(coordinator_pb2_grpc.CoordinatorServicer):
 
 @pytest.fixture
 def settings(socket_dir: Path) -> ServiceSettings:
-    return ServiceSettings(listen=f"unix:{socket_dir}/s", metrics_listen="")
+    return ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ async def test_only_unix_sockets_have_them(socket_dir: Path) -> None:
     for address in ("127.0.0.1:1", f"unix:{socket_dir}/{'x' * 90}"):
         async with Channels().open(address, "coordinator") as channel:
             assert not isinstance(channel, LocalChannel)
-    async with asyncio.timeout(SOON), running(Picking(), ServiceSettings(metrics_listen="")):
+    async with asyncio.timeout(SOON), running(Picking(), ServiceSettings.of(metrics_listen="")):
         assert not os.listdir(socket_dir)
 
 

@@ -1,4 +1,4 @@
-"""Certificates that are there, late, missing, broken."""
+"""Certificate files that exist, appear late, are missing or are broken."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def test_files_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 async def test_probes_and_scrapes_of_a_part_with_a_certificate(socket_dir: Path, certificates: Path) -> None:
     own = files(certificates, "engine")
-    settings = ServiceSettings(
+    settings = ServiceSettings.of(
         listen="127.0.0.1:0",
         health_listen="127.0.0.1:0",
         metrics_listen="0.0.0.0:0",

@@ -32,7 +32,7 @@ def test_labels_are_summed_over() -> None:
     assert metrics.buckets == {"t": {0.1: 3, float("inf"): 4}}
 
 
-class FakeSettings(ServiceSettings):
+class FakeSettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "fake"
 
 
@@ -44,7 +44,7 @@ class FakeService:
 
 async def test_a_live_part_has_metrics_and_a_dead_one_none(socket_dir: Path) -> None:
     state_file = socket_dir / "t.json"
-    settings = FakeSettings(listen=f"unix:{socket_dir}/t.sock", state_file=state_file)
+    settings = FakeSettings.of(listen=f"unix:{socket_dir}/t.sock", state_file=state_file)
     parts = [
         PartRecord("tokenizer", 0, None, str(state_file)),
         PartRecord("engine", 0, "both", str(socket_dir / "e.json")),

@@ -17,7 +17,7 @@ from tokenloom.supervisor import state_dir
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord
 
 
-class FakeSettings(ServiceSettings):
+class FakeSettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "fake"
 
 
@@ -31,7 +31,7 @@ class FakeService:
 async def record(socket_dir: Path) -> AsyncIterator[MeshRecord]:
     """A mesh whose tokenizer serves and whose engine is down."""
     state_file = socket_dir / "t.json"
-    settings = FakeSettings(listen=f"unix:{socket_dir}/t.sock", metrics_listen="", state_file=state_file)
+    settings = FakeSettings.of(listen=f"unix:{socket_dir}/t.sock", metrics_listen="", state_file=state_file)
     parts = [
         PartRecord("tokenizer", 0, None, str(state_file)),
         PartRecord("engine", 0, "both", str(socket_dir / "e.json")),

@@ -9,6 +9,10 @@ from typer.testing import CliRunner, Result
 
 from tokenloom.cli.main import app
 from tokenloom.cli.mesh import serve
+from tokenloom.cli.mesh.serve_options import DECIDED, OFFERS, SETTINGS
+from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.runtime.host.options import options_of
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.run import Outcome
 
@@ -40,10 +44,56 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(meshes: list[Mesh
     (options,) = meshes
     assert (options.engines, options.port, options.tokenizers) == (3, 9001, 1)
     assert "--strict" in options.flags["gateway"]
-    engine = " ".join(options.flags["engine"])
-    assert engine.startswith("--watermark=0.25 --no-enable-prefix-caching ")
-    assert "--max-num-seqs 7" in engine
-    assert " ".join(options.common_flags).startswith("--log-level debug")
+    assert {"--watermark=0.25", "--no-enable-prefix-caching", "--max-num-seqs=7"} <= set(options.flags["engine"])
+    assert all("--log-level=debug" in options.flags[service] for service in SETTINGS)
+
+
+def test_variables_go_before_the_file(
+    meshes: list[MeshOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENLOOM_MAX_NUM_SEQS", "9")
+    monkeypatch.setenv("TOKENLOOM_METRICS_LISTEN", "")
+    monkeypatch.setenv("TOKENLOOM_PORT", "tcp://10.0.0.1:80")  # Kubernetes sets it for a Service of that name
+    run(tmp_path / "mesh.toml", 'max_num_seqs = 7\n[engine]\nmetrics_listen = "127.0.0.1:9"')
+    assert meshes[0].flags["engine"] == ("--max-num-seqs=9",)
+
+
+def test_options_may_stand_in_the_table_of_their_group(meshes: list[MeshOptions], tmp_path: Path) -> None:
+    text = 'worker = "hash"\n[scheduler]\nmax_num_seqs = 7\n[engine]\nblock_size = 32\n[kv]\nkv_transports = ["shm"]'
+    result = run(tmp_path / "mesh.toml", text)
+    assert result.exit_code == 0, result.output
+    flags = ("--worker=hash", "--block-size=32", "--max-num-seqs=7", "--kv-transports=shm")
+    assert sorted(meshes[0].flags["engine"]) == sorted(flags)
+    assert meshes[0].flags["tokenizer"] == ("--block-size=32",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "service", "flag"),
+    [
+        (("--num-gpu-blocks-override", "5"), "engine", "--num-kv-blocks=5"),
+        (("--kv-cache-memory-bytes", "5"), "engine", "--kv-cache-memory=5"),
+        (("--worker", "cpu"), "engine", "--worker=model"),
+        (("--prefill-tokens-beside-decode", "none"), "engine", "--prefill-tokens-beside-decode=none"),
+        (("--tls-cert", "c"), "gateway", "--public-tls-cert=c"),
+        (("--max-waiting", "5"), "engine", "--max-waiting=5"),
+    ],
+)
+def test_former_spellings(meshes: list[MeshOptions], arguments: tuple[str, ...], service: str, flag: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments])
+    assert result.exit_code == 0, result.output
+    assert flag in meshes[0].flags[service]
+    assert "coordinator" not in meshes[0].flags
+
+
+def test_keys_are_passed_in_the_environment(meshes: list[MeshOptions]) -> None:
+    assert CliRunner().invoke(app, ["serve", "--api-key", "a,b"]).exit_code == 0
+    assert meshes[0].environment == {"gateway": {"TOKENLOOM_API_KEY": "a,b"}}
+    assert meshes[0].flags == {}
+
+
+def test_every_option_of_an_engine_is_offered() -> None:
+    left_out = {name for name in options_of(EngineSettings) if name not in OFFERS}
+    assert left_out <= DECIDED | set(options_of(ServiceSettings))
 
 
 @pytest.mark.parametrize("suffix", [".json", ".yaml"])
@@ -58,13 +108,13 @@ def test_other_forms_of_file(meshes: list[MeshOptions], tmp_path: Path, suffix: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("engine_count = 3", "no such setting"),
+        ("engine_count = 3", "no such option"),
         ("prot = 3", "did you mean port?"),
         ("engine = 3", "engine must be a table"),
         ("[engine]\nwatermrak = 0.1", "did you mean watermark?"),
-        ("[engine]\ndtype = 'float32'", "belongs at the top"),
-        ("[engine]\nrole = 'prefill'", "not yours to set"),
-        ("config = 'a'", "no such setting"),
+        ("[scheduler]\nmax_num_seq = 3", "did you mean max_num_seqs"),
+        ("[engine]\nrole = 'prefill'", "cannot be set"),
+        ("config = 'a'", "no such option"),
         ("port = 'x'", "--port"),
         ("port", "cannot be parsed"),
     ],

@@ -1,0 +1,266 @@
+"""Options: the table behind flags, environment variables, configuration files, keywords and the reference page.
+
+A field of a settings struct is an option if its type is ``Annotated`` with a text that describes it. Bounds are those
+of a ``msgspec.Meta``. A field that holds another struct is a group: the options in it are offered under flat names.
+``Meta.extra`` may hold:
+
+- ``name``: the option's name, where the field's name is too short outside of its struct;
+- ``aliases``: further names that are accepted (vLLM's, or former ones);
+- ``renamed``: former values, each with the value that replaces it;
+- ``check``: a function that returns the value to use, or raises ``ValueError`` for a wrong one;
+- ``secret``: True if the value must not appear in a list of processes or in an error.
+"""
+
+import difflib
+import logging
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Meta, Struct
+
+log = logging.getLogger(__name__)
+
+_Settings = TypeVar("_Settings", bound=Struct)
+_SWITCH = {
+    **dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "n", "f", "0"), False),
+}
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path", tuple: "a list"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+class OptionError(ValueError):
+    """An option is missing or has a wrong value. ``name`` is the option's, as the user wrote it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+class UnknownOption(OptionError):
+    """No option has this name; ``reason`` holds similar ones."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option, from the annotation of its field."""
+
+    name: str
+    path: tuple[str, ...]
+    """The names of the fields that lead to the value, outermost first."""
+    group: str
+    """The topic of the struct that defines the option, for headings: ``Scheduler``."""
+    annotation: Any
+    default: Any
+    """``msgspec.NODEFAULT``: the option is required."""
+    text: str
+    extra: Mapping[str, Any]
+    type: type
+    """``bool``, ``int``, ``float``, ``str``, ``Path`` or ``tuple``."""
+    is_optional: bool
+    """Whether None is a value."""
+    choices: tuple[str, ...]
+    """The possible values, or items of a list; empty: type and bounds decide."""
+    bounds: tuple[str, ...]
+    """Such as ``≥ 1``."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name and its aliases."""
+        return (self.name, *self.extra.get("aliases", ()))
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return variable(self.name)
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in a few words: ``an integer ≥ 1``."""
+        if self.choices:
+            return ("a list of " if self.type is tuple else "one of ") + ", ".join(self.choices)
+        return f"{_KINDS[self.type]} {', '.join(self.bounds)}".rstrip()
+
+    @property
+    def kind(self) -> str:
+        """The same without an article, for tables."""
+        return self.expected.removeprefix("an ").removeprefix("a ")
+
+    @property
+    def default_text(self) -> str:
+        """The default as a user would write it; empty: not set."""
+        return "" if self.default in (NODEFAULT, None, ()) else self.text_of(self.default)
+
+    def parse(self, value: object, *, strict: bool = False) -> Any:
+        """Return the value in the type of the field. Raises ``ValueError`` with what the value must be.
+
+        ``strict``: numbers and switches must not be written as text, as they are in flags and variables.
+        """
+        plain = self._converted_text(self._current(value), strict=strict)
+        try:
+            parsed = msgspec.convert(plain, self.annotation, strict=strict, dec_hook=lambda type, item: type(item))
+        except msgspec.ValidationError:
+            shown = "" if self.extra.get("secret") else f", not {value!r:.80}"
+            raise ValueError(f"must be {self.expected}{shown}") from None
+        check = self.extra.get("check")
+        return parsed if check is None else check(parsed)
+
+    def text_of(self, value: object) -> str:
+        """Write a parsed value in the form that :meth:`parse` reads."""
+        if isinstance(value, tuple):
+            return ",".join(map(str, value))
+        return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+    def _current(self, value: object) -> object:
+        renamed = self.extra.get("renamed", {})
+        if not isinstance(value, str) or value not in renamed:
+            return value
+        log.warning("%s: %s is deprecated; use %s", self.name, value, renamed[value])
+        return renamed[value]
+
+    def _converted_text(self, value: object, *, strict: bool) -> object:
+        if self.type is tuple and isinstance(value, (str, list, tuple)):
+            items = [value] if isinstance(value, str) else value
+            return [part.strip() for item in items for part in str(item).split(",") if part.strip()]
+        if not isinstance(value, str):
+            return value
+        if self.is_optional and (value.lower() in ("none", "null") or (self.type is Path and not value)):
+            return None
+        return _SWITCH.get(value.lower(), value) if self.type is bool and not strict else value
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of an option."""
+    return f"TOKENLOOM_{name.upper()}"
+
+
+def flag(name: str) -> str:
+    """Return an option's name as a flag."""
+    return "--" + name.replace("_", "-")
+
+
+def options_of(settings: type[Struct] | Struct) -> Mapping[str, Option]:
+    """Return the options of a settings struct by name; the defaults are those of the instance, if one is given."""
+    if isinstance(settings, type):
+        return _options_of_type(settings)
+    return {option.name: option for option in _walk(type(settings), settings, ())}
+
+
+@cache
+def _options_of_type(struct: type[Struct]) -> Mapping[str, Option]:
+    return {option.name: option for option in _walk(struct, None, ())}
+
+
+def build(settings: type[_Settings] | _Settings, values: Mapping[str, object], *, strict: bool = False) -> _Settings:
+    """Make settings from values of options by flat name; an instance is copied with these values.
+
+    Raises :class:`OptionError` for an unknown, wrong or missing option, ``ValueError`` if values contradict each other.
+    """
+    options, changes = options_of(settings), dict[str, Any]()
+    for name, value in values.items():
+        option = find_option(options, name)
+        place = changes
+        for part in option.path[:-1]:
+            place = place.setdefault(part, {})
+        try:
+            place[option.path[-1]] = option.parse(value, strict=strict)
+        except ValueError as error:
+            raise OptionError(name, str(error)) from None
+    if not isinstance(settings, type):
+        return _changed(settings, changes)
+    for option in options.values():
+        if option.default is NODEFAULT and option.name not in changes:
+            raise OptionError(option.name, "is required")
+    groups = {name: _changed(field.default, changes[name]) for name, field in _groups(settings) if name in changes}
+    return settings(**{**changes, **groups})
+
+
+def find_option(options: Mapping[str, Option], name: str) -> Option:
+    """Return the option that a user calls ``name``. Raises :class:`UnknownOption`."""
+    wanted = name.replace("-", "_")
+    if wanted in options:
+        return options[wanted]
+    for option in options.values():
+        if wanted in option.names:
+            return option
+    raise UnknownOption(name, f"no such option{did_you_mean(wanted, options)}")
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """Return ``; did you mean …?`` with up to three similar names, or nothing."""
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _walk(struct: type[Struct], instance: Struct | None, path: tuple[str, ...]) -> Iterator[Option]:
+    for field in msgspec.structs.fields(struct):
+        default = field.default if instance is None else getattr(instance, field.name)
+        place = (*path, field.name)
+        if isinstance(default, Struct):
+            yield from _walk(type(default), default, place)
+            continue
+        core, notes, is_optional = _unwrapped(field.type)
+        metas = [note for note in notes if isinstance(note, Meta)]
+        extra = {key: value for meta in metas for key, value in (meta.extra or {}).items()}
+        for text in notes:
+            if isinstance(text, str):
+                yield Option(
+                    name=extra.get("name", field.name),
+                    path=place,
+                    group=_group(struct, field.name),
+                    annotation=field.type,
+                    default=default,
+                    text=text,
+                    extra=extra,
+                    type=str if get_origin(core) is Literal else get_origin(core) or core,
+                    is_optional=is_optional,
+                    choices=_choices(core),
+                    bounds=tuple(f"{sign} {bound}" for meta in metas for sign, bound in _bounds(meta)),
+                )
+
+
+def _bounds(meta: Meta) -> Iterator[tuple[str, float]]:
+    return ((sign, getattr(meta, key)) for key, sign in _SIGNS.items() if getattr(meta, key) is not None)
+
+
+def _unwrapped(annotation: Any) -> tuple[Any, list[Any], bool]:
+    """Return the plain type, what ``Annotated`` adds to it, and whether None is possible."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        core, notes, is_optional = _unwrapped(parts[0])
+        return core, [*notes, *parts[1:]], is_optional
+    if type(None) in parts:
+        core, notes, _ = _unwrapped(next(part for part in parts if part is not type(None)))
+        return core, notes, True
+    return annotation, [], False
+
+
+def _choices(core: Any) -> tuple[str, ...]:
+    if get_origin(core) is tuple:
+        return _choices(get_args(core)[0])
+    return get_args(core) if get_origin(core) is Literal else ()
+
+
+def _group(struct: type[Struct], name: str) -> str:
+    """``StructuredOutputConfig`` → ``Structured output``; for an inherited field by the struct that defines it."""
+    owner = next(base for base in reversed(struct.__mro__) if name in vars(base).get("__annotations__", ()))
+    words = re.sub(r"(Config|Settings|Options)$", "", owner.__name__)
+    return re.sub(r"(?<=[a-z])[A-Z]", lambda match: f" {match[0].lower()}", words)
+
+
+def _groups(struct: type[Struct]) -> Iterator[tuple[str, msgspec.structs.FieldInfo]]:
+    return ((each.name, each) for each in msgspec.structs.fields(struct) if isinstance(each.default, Struct))
+
+
+def _changed(instance: _Settings, changes: Mapping[str, Any]) -> _Settings:
+    parts = {
+        name: _changed(getattr(instance, name), value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return msgspec.structs.replace(instance, **parts)

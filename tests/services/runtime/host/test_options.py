@@ -1,0 +1,106 @@
+"""From annotated fields to options and back."""
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from msgspec import Meta, Struct
+
+from tokenloom.engine_core.config import EngineConfig, StructuredOutputConfig
+from tokenloom.services.runtime.host.options import OptionError, UnknownOption, build, options_of
+
+Share = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class TwoWordsConfig(Struct, frozen=True):
+    share: Annotated[Share, "A share.", Meta(extra={"name": "inner_share", "aliases": ("part",)})] = 0.5
+    filled_in: int = 0
+
+
+class Settings(Struct, frozen=True):
+    size: Annotated[Annotated[int, Meta(ge=1)] | None, "A size."]
+    kind: Annotated[Literal["new", "other"], "A kind.", Meta(extra={"renamed": {"old": "new"}})] = "new"
+    path: Annotated[Path | None, "A path."] = None
+    names: Annotated[tuple[str, ...], "Names."] = ()
+    on: Annotated[bool, "A switch."] = False
+    key: Annotated[Annotated[int, Meta(ge=1)], "A key.", Meta(extra={"secret": True})] = 1
+    group: TwoWordsConfig = TwoWordsConfig(share=0.25)
+
+
+def make(**values: Any) -> Settings:
+    return build(Settings, {"size": 1, **values})
+
+
+def test_fields_with_a_text_are_options_under_flat_names() -> None:
+    options = options_of(Settings)
+    assert list(options) == ["size", "kind", "path", "names", "on", "key", "inner_share"]
+    share = options["inner_share"]
+    assert (share.path, share.group, share.default) == (("group", "share"), "Two words", 0.25)
+    assert share.names == ("inner_share", "part")
+    assert (share.kind, options["kind"].choices) == ("number ≥ 0, < 1", ("new", "other"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("size", "7", 7),
+        ("size", "none", None),
+        ("path", "a/b", Path("a/b")),
+        ("path", "", None),
+        ("names", "a, b,", ("a", "b")),
+        ("names", ["a,b", "c"], ("a", "b", "c")),
+        ("on", "yes", True),
+        ("on", "0", False),
+    ],
+)
+def test_text_becomes_the_type_of_the_field(name: str, text: object, value: object) -> None:
+    assert getattr(make(**{name: text}), name) == value
+
+
+def test_values_find_their_struct() -> None:
+    assert make(part=0.75).group == TwoWordsConfig(share=0.75)
+    assert make().group == TwoWordsConfig(share=0.25)
+
+
+def test_an_instance_gives_defaults_and_is_copied() -> None:
+    base = EngineConfig(structured_output=StructuredOutputConfig())
+    assert "structured_outputs_backend" in options_of(base)
+    changed = build(base, {"structured_outputs_backend": "xgrammar", "num_gpu_blocks_override": 3}, strict=True)
+    assert changed.structured_output == StructuredOutputConfig("xgrammar")
+    assert changed.cache.num_blocks == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"size": "x"}, "size: must be an integer ≥ 1, not 'x'"),
+        ({"part": 1}, "part: must be a number ≥ 0, < 1, not 1"),
+        ({"kind": "x"}, "kind: must be one of new, other, not 'x'"),
+        ({"on": "maybe"}, "on: must be true or false, not 'maybe'"),
+        ({"key": 0}, "key: must be an integer ≥ 1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_right(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError) as error:
+        make(**values)
+    assert str(error.value) == message
+
+
+def test_unknown_and_missing_options_are_named() -> None:
+    with pytest.raises(UnknownOption, match="nmes: no such option; did you mean names"):
+        make(nmes=())
+    with pytest.raises(OptionError, match="size: is required"):
+        build(Settings, {})
+
+
+def test_a_former_value_is_replaced_with_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert make(kind="old").kind == "new"
+    assert caplog.messages == ["kind: old is deprecated; use new"]
+
+
+@pytest.mark.parametrize("value", ["7", 7.5, True])
+def test_python_callers_must_use_the_right_type(value: object) -> None:
+    with pytest.raises(OptionError, match="size: must be"):
+        build(Settings, {"size": value}, strict=True)

@@ -1,0 +1,86 @@
+"""The options of ``tokenloom serve``: those of the mesh, and of its services except what the supervisor decides."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
+from tokenloom.services.runtime.host.options import Option, flag, options_of
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
+from tokenloom.supervisor.layout import MeshOptions
+
+SETTINGS: Mapping[str, type[ServiceSettings]] = {
+    each.service: each
+    for each in (EngineSettings, GatewaySettings, TokenizerSettings, OutputProcessorSettings, CoordinatorSettings)
+}
+DECIDED = frozenset(
+    {
+        *("config", "instance_id", "listen", "http_listen", "state_file", "model", "served_model_name"),
+        *("coordinator", "tokenizers", "output_processors", "role", "kv_listen", "engines_on_host"),
+        *("advertise_address", "kv_advertise_address", "drain_timeout"),
+    }
+)
+"""Options of services that the supervisor sets, because they say where the parts find each other."""
+_COMMON = ("log_level", "log_format", "otlp_endpoint", "insecure")
+"""Of the options that every service has, those that mean the same for all of them."""
+_ALIASES = {"public_tls_cert": ("tls_cert",), "public_tls_key": ("tls_key",)}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An option of ``serve`` and the services that get it; none: the supervisor does."""
+
+    option: Option
+    services: tuple[str, ...] = ()
+
+
+def service_arguments(
+    chosen: Mapping[str, Any],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, dict[str, str]]]:
+    """Return the flags and the environment of each service from chosen options by name."""
+    flags: dict[str, tuple[str, ...]] = {}
+    environment: dict[str, dict[str, str]] = {}
+    for name, value in chosen.items():
+        for service in OFFERS[name].services:
+            if OFFERS[name].option.extra.get("secret"):  # every user of the machine can read flags
+                environment.setdefault(service, {})[OFFERS[name].option.variable] = value
+            else:
+                flags[service] = (*flags.get(service, ()), setting_flag(name, value))
+    return flags, environment
+
+
+def setting_flag(name: str, value: object) -> str:
+    """``("max_model_len", 512)`` → ``--max-model-len=512``; False → ``--no-…``; a list is joined by commas."""
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return f"{flag(name)}={text}"
+
+
+def _offers() -> Iterator[Offer]:
+    yield from map(Offer, options_of(MeshOptions).values())
+    common = options_of(ServiceSettings)
+    for service, settings in SETTINGS.items():
+        for name, option in options_of(settings).items():
+            if name not in DECIDED and name not in common:
+                yield Offer(option, (service,))
+    yield from (Offer(common[name], tuple(SETTINGS)) for name in _COMMON)
+
+
+def _merged(offers: Iterable[Offer]) -> dict[str, Offer]:
+    """Options of several services with one name become one; an alias that is the name of another option is dropped."""
+    merged: dict[str, Offer] = {}
+    for offer in offers:
+        known = merged.get(offer.option.name, Offer(offer.option))
+        merged[offer.option.name] = Offer(known.option, (*known.services, *offer.services))
+    for name, offer in merged.items():
+        aliases = tuple(alias for alias in (*offer.option.names[1:], *_ALIASES.get(name, ())) if alias not in merged)
+        merged[name] = Offer(replace(offer.option, extra={**offer.option.extra, "aliases": aliases}), offer.services)
+    return merged
+
+
+OFFERS: Mapping[str, Offer] = _merged(_offers())

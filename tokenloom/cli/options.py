@@ -1,0 +1,81 @@
+"""Options of settings structs as options of a command."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from tokenloom.services.runtime.host.options import Option, flag, options_of
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def offers(options: Iterable[Option], *, variables: bool = False) -> Callable[[_Command], _Command]:
+    """Give a command that takes ``**chosen`` these options, in panels named after their groups.
+
+    ``chosen`` then holds for each option what the user gave: checked text, or True or False for a switch; None if the
+    option was not given. ``variables``: options are also read from their environment variables.
+    """
+    parameters = [_parameter(option, variables=variables) for option in options]
+
+    def decorate(command: _Command) -> _Command:
+        signature = inspect.signature(command)
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        command.__signature__ = signature.replace(parameters=[*own, *parameters])  # type: ignore[attr-defined]
+        command.__annotations__ |= {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Return the values that are neither None nor empty lists."""
+    return {name: value for name, value in values.items() if value is not None and value != []}
+
+
+def engine_options(*names: str) -> list[Option]:
+    """Return the options of an engine without a mesh: those with these names, or all."""
+    # Imported here for the other commands: it costs time at their start.
+    from tokenloom.offline.engine_args import DEFAULTS
+
+    offered = options_of(DEFAULTS)
+    return [offered[name] for name in names] or [
+        option for option in offered.values() if option.name != "model" and option.group != "KV"
+    ]
+
+
+def parsed(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of engine options as keywords of ``LLM``."""
+    offered = {option.name: option for option in engine_options()}
+    return {name: offered[name].parse(value) for name, value in given(**chosen).items()}
+
+
+def _parameter(option: Option, *, variables: bool) -> inspect.Parameter:
+    default = f" [dim]\\[default: {option.default_text}][/]" if option.default_text else ""
+    arguments: dict[str, Any] = {
+        "help": option.text + default,
+        "rich_help_panel": option.group,
+        "envvar": option.variable if variables else None,
+        "show_envvar": bool(option.extra.get("secret")),
+    }
+    flags = [flag(name) for name in option.names]
+    annotation: Any = str | None
+    if option.type is bool:
+        flags, annotation = [f"{flag(option.name)}/{flag(f'no_{option.name}')}"], bool | None
+    else:
+        arguments |= {"parser": _parser(option), "metavar": f"<{'|'.join(option.choices) or option.kind}>"}
+    info = typer.Option(*flags, **arguments)
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, info]
+    )
+
+
+def _parser(option: Option) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        try:
+            return option.text_of(option.parse(value))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return parse

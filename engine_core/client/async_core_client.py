@@ -47,8 +47,7 @@ class AsyncClient(Protocol):
         """End requests without an output; unknown ids are ignored. Raises ``EngineDeadError``."""
 
     async def accept_tokens(self, message: AcceptTokens) -> None:
-        """Send the tokens of a request that was added with ``awaits_tokens``; ignored if the id is unknown. Raises
-        ``EngineDeadError``."""
+        """Send the tokens of a request that awaits them; unknown ids are ignored. Raises ``EngineDeadError``."""
 
     async def get_output(self) -> EngineCoreOutputs:
         """Wait for the outputs of the next step. Raises ``EngineDeadError``."""
@@ -57,8 +56,7 @@ class AsyncClient(Protocol):
         """Call one of the core's utilities. Raises ``UtilityError`` if it fails, ``EngineDeadError``."""
 
     async def kv_send(self, call: KVCall) -> None:
-        """Send a message to the core's KV thread, which exists only with ``KVConfig.transports``. Raises
-        ``EngineDeadError``."""
+        """Send a message to the core's KV thread, which needs ``KVConfig.transports``. Raises ``EngineDeadError``."""
 
     async def kv_receive(self) -> KVEvent:
         """Wait for the next message of the KV thread. Only one task may read. Raises ``EngineDeadError``."""

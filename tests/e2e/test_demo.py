@@ -33,5 +33,5 @@ def test_a_failure_shows_the_logs_and_ends_with_status_1(socket_dir: Path, tmp_p
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     done = run(socket_dir, "--model", str(tmp_path))
     assert done.returncode == 1
-    assert "does not start" in done.stderr
+    assert "did not start" in done.stderr
     assert "ERROR" in done.stderr, "the parts' own words"

@@ -105,8 +105,7 @@ class AsyncMPClient:
     """Runs the core in a process of its own, because a busy loop in this process would delay every stream."""
 
     def __init__(self, config: EngineConfig, command: Sequence[str], *, grace: float = 5.0) -> None:
-        """``command``: as for :class:`CoreProcess`; ``grace``: seconds that :meth:`close` leaves the core to finish its
-        step before it is killed."""
+        """``command``: as for :class:`CoreProcess`; ``grace``: seconds until :meth:`close` kills the core."""
         self._config = config
         self._grace = grace
         self._process = CoreProcess(command)

@@ -94,8 +94,7 @@ class KVPool:
 
 
 def checked_ids(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:
-    """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) for one outside of a pool of
-    ``num_blocks`` blocks."""
+    """Return the ids as an array [n]. Raises :class:`KVTransferError` for one outside of ``num_blocks`` blocks."""
     try:
         ids = np.asarray(block_ids, dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:

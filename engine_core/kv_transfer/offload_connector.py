@@ -49,8 +49,7 @@ class OffloadConnector:
         self._tier: OffloadTier | None = None
         self._lock = threading.Lock()
         self._loaded: list[tuple[TierLoad, int, str]] = []
-        """Loads that have ended, each with the number of blocks read and the reason if not all were; bounded by the
-        requests that wait."""
+        """Ended loads: blocks read, and the reason if not all were; bounded by the waiting requests."""
         self._reported: list[tuple[TierLoad, int, str]] = []
         """The loads of the latest ``get_finished``."""
         self._on_news: Callable[[], None] = lambda: None

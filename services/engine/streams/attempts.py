@@ -80,8 +80,7 @@ class Attempts:
         return attempt
 
     def check_slot(self, slot: int) -> None:
-        """Check that slots only grow; otherwise an answer could belong to two attempts. Raises ``InvalidArgument``,
-        which ends the stream."""
+        """Check that slots only grow, so that no two attempts share one. Raises ``InvalidArgument``."""
         if slot <= self._last_slot:
             raise errors.InvalidArgument(f"slot {slot} follows slot {self._last_slot}; slots must increase", "slot")
         self._last_slot = slot

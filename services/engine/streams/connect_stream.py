@@ -1,5 +1,4 @@
-"""Serves one peer's ``Connect`` stream: reads Adds, stops and aborts, and writes at most one frame per step, as credit
-allows."""
+"""Serves one peer's ``Connect`` stream: reads Adds, stops and aborts; writes a frame per step, within credit."""
 
 import asyncio
 import logging

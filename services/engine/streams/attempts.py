@@ -43,11 +43,7 @@ class Attempts:
         kv_owner: coordinator_pb2.EngineRef | None = None,
         lease_seconds: float = 0.0,
     ) -> None:
-        """
-        Args:
-            kv_owner: This engine as the owner of leased KV; None if it serves no KV.
-            lease_seconds: How long a lease lasts.
-        """
+        """``kv_owner``: this engine as the owner of KV under leases of ``lease_seconds``; None if it serves no KV."""
         self.live: dict[int, Attempt] = {}
         self.notify = notify
         self._kv_owner = kv_owner

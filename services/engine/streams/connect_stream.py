@@ -49,11 +49,8 @@ class ConnectStream:
         *,
         frame_interval: float = 0.0,
     ) -> None:
-        """
-        Args:
-            kv: None if this engine moves no KV; it then computes prompts whose KV another engine holds.
-            frame_interval: As in :class:`FramePace`.
-        """
+        """``kv``: None if this engine moves no KV and computes every prompt. ``frame_interval``: as in
+        :class:`FramePace`."""
         self._core = core
         self._load = load
         self._kv = kv

@@ -136,7 +136,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._close(stream)
 
     def drain(self, engine_id: str, grace: float) -> None:
-        """Ask an engine to finish its requests and leave within ``grace`` seconds. Raises ``NotFound`` if not joined."""
+        """Ask an engine to finish its requests and leave in ``grace`` seconds. Raises ``NotFound`` if not joined."""
         stream = self._streams.get(engine_id)
         if stream is None:
             raise NotFound(f"No engine {engine_id!r} has joined.")

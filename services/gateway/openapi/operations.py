@@ -33,7 +33,8 @@ class Operation:
     """Whether it needs an admin key; gateways without one do not have the route."""
 
 
-_CHAT, _COMPLETION = map(bodies.with_sampling, (bodies.ChatCompletionRequest, bodies.CompletionRequest))
+_CHAT = bodies.with_sampling(bodies.ChatCompletionRequest)
+_COMPLETION = bodies.with_sampling(bodies.CompletionRequest)
 OPERATIONS = (
     Operation("get", "/v1/models", "The served model", answers.ModelList),
     Operation("get", "/v1/models/{model}", "One model", answers.Model, path_parameter="model"),

@@ -1,4 +1,4 @@
-"""A certificate authority for development, and the certificate of each part of a mesh."""
+"""Makes a certificate authority for development, and a certificate for each part of a mesh."""
 
 import datetime
 import os
@@ -14,31 +14,31 @@ from .services.runtime.peers.callers import OPERATOR
 from .services.runtime.peers.tls import dns_name
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine", OPERATOR, "prometheus")
-"""Who has a certificate: the services, whoever runs the mesh, and whoever reads its metrics."""
+"""The owners of certificates: the services, the operator of the mesh, and Prometheus."""
 _RENEW_BEFORE = datetime.timedelta(days=7)
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A certificate with its key."""
+    """Holds a certificate with its key."""
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 
     @classmethod
     def load(cls, cert: Path, key: Path) -> "Pair | None":
-        """None when there is none, or it is about to expire. Raises ``ValueError`` for files that are no such pair."""
+        """Return the pair; None if it is missing or about to expire. Raises ``ValueError`` for other files."""
         if not cert.exists() or not key.exists():
             return None
         loaded = serialization.load_pem_private_key(key.read_bytes(), None)
         if not isinstance(loaded, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"{key.name} is not a key that this command made")
+            raise ValueError(f"{key.name} was not made by this command")
         pair = cls(x509.load_pem_x509_certificate(cert.read_bytes()), loaded)
         return pair if pair.cert.not_valid_after_utc - _now() > _RENEW_BEFORE else None
 
     def save(self, cert: Path, key: Path) -> None:
-        """The key for its owner only, and first: whoever waits for a certificate finds both."""
+        """Write the key, readable by its owner only, and then the certificate: a part that waits for it finds both."""
         pem = serialization.Encoding.PEM
         private = self.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
         _write(key, private, 0o600)
@@ -46,12 +46,12 @@ class Pair:
 
 
 def make_certificates(folder: Path, *, days: int, group_readable: bool = False) -> list[Path]:
-    """Writes ``ca.crt``, ``ca.key`` and ``<part>.crt``, ``<part>.key`` for each part; returns what was written.
+    """Write ``ca.crt``, ``ca.key`` and ``<part>.crt``, ``<part>.key`` for each part; return the written paths.
 
-    What is there and valid for another week stays, so that a second call changes nothing.
+    Files that are valid for another week are kept, so that a second call changes nothing.
 
     Args:
-        group_readable: Keys may be read by the folder's group, for containers that run as another user.
+        group_readable: Let the folder's group read the keys, for containers that run as another user.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lifetime = datetime.timedelta(days=days)
@@ -128,7 +128,7 @@ def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:
-    """Whole or not at all, and never readable by others meanwhile."""
+    """Write the file atomically, never readable by others."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with open(descriptor, "wb") as file:

@@ -1,4 +1,4 @@
-"""A model's files as services other than the engine need them: names, fingerprints, tokenizer, end tokens, defaults."""
+"""Reads the files of a model that do not hold weights: tokenizer, end tokens, defaults, fingerprints."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
 """The checkpoint that comes with the package."""
 DEMO_MODEL_NAME = "tokenloom-demo"
-"""What it is served as, and how it is asked for."""
+"""The name under which it is served and requested."""
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -34,9 +34,9 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 
 def resolve(model: str) -> Path:
-    """The directory of ``model``: the demo model by its name, a local directory, or a hub id (fetched or cached).
+    """Return the directory of the demo model, of a local checkpoint, or of a hub id (cached or downloaded).
 
-    ``NotFound`` when there is none.
+    Raises ``NotFound``.
     """
     path = DEMO_MODEL if model == DEMO_MODEL_NAME else Path(model).expanduser()
     if path.is_dir():
@@ -49,7 +49,7 @@ def resolve(model: str) -> Path:
 
 
 def served_name(path: Path, model: str = "") -> str:
-    """The name clients use unless the operator gives another: the directory's last part, or the hub id."""
+    """Return the default name for clients: the hub id, or the last part of the directory."""
     if path.resolve() == DEMO_MODEL.resolve():
         return DEMO_MODEL_NAME
     return model if model and not Path(model).expanduser().exists() else path.name
@@ -57,12 +57,12 @@ def served_name(path: Path, model: str = "") -> str:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says beside its weights.
+    """Describes a checkpoint except for its weights.
 
     Attributes:
-        path: Its directory.
+        path: The directory.
         eos_token_ids: Ids that end a generation, ascending.
-        default_sampling_params: What ``generation_config.json`` gives for what a request leaves open.
+        default_sampling_params: Defaults of ``generation_config.json`` for requests that do not set a parameter.
         chat_template: The template's text; empty: none.
         special_tokens: ``bos_token`` and the like, by name, as templates see them.
     """
@@ -75,7 +75,7 @@ class CheckpointInfo:
 
     @classmethod
     def load(cls, path: Path) -> "CheckpointInfo":
-        """Reads the JSON files of a checkpoint."""
+        """Read the JSON files of a checkpoint. Raises ``InvalidArgument`` for a broken one."""
         config, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
         tokenizer = _read_json(path / "tokenizer_config.json")
         special = _read_json(path / "special_tokens_map.json") | tokenizer
@@ -98,7 +98,7 @@ class CheckpointInfo:
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":
-    """The checkpoint's fast tokenizer. ``NotFound`` without a tokenizer.json, ``InvalidArgument`` for a broken one."""
+    """Return the fast tokenizer. Raises ``NotFound`` without a tokenizer.json, ``InvalidArgument`` for a broken one."""
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"
@@ -106,21 +106,22 @@ def load_tokenizer(path: Path) -> "Tokenizer":
         raise NotFound(f"model {path.name!r}: no tokenizer.json (only fast tokenizers are supported)", field="model")
     try:
         return Tokenizer.from_file(str(file))
-    except BaseException as error:  # the library panics on some files, which is no Exception
+    except BaseException as error:  # the library panics on some files, which raises no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise InvalidArgument(f"model {path.name!r}: tokenizer.json cannot be read: {error}", "model") from None
 
 
 def tokenizer_fingerprint(path: Path) -> bytes:
-    """SHA-256 over the names and contents of the tokenizer's files and the chat template."""
+    """Return the SHA-256 of the names and contents of the tokenizer's files and the chat template."""
     return _digest(path / name for name in _TOKENIZER_FILES if (path / name).is_file())
 
 
 def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
-    """SHA-256 over config.json and the content of all weight files.
+    """Return the SHA-256 of config.json and all weight files.
 
-    Cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by path, size and time: a large model is slow to read.
+    It is cached under ``cache_dir`` (default ``~/.cache/tokenloom``) by path, size and time, because reading a large
+    model is slow.
     """
     files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
     stats = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
@@ -131,7 +132,7 @@ def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
         if len(cached) == hashlib.sha256().digest_size:
             return cached
     except (OSError, ValueError):
-        pass  # not there, or not ours: computed again
+        pass  # missing or invalid: computed again
     digest = _digest(files)
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ def weights_fingerprint(path: Path, cache_dir: Path | None = None) -> bytes:
         draft.write_text(digest.hex())
         draft.replace(entry)
     except OSError:
-        pass  # a read-only home costs time, nothing else
+        pass  # in a read-only home the digest is computed at each start
     return digest
 
 
@@ -175,7 +176,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InvalidArgument(f"model {path.parent.name!r}: {path.name} is not JSON: {error}", "model") from None
     if not isinstance(value, dict):
-        raise InvalidArgument(f"model {path.parent.name!r}: {path.name} holds no object", "model")
+        raise InvalidArgument(f"model {path.parent.name!r}: {path.name} does not hold a JSON object", "model")
     return value
 
 
@@ -185,7 +186,7 @@ def _sampling_defaults(path: Path, generation: dict[str, Any]) -> types_pb2.Samp
     try:
         params = narrow_sampling(defaults)
         validation.check_sampling(params, validation.ANY_MODEL)
-    except InvalidArgument as error:  # found now, or in every request
+    except InvalidArgument as error:  # reported now instead of in every request
         raise InvalidArgument(f"model {path.name!r}: generation_config.json: {error.message}", "model") from None
     return params
 
@@ -220,7 +221,7 @@ def _chat_template(path: Path, tokenizer_config: dict[str, Any]) -> str:
     if (path / "chat_template.jinja").is_file():
         return (path / "chat_template.jinja").read_text()
     template = _read_json(path / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # a list of named templates
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")
     return template if isinstance(template, str) else ""

@@ -7,6 +7,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from .datasets import Prompt
 from .events import Outcome
@@ -15,16 +18,16 @@ from .http_client import Client
 Done = Callable[[Outcome], None]
 
 
-@dataclass(frozen=True)
-class Pace:
+class Pace(Struct, frozen=True):
     """Says when requests begin."""
 
-    request_rate: float = math.inf
-    """Requests a second; infinite: all begin at once."""
-    burstiness: float = 1.0
-    """The shape of the gamma distribution of intervals: 1 is a Poisson process, less is burstier."""
-    max_concurrency: int | None = None
-    """The most requests in flight. A request whose time has come waits for its turn, and its clock starts then."""
+    request_rate: Annotated[Annotated[float, Meta(gt=0)], "Requests that arrive per second; inf: all at once."] = (
+        math.inf
+    )
+    burstiness: Annotated[Annotated[float, Meta(gt=0)], "1: Poisson arrivals; smaller: burstier."] = 1.0
+    """The shape of the gamma distribution of intervals."""
+    max_concurrency: Annotated[Annotated[int, Meta(ge=1)] | None, "Most requests in flight."] = None
+    """A request whose time has come waits for its turn, and its clock starts then."""
     ramp_up: float = 0.0
     """Seconds over which the first `max_concurrency` requests begin when the rate is infinite."""
     seed: int = 0

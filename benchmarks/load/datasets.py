@@ -4,6 +4,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 _EDGE = 10
 """How many ids at both ends of a vocabulary are left out, because special tokens are there."""
@@ -27,24 +30,32 @@ class Prompt:
     """The part of a mixed load that it belongs to; parts are also reported separately."""
 
 
-@dataclass(frozen=True)
-class DatasetOptions:
-    """Holds lengths in tokens."""
+_Count = Annotated[int, Meta(ge=1)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
 
-    name: DatasetName = DatasetName.RANDOM
-    num_prompts: int = 100
-    input_len: int = 128
-    output_len: int = 128
-    range_ratio: float = 0.0
-    """Lengths are drawn from [(1 - ratio) · length, (1 + ratio) · length]."""
-    prefix_len: int = 512
-    """Shared-prefix: how many tokens prompts have in common, before their own `input_len`."""
-    num_prefixes: int = 1
-    long_share: float = 0.2
-    """Mixed: the share of the long prompts; the others are chats of `input_len` and `output_len`."""
-    long_input_len: int = 1500
-    long_output_len: int = 16
-    seed: int = 0
+
+class DatasetOptions(Struct, frozen=True):
+    """Holds the options of a dataset, under the names that ``vllm bench serve`` has; lengths are in tokens."""
+
+    name: Annotated[
+        DatasetName,
+        "random; shared-prefix: prompts with a common beginning; mixed: long prompts among short chats.",
+        Meta(extra={"name": "dataset_name"}),
+    ] = DatasetName.RANDOM
+    num_prompts: Annotated[_Count, "Total requests."] = 100
+    input_len: Annotated[
+        _Count, "Tokens of a prompt, without a shared prefix.", Meta(extra={"aliases": ("random_input_len",)})
+    ] = 128
+    output_len: Annotated[_Count, "Tokens of an answer.", Meta(extra={"aliases": ("random_output_len",)})] = 128
+    range_ratio: Annotated[
+        _Share, "Lengths vary by ± this share.", Meta(extra={"aliases": ("random_range_ratio",)})
+    ] = 0.0
+    prefix_len: Annotated[_Count, "shared-prefix: tokens of the shared prefix."] = 512
+    num_prefixes: Annotated[_Count, "shared-prefix: number of different prefixes."] = 1
+    long_share: Annotated[_Share, "mixed: share of long prompts; the others are chats."] = 0.2
+    long_input_len: Annotated[_Count, "mixed: tokens of a long prompt."] = 1500
+    long_output_len: Annotated[_Count, "mixed: tokens of the answer to a long prompt."] = 16
+    seed: Annotated[int, "Seed of prompts, lengths and arrivals."] = 0
 
 
 def make_prompts(options: DatasetOptions, vocab_size: int) -> list[Prompt]:

@@ -3,7 +3,6 @@ turns."""
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import signal
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import msgspec
 from rich.table import Table
 
 from ..load.arrivals import Done, LoadResult
@@ -64,8 +64,8 @@ async def compare(
         for contender in contenders:
             await stack.enter_async_context(running(contender))
         for index in range(rounds):
-            dataset = dataclasses.replace(options.dataset, seed=options.dataset.seed + index)
-            prompts = prompts_for(dataclasses.replace(options, dataset=dataset))
+            dataset = msgspec.structs.replace(options.dataset, seed=options.dataset.seed + index)
+            prompts = prompts_for(msgspec.structs.replace(options, dataset=dataset))
             turn = itertools.islice(itertools.cycle(contenders), index % len(contenders), None)
             for contender in itertools.islice(turn, len(contenders)):
                 run = await _load(contender, options, prompts, on_round(contender.name, len(prompts)))
@@ -82,7 +82,7 @@ def report(results: dict[str, list[LoadResult]], options: ServeOptions) -> dict[
     return {
         "machine": machine.describe(),
         "model": options.model,
-        "dataset": dataclasses.asdict(options.dataset),
+        "dataset": msgspec.structs.asdict(options.dataset),
         "request_rate": str(options.pace.request_rate),
         "max_concurrency": options.pace.max_concurrency,
         "goodput": options.objectives.bounds,
@@ -138,7 +138,7 @@ async def running(contender: Contender) -> AsyncIterator[None]:
 
 
 async def _load(contender: Contender, options: ServeOptions, prompts: list[Prompt], on_done: Done) -> LoadResult:
-    mine = dataclasses.replace(options, base_url=contender.base_url)
+    mine = msgspec.structs.replace(options, base_url=contender.base_url)
     return (await run_serve(mine, prompts, on_done)).result
 
 

@@ -4,13 +4,15 @@ import dataclasses
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta, Struct, field
 from tokenizers import Tokenizer
 
-from tokenloom.checkpoint import load_tokenizer, resolve
+from tokenloom.checkpoint import DEMO_MODEL_NAME, load_tokenizer, resolve
 
 from ..load.arrivals import Done, LoadResult, Pace, run_load
 from ..load.bodies import Backend, ChatBody, CompletionBody
@@ -22,28 +24,26 @@ from ..report.plot import Panel, write_cdfs
 from .serve_report import LATENCIES, latencies_ms, summarize
 
 
-@dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(Struct, frozen=True):
     """Describes one run against one server."""
 
-    base_url: str
-    model: str
-    """The model's name at the server."""
-    backend: Backend = Backend.OPENAI
-    endpoint: str = ""
-    """The path; empty: the backend's own."""
+    base_url: Annotated[str, "URL of the server: http://host:port."] = "http://127.0.0.1:8000"
+    model: Annotated[str, "Name of a served model."] = DEMO_MODEL_NAME
+    backend: Annotated[Backend, "Completions or chat completions."] = Backend.OPENAI
+    endpoint: Annotated[str, "Path of the API; by default that of the backend."] = ""
     api_key: str = ""
-    tokenizer: str = ""
-    """Directory or hub id of the model's tokenizer; empty: that of `model`."""
-    vocab_size: int | None = None
-    """Whether to load no tokenizer, because only token ids are sent."""
+    tokenizer: Annotated[str, "Directory or hub id of the tokenizer; by default --model."] = ""
+    vocab_size: Annotated[
+        Annotated[int, Meta(ge=2)] | None, "Draw token ids below this number, without a tokenizer."
+    ] = None
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0, "ignore_eos": True})
-    dataset: DatasetOptions = field(default_factory=DatasetOptions)
-    pace: Pace = field(default_factory=Pace)
-    num_warmups: int = 0
-    """How many requests run first without being measured."""
+    dataset: DatasetOptions = DatasetOptions()
+    pace: Pace = Pace()
+    num_warmups: Annotated[Annotated[int, Meta(ge=0)], "Requests before the measurement."] = 0
     objectives: Objectives = field(default_factory=lambda: Objectives({}))
-    percents: tuple[float, ...] = (99,)
+    percents: Annotated[
+        tuple[float, ...], "Percentiles, separated by commas.", Meta(extra={"name": "metric_percentiles"})
+    ] = (99,)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _settings(options: ServeOptions) -> dict[str, Any]:
         "machine": machine.describe(),
         "backend": options.backend.value,
         "model_id": options.model,
-        "dataset": dataclasses.asdict(options.dataset),
+        "dataset": msgspec.structs.asdict(options.dataset),
         "num_prompts": options.dataset.num_prompts,
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": options.pace.burstiness,

@@ -1,5 +1,4 @@
-"""Computes log probabilities from the model's own logits, before masks, bias, penalties and temperature (as vLLM
-V1)."""
+"""Computes log probabilities of the model's own logits, before masks, bias, penalties and temperature."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -22,7 +22,7 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
     assert "A token is a small piece of text" in done.stdout
     steps = re.findall(r"│ [\w ]+ │ ([\w ]+?) +│ +\d+\.\d │", done.stdout)
     assert steps == [
-        "tokenize", "placement", "queue", "prefill", "KV transfer", "decode", "detokenize", "the rest", "total",
+        "tokenize", "placement", "queue", "prefill", "KV transfer", "decode", "detokenize", "other", "total",
     ]  # fmt: skip
     assert list((socket_dir / "tokenloom").iterdir()) == []
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
@@ -33,5 +33,5 @@ def test_a_failure_shows_the_logs_and_ends_with_status_1(socket_dir: Path, tmp_p
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     done = run(socket_dir, "--model", str(tmp_path))
     assert done.returncode == 1
-    assert "does not start" in done.stderr
+    assert "did not start" in done.stderr
     assert "ERROR" in done.stderr, "the parts' own words"

@@ -45,7 +45,7 @@ def test_secrets_for_kubernetes(tmp_path: Path, namespace: str) -> None:
     arguments = ["certs", str(tmp_path / "certs"), "--kubernetes", str(secrets), "--namespace", namespace]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    assert "keep it away" in result.output
+    assert "do not copy it" in result.output
     text = secrets.read_text()
     assert text.count('"kind": "Secret"') == len(PARTS)
     assert f'"namespace": "{namespace}"' in text

@@ -1,43 +1,45 @@
-"""``tokenloom certs``: certificates for the parts of a mesh."""
+"""``tokenloom certs`` makes the certificates of a mesh."""
 
 import base64
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tokenloom.certificates import PARTS, make_certificates
-
 from .failures import reported
 
 
 def certs(
-    folder: Annotated[Path, typer.Argument(help="Where the files are, or come to be.")] = Path("certs"),
-    days: Annotated[int, typer.Option(min=8, max=3650, help="How long new certificates are valid.")] = 365,
+    folder: Annotated[Path, typer.Argument(help="Folder for the certificates and keys.")] = Path("certs"),
+    days: Annotated[int, typer.Option(min=8, max=3650, help="Days that new certificates are valid.")] = 365,
     group_readable: Annotated[
-        bool, typer.Option(help="Let the folder's group read the keys, for containers of another user.")
+        bool, typer.Option(help="Let the folder's group read the keys, for containers that run as another user.")
     ] = False,
     kubernetes: Annotated[
         Path | None, typer.Option(help="Also write Secrets for Kubernetes, one for each part, to this file.")
     ] = None,
     namespace: Annotated[str, typer.Option(help="Namespace of those Secrets.")] = "tokenloom",
 ) -> None:
-    """Make a development CA and a certificate for every part of a mesh; what is there and still valid stays."""
+    """Make a development CA and a certificate for every part of a mesh. Existing valid certificates are kept."""
+    # Imported here: cryptography would slow the start of every other command.
+    from tokenloom.certificates import PARTS, make_certificates
+
     with reported():
         written = make_certificates(folder, days=days, group_readable=group_readable)
         if kubernetes is not None:
             kubernetes.touch(mode=0o600)
-            kubernetes.write_text(_secrets(folder, namespace))
-    print(f"{len(written)} files written to {folder}; ca.key signs for all of them: keep it away from the mesh.")
+            kubernetes.write_text(_secrets(folder, namespace, PARTS))
+    print(f"{len(written)} files written to {folder}; ca.key can sign for every part; do not copy it to the mesh.")
     if kubernetes is not None:
         print(f"Secrets for {len(PARTS)} parts written to {kubernetes}: kubectl apply -f {kubernetes}")
 
 
-def _secrets(folder: Path, namespace: str) -> str:
-    """YAML of the Secrets, in cert-manager's layout; each document is JSON, which YAML takes."""
+def _secrets(folder: Path, namespace: str, parts: Sequence[str]) -> str:
+    """Return the Secrets as YAML, in cert-manager's layout; each document is JSON, which is valid YAML."""
     documents = []
-    for part in PARTS:
+    for part in parts:
         name = part.replace("_", "-")
         files = {"ca.crt": "ca.crt", "tls.crt": f"{name}.crt", "tls.key": f"{name}.key"}
         secret = {

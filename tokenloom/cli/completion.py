@@ -1,4 +1,4 @@
-"""``tokenloom completion``: the shell's side of completion."""
+"""``tokenloom completion`` prints a shell's completion script."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -10,13 +10,13 @@ _COMMAND = "tokenloom"
 
 
 class Shell(StrEnum):
-    """Shells that can be completed in."""
+    """The supported shells."""
 
     BASH = "bash"
     ZSH = "zsh"
     FISH = "fish"
 
 
-def completion(shell: Annotated[Shell, typer.Argument(help="Shell to complete in.")]) -> None:
+def completion(shell: Annotated[Shell, typer.Argument(help="Shell that will read the script.")]) -> None:
     """Print a script that completes commands and options: eval "$(tokenloom completion bash)"."""
     print(get_completion_script(prog_name=_COMMAND, complete_var="_TOKENLOOM_COMPLETE", shell=shell.value))

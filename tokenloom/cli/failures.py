@@ -1,4 +1,4 @@
-"""What goes wrong in a command ends it with one line and a status that scripts can read."""
+"""Ends a failed command with one line and an exit status that scripts can read."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,18 +11,18 @@ from tokenloom.supervisor.state_dir import StateDirError
 from .server import RequestFailed
 
 FAILED = 1
-"""Exit status when something could not be done; 2 is for arguments that are wrong."""
+"""Exit status of a failed command; 2 stands for wrong arguments."""
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 
 class CommandFailed(Exception):
-    """Ends the command; the message says what was wrong and what would be right."""
+    """Ends the command. The message says what was wrong and what would be right."""
 
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turns the failures that a user can meet into a message."""
+    """Print expected failures as one line and exit."""
     try:
         yield
     except (PartFailed, StateDirError, RequestFailed, CommandFailed) as error:

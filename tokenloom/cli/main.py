@@ -1,4 +1,4 @@
-"""``tokenloom``: the command."""
+"""The command ``tokenloom`` with its subcommands."""
 
 import sys
 from typing import Annotated
@@ -23,14 +23,14 @@ from .models import models
 _GROUPS = {
     "Serve": (serve, demo),
     "Ask a server": (chat, complete, run_batch, models),
-    "Without a server": (generate,),
-    "Look after a mesh": (ps, top, certs),
-    "This command": (completion,),
+    "Run without a server": (generate,),
+    "Manage a mesh": (ps, top, certs),
+    "Shell": (completion,),
 }
 
 app = typer.Typer(
-    help="Serves large language models as a mesh of small gRPC services.",
-    epilog="Exit status: 0 done, 1 failed, 2 wrong arguments, 130 interrupted.",
+    help="Serve large language models as a mesh of small gRPC services.",
+    epilog="Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -52,11 +52,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Options before a command."""
+    """Handle options that stand before a command."""
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     sys.exit(app())
 
 

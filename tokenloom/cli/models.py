@@ -1,4 +1,4 @@
-"""``tokenloom models``: what a server serves, and which checkpoints are on this machine."""
+"""``tokenloom models`` lists the models of a server, or the checkpoints on this machine."""
 
 import json
 from collections.abc import Iterator
@@ -18,26 +18,26 @@ from .tables import print_tables
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on this machine, as ``--json`` shows it."""
+    """Describes a model on this machine, as ``--json`` prints it."""
 
     id: str
-    """What ``tokenloom serve`` takes."""
+    """The argument for ``tokenloom serve``."""
     architecture: str
     bytes: int
-    """Of its safetensors files."""
+    """Size of its safetensors files."""
     path: str
 
 
 def models(
     local: Annotated[bool, typer.Option("--local", help="List checkpoints on this machine instead.")] = False,
     folder: Annotated[
-        list[Path] | None, typer.Option(help="With --local: look for checkpoints in this folder too; may be repeated.")
+        list[Path] | None, typer.Option(help="With --local: also search this folder; may be repeated.")
     ] = None,
     base_url: BaseUrl = None,
     api_key: ApiKey = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print an array of objects instead of a table.")] = False,
 ) -> None:
-    """List the models that a server serves, or with --local the checkpoints that could be served."""
+    """List the models of a server or, with --local, the checkpoints on this machine."""
     with reported():
         if local:
             rows: list[dict[str, Any]] = [asdict(each) for each in checkpoints(folder or [])]
@@ -50,7 +50,7 @@ def models(
 
 
 def checkpoints(folders: list[Path]) -> Iterator[Checkpoint]:
-    """The demo model, those in the hub's cache, and those in `folders` (each a checkpoint, or a folder of them)."""
+    """Yield the demo model, the models in the hub's cache, and those in `folders` (checkpoints, or folders of them)."""
     yield from _read(DEMO_MODEL, DEMO_MODEL_NAME)
     yield from _in_hub_cache()
     for folder in folders:
@@ -75,7 +75,7 @@ def _in_hub_cache() -> Iterator[Checkpoint]:
 
 
 def _read(path: Path, name: str) -> Iterator[Checkpoint]:
-    """One, unless the directory has no weights or a broken config.json."""
+    """Yield the checkpoint, unless the directory has no weights or a broken config.json."""
     weights = list(path.glob("*.safetensors"))
     try:
         config = json.loads((path / "config.json").read_text())

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
+from msgspec import Struct
 
-from tokenloom.services.runtime.host.options import Option, flag, options_of
+from tokenloom.services.runtime.host.options import Option, build, flag, options_of
 
+_Settings = TypeVar("_Settings", bound=Struct)
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
@@ -48,7 +50,12 @@ def engine_options(*names: str) -> list[Option]:
 def parsed(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of engine options as keywords of ``LLM``."""
     offered = {option.name: option for option in engine_options()}
-    return {name: offered[name].parse(value) for name, value in given(**chosen).items()}
+    return {name: offered[name].parse(value) for name, value in given(**chosen).items() if name in offered}
+
+
+def built(base: _Settings, chosen: Mapping[str, Any]) -> _Settings:
+    """Return the settings with the chosen options that are among them. Raises ``ValueError``."""
+    return build(base, given(**{name: chosen.get(name) for name in options_of(base)}))
 
 
 def _parameter(option: Option, *, variables: bool) -> inspect.Parameter:

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API, as any client meets it: blocking calls over the standard library's HTTP."""
+"""Blocking calls to a server with OpenAI's API, over the standard library's HTTP."""
 
 import contextlib
 import http.client
@@ -12,22 +12,22 @@ _CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSCo
 
 
 class RequestFailed(Exception):
-    """The answer was an error, or did not come to its end."""
+    """The server answered with an error, or its answer was incomplete."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer."""
+    """Holds a complete answer."""
 
     status: int
     request_id: str
-    """What the server calls the request; empty if it does not say."""
+    """The server's id of the request; empty if it sent none."""
     retry_after: float | None
-    """Seconds after which a refused request may be tried again."""
+    """Seconds after which the client may retry a refused request."""
     body: Any
 
     def value(self) -> Any:
-        """The body. Raises `RequestFailed` with the server's reason unless the status is 200."""
+        """Return the body. Raises `RequestFailed` with the server's reason unless the status is 200."""
         if self.status != 200:
             raise RequestFailed(f"HTTP {self.status}: {reason(self.body)}")
         return self.body
@@ -52,19 +52,19 @@ class Server:
         self.url = f"{url.scheme}://{url.netloc}{self._prefix}"
 
     def get(self, path: str) -> Reply:
-        """Raises `RequestFailed` when no answer comes."""
+        """Send a GET request. Raises `RequestFailed` if no answer arrives."""
         with self._exchange("GET", path, None) as response:
             return _read_reply(response)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Raises `RequestFailed` when no answer comes."""
+        """Send a POST request with a JSON body. Raises `RequestFailed` if no answer arrives."""
         with self._exchange("POST", path, body) as response:
             return _read_reply(response)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The JSON of each server-sent event. Leaving the iterator closes the connection, which ends the request.
+        """Yield the JSON of each server-sent event. Closing the iterator closes the connection and ends the request.
 
-        Raises `RequestFailed` for an error, at the beginning or among the events.
+        Raises `RequestFailed` for an error response or an error event.
         """
         with self._exchange("POST", path, body) as response:
             if response.status != 200:
@@ -78,11 +78,11 @@ class Server:
                     yield event
 
     def model(self) -> str:
-        """The first model that the server lists. Raises `RequestFailed` when there is none."""
+        """Return the first model that the server lists. Raises `RequestFailed` if the list is empty."""
         listed = self.get("/v1/models").value()
         with contextlib.suppress(LookupError, TypeError):
             return str(listed["data"][0]["id"])
-        raise RequestFailed(f"{self.url} lists no model: name one with --model")
+        raise RequestFailed(f"{self.url} lists no models; name one with --model")
 
     @contextlib.contextmanager
     def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
@@ -101,14 +101,14 @@ class Server:
 
 
 def reason(body: object) -> str:
-    """The message of an error in OpenAI's form, or what there is instead."""
+    """Return the message of an error in OpenAI's form, or a placeholder."""
     if isinstance(body, dict):
         error = body.get("error", body.get("message"))
         if isinstance(error, dict):
             error = error.get("message")
         if error:
             return str(error)
-    return "no reason was given"
+    return "the server gave no reason"
 
 
 def _read_reply(response: http.client.HTTPResponse) -> Reply:
@@ -127,7 +127,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise RequestFailed(f"the server answered with what is no JSON object: {data[:80]!r}")
+        raise RequestFailed(f"the server's answer is not a JSON object: {data[:80]!r}")
     return value
 
 
@@ -140,5 +140,5 @@ def _parse_error(data: bytes) -> object:
 
 def _what(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return "it was silent for too long"
+        return "it did not respond in time"
     return (getattr(error, "strerror", None) or type(error).__name__).lower()

@@ -1,4 +1,4 @@
-"""The options with which commands find a server, and the server that they mean."""
+"""Options that select a server, and the connection to it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,17 +16,19 @@ BaseUrl = Annotated[
     typer.Option(
         envvar="OPENAI_BASE_URL",
         show_envvar=True,
-        help=f"Server with OpenAI's API; by default the newest local mesh, else {DEFAULT_URL}.",
+        help=f"Server with OpenAI's API; by default the newest local mesh, or {DEFAULT_URL} if none runs.",
     ),
 ]
 ApiKey = Annotated[
     str, typer.Option(envvar=["TOKENLOOM_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="Key to send.")
 ]
-ServedModel = Annotated[str | None, typer.Option("--model", help="Name of a served model; by default the first.")]
+ServedModel = Annotated[
+    str | None, typer.Option("--model", help="Name of a served model; by default the first that the server lists.")
+]
 
 
 def connect(base_url: str | None, api_key: str = "", timeout: float = 120.0) -> Server:
-    """The server that the options name. Exits with a usage error for a URL that is none; may raise `StateDirError`."""
+    """Return the server that the options name. Exits with a usage error for an invalid URL."""
     try:
         return Server(base_url or local_url() or DEFAULT_URL, api_key, timeout)
     except ValueError as error:
@@ -34,7 +36,7 @@ def connect(base_url: str | None, api_key: str = "", timeout: float = 120.0) -> 
 
 
 def local_url() -> str | None:
-    """Of the newest running mesh of this user."""
+    """Return the URL of the newest running mesh of this user; None if no mesh runs."""
     for mesh in running_meshes():
         for part in mesh.parts:
             state = read_part_state(Path(part.state_file)) if part.service == "gateway" else None

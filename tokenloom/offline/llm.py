@@ -1,4 +1,4 @@
-"""The offline API: a model in this process, without any service."""
+"""The offline API: runs a model in this process, without services."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 class LLM:
     """Continues prompts and conversations with one model, with vLLM's arguments. For one thread at a time.
 
-    Wrong arguments, prompts and parameters, and what a checkpoint has that is not supported, raise ``ValueError``.
+    Wrong arguments, prompts and parameters, and unsupported checkpoints, raise ``ValueError``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class LLM:
         enable_prompt_embeds: bool = False,
         **engine: Any,
     ) -> None:
-        """Loads the model.
+        """Load the model.
 
         Args:
             model: A checkpoint directory or a hub id; ``tokenloom-demo`` is the model that comes with the package.
@@ -90,7 +90,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
-        """Continues each prompt; outputs come in the order of the prompts.
+        """Continue each prompt; return the outputs in the order of the prompts.
 
         Args:
             prompts: Text, ``{"prompt": …}``, ``{"prompt_token_ids": […]}``, ``{"prompt_embeds": tensor}``, a list of
@@ -108,7 +108,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Like :meth:`generate`, but with an output whenever a sample has gained tokens, of that sample alone.
+        """Continue each prompt like :meth:`generate`, and yield an output whenever a sample has new tokens.
 
         ``output_kind`` and ``stream_interval`` of its parameters decide what it holds and how often it comes. Ending
         the iterator early (``close``) aborts the rest.
@@ -129,7 +129,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several.
+        """Answer one conversation or several.
 
         Args:
             messages: Turns in OpenAI's form (role, content), or a list of such lists.
@@ -150,14 +150,14 @@ class LLM:
         return self._run(requests, use_tqdm)
 
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
-        """Adds one prompt to what the engine computes, for :meth:`next_finished` to bring; returns its request id."""
+        """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""
         with _as_value_error():
             (request,) = self._builder.build([read_prompt(prompt, self._tokenizer)], sampling_params)
         self._loop.enqueue(request)
         return request.output.request_id
 
     def enqueue_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> str:
-        """The same for a conversation."""
+        """Add one conversation, as :meth:`enqueue` does a prompt."""
         encoded = self._encode_chats([messages], self._template(None))
         with _as_value_error():
             (request,) = self._builder.build(encoded, sampling_params)
@@ -165,37 +165,37 @@ class LLM:
         return request.output.request_id
 
     def next_finished(self) -> list[RequestOutput]:
-        """Computes until some of what was enqueued has ended; empty when nothing is in flight."""
+        """Compute until some enqueued requests have ended, and return their outputs; empty if none are in flight."""
         return [request.output for request in self._loop.next_ended()]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer: a ``tokenizers.Tokenizer``."""
+        """Return the tokenizer."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's ``generation_config.json`` gives, and our defaults for the rest."""
+        """Return the defaults of the checkpoint's ``generation_config.json``, and ours for other parameters."""
         return self._builder.default_sampling_params()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets the KV blocks of earlier prompts."""
+        """Drop the KV blocks of earlier prompts. Returns whether it succeeded."""
         return bool(self._client.call_utility("reset_prefix_cache"))
 
     def sleep(self, level: int = 1) -> None:
-        """Gives the memory of weights and KV cache back to the system (levels as in vLLM)."""
+        """Release the memory of weights and KV cache (levels as in vLLM)."""
         self._client.call_utility("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Takes ``weights`` or ``kv_cache``, or both (None), into use again."""
+        """Restore ``weights``, ``kv_cache``, or both (None)."""
         self._client.call_utility("wake_up", tags)
 
     def collective_rpc(self, method: str, args: Sequence[object] = ()) -> list[object]:
-        """Calls ``profile`` or ``resident_bytes`` on every worker; their results, by rank."""
+        """Call ``profile`` or ``resident_bytes`` on every worker; return the results by rank."""
         results = self._client.call_utility("collective_rpc", method, list(args))
         assert isinstance(results, list)
         return results
 
     def close(self) -> None:
-        """Gives model and KV cache back. Idempotent; the object is of no more use."""
+        """Release the model and the KV cache. Idempotent; the object cannot be used afterwards."""
         self._client.close()
 
     def _template(self, source: str | None) -> ChatTemplate:
@@ -243,7 +243,7 @@ class LLM:
 
 @contextmanager
 def _as_value_error() -> Iterator[None]:
-    """The services' errors are for gRPC and HTTP; a caller in Python expects ``ValueError``."""
+    """Turn the services' errors into ``ValueError``, which Python callers expect."""
     try:
         yield
     except TokenloomError as error:

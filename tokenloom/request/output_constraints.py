@@ -57,8 +57,7 @@ def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.St
 
 
 def json_schema_constraint(schema: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
-    """Return the constraint for JSON that obeys ``schema``, an object or its source. Raises ``InvalidArgument`` naming
-    ``field``."""
+    """Return the constraint of a JSON schema, an object or its source. Raises ``InvalidArgument``."""
     if not isinstance(schema, str):
         try:
             schema = json.dumps(schema)

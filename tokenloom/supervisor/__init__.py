@@ -1,1 +1,1 @@
-"""Starts the parts of a local mesh, watches over them and stops them in order."""
+"""Starts the parts of a local mesh, restarts those that end, and stops them in order."""

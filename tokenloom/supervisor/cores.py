@@ -1,4 +1,4 @@
-"""Divides the machine's cores among the engines: two engines on one core slow each other down."""
+"""Divides the machine's cores among the engines, because two engines on one core slow each other down."""
 
 import itertools
 import os
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Share:
-    """What one engine gets."""
+    """The cores and threads of one engine."""
 
     cpus: tuple[int, ...]
-    """The cores it is bound to; empty: not bound."""
+    """The cores that it is bound to; empty: not bound."""
     threads: int
     """Compute threads, at least 1."""
 
 
 def divide(engines: int, available: list[int] | None = None) -> list[Share]:
-    """A share for each engine; sizes differ by one core at most. With fewer cores than engines, nobody is bound."""
+    """Return a share for each engine; sizes differ by at most one core. With too few cores, none is bound."""
     cpus = sorted(os.sched_getaffinity(0)) if available is None else available
     if engines == 1:
         return [Share((), len(cpus))]

@@ -1,7 +1,7 @@
-"""Becomes the command given after it, tied to the life of its parent: ``launch.py PARENT_PID CPUS COMMAND…``.
+"""Replaces itself by a command that the kernel kills with its parent: ``launch.py PARENT_PID CPUS COMMAND…``.
 
-Run as a script, and before the command exists, because a hook between fork and exec is not safe in a process that has
-gRPC's threads. It keeps its process id through the exec. Imports nothing of the package, to start in milliseconds.
+It runs as a script because a hook between fork and exec is not safe in a process with gRPC's threads. The process id
+stays the same. It imports nothing of the package, so that it starts in milliseconds.
 """
 
 import ctypes
@@ -13,12 +13,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the parent is gone, however it went."""
+    """Make the kernel kill this process when its parent ends."""
     if sys.platform != "linux":
         return
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         raise SystemExit(1)
 
 

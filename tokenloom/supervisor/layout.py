@@ -1,4 +1,4 @@
-"""Which parts a local mesh has, and how they find each other: unix sockets in the mesh's private directory."""
+"""Lays out the parts of a local mesh, which find each other by unix sockets in the mesh's private directory."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -47,12 +47,12 @@ class MeshOptions(Struct, frozen=True):
 
     @property
     def engine_roles(self) -> list[str]:
-        """Of each engine, in the order of their indices."""
+        """The role of each engine, in the order of their indices."""
         return ["prefill"] * self.prefill + ["decode"] * self.decode or ["both"] * self.engines
 
 
 def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> list[PartSpec]:
-    """Every part of the mesh, in the order in which they drain: who takes requests first, who others rely on last."""
+    """Return every part of the mesh in the order in which they drain: gateways first, the coordinator last."""
     layout = _Layout(options, directory, ports)
     return [
         *map(layout.gateway, range(options.gateways)),
@@ -64,7 +64,7 @@ def parts_of(options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts
 
 
 class _Layout:
-    """A method for each service: its place, and what it is told of the others."""
+    """Makes the specification of each part: its addresses, and the flags by which it finds the others."""
 
     def __init__(self, options: MeshOptions, directory: Path, ports: Sequence[GatewayPorts]) -> None:
         self._options = options
@@ -92,7 +92,7 @@ class _Layout:
     def engine(self, index: int) -> PartSpec:
         share, role, kv_socket = self._shares[index], self._roles[index], self._socket("engine", index, "-kv")
         flags: tuple[str, ...] = ("--role", role)
-        if role != "both":  # KV moves between those only
+        if role != "both":  # only these exchange KV blocks
             flags += ("--kv-listen", str(Address(path=str(kv_socket))))
         flags += ("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads))
         part = self._part("engine", index, (*self._model, *self._coordinator, *flags))
@@ -120,7 +120,7 @@ class _Layout:
             index=index,
             command=command,
             state_file=state_file,
-            # What a killed part leaves behind is swept with the directory.
+            # The files that a killed part leaves are removed with the directory.
             environment={"TMPDIR": str(self._directory), **options.environment.get(service, {})},
             leftovers=(socket, socket.with_name(socket.name + STREAMS_SUFFIX)),
         )

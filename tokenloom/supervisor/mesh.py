@@ -1,4 +1,4 @@
-"""A local mesh: all its parts kept running together, up when every one is SERVING, taken down in order."""
+"""Keeps the parts of a local mesh running, and stops them in order."""
 
 import asyncio
 import itertools
@@ -14,11 +14,11 @@ from .part_spec import PartSpec
 from .state_dir import MeshRecord, PartState, write_record
 
 KILL_GRACE = 2.0
-"""Seconds past the drain timeout that a part gets to end by itself."""
+"""Seconds after the drain timeout within which a part must end before it is killed."""
 
 
 class Mesh:
-    """Owns the parts. Use as ``async with``: entering starts them, leaving makes sure that none is left."""
+    """Owns the parts. Use as ``async with``: entering starts them, leaving kills those that are left."""
 
     def __init__(
         self, specs: Sequence[PartSpec], directory: Path, output: LineCopier, *, port: int, drain_timeout: float
@@ -42,15 +42,15 @@ class Mesh:
 
     @property
     def gateways(self) -> Sequence[PartState]:
-        """What the gateways that are up wrote, among it their HTTP addresses."""
+        """The states of the running gateways, with their HTTP addresses."""
         return [part.state for part in self.parts if part.spec.service == "gateway" and part.state is not None]
 
     async def wait_serving(self) -> None:
-        """Returns when every part is SERVING. Raises `PartFailed` when one cannot be brought up."""
+        """Wait until every part is SERVING. Raises `PartFailed` if a part cannot be started."""
         await first_of(self._all_serving(), self.wait_failed())
 
     async def wait_failed(self) -> None:
-        """Never returns; raises what ended the care for a part."""
+        """Wait until a part has failed for good, and raise its error. Never returns."""
         await asyncio.wait(self._keepers, return_when=asyncio.FIRST_EXCEPTION)
         for keeper in self._keepers:
             if keeper.done():
@@ -58,8 +58,10 @@ class Mesh:
         raise PartFailed("every part has ended")
 
     async def drain(self) -> bool:
-        """Stops the parts, service by service in the order of the layout, so that each still has what its last requests
-        need. True if all ended by themselves within the drain timeout, which they share."""
+        """Stop the parts, service by service in the order of the layout, so that their last requests can finish.
+
+        Returns True if all parts ended by themselves within the drain timeout, which they share.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._drain_timeout
         clean = True
@@ -76,7 +78,7 @@ class Mesh:
         return clean
 
     def kill(self) -> None:
-        """Ends every part now."""
+        """Kill every part."""
         for part in self.parts:
             part.kill()
 

@@ -1,4 +1,4 @@
-"""Carries what the parts print to where the user sees it, a line at a time, with the part's name before it."""
+"""Copies the output of the parts to the user line by line, each with the name of its part."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 WriteLine = Callable[[str, str], None]
-"""Takes a part's name and one line of its; called from several threads, one line at a time."""
+"""Takes the name of a part and one line of its output; called from several threads, one line at a time."""
 
 _COLOURS = {"gateway": 36, "tokenizer": 35, "output_processor": 34, "coordinator": 33, "engine": 32}
 _NAME_WIDTH = len("output_processor-0")
@@ -16,8 +16,8 @@ _LONGEST_LINE = 64 * 1024
 
 
 class LineCopier:
-    """One thread for each stream copies it in lines. The pipe is the only buffer: a stalled terminal stalls the
-    writers, as it would without a supervisor, and never the supervisor's event loop."""
+    """Copies each stream in a thread. The pipe is the only buffer: a stalled terminal stalls the parts, as it would
+    without a supervisor, but never the supervisor's event loop."""
 
     def __init__(self, write_line: WriteLine) -> None:
         self._write_line = write_line
@@ -25,7 +25,7 @@ class LineCopier:
         self._threads: list[threading.Thread] = []
 
     def open(self, name: str) -> int:
-        """A file descriptor for the part to print to; the caller closes its own copy after the part has started."""
+        """Return a file descriptor for a part's output; the caller closes its own copy after the part has started."""
         read_end, write_end = os.pipe()
         thread = threading.Thread(target=self._copy, args=(name, read_end), name=f"log-{name}", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()]
@@ -34,12 +34,12 @@ class LineCopier:
         return write_end
 
     def say(self, name: str, text: str) -> None:
-        """A line of the supervisor's own."""
+        """Write a line of the supervisor."""
         with self._lock:
             self._write_line(name, text)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Waits until what ended parts printed has been written."""
+        """Wait until the output of ended parts is written."""
         for thread in self._threads:
             thread.join(timeout)
 
@@ -50,7 +50,7 @@ class LineCopier:
 
 
 def prefixed(stream: TextIO) -> WriteLine:
-    """Writes ``name | line`` to a stream, coloured by service on a terminal."""
+    """Return a function that writes ``name | line``, coloured by service on a terminal."""
     colour = stream.isatty() and "NO_COLOR" not in os.environ
 
     def write_line(name: str, line: str) -> None:
@@ -63,12 +63,12 @@ def prefixed(stream: TextIO) -> WriteLine:
 
 
 def bare(stream: TextIO = sys.stderr) -> WriteLine:
-    """Writes lines as they are, for logs that machines read."""
+    """Return a function that writes lines unchanged, for logs that machines read."""
     return lambda name, line: print(line, file=stream, flush=True)
 
 
 class Tail:
-    """Keeps the last lines, to be shown when something failed."""
+    """Keeps the last lines to show them after a failure."""
 
     def __init__(self, lines: int = 40) -> None:
         self._lines: deque[str] = deque(maxlen=lines)

@@ -1,4 +1,4 @@
-"""Keeps one part running: starts it, follows its health, starts it again when it ends."""
+"""Keeps one part running: starts it, watches its health, and restarts it when it ends."""
 
 import asyncio
 import contextlib
@@ -11,26 +11,26 @@ from .process import Process
 from .state_dir import PartState, read_part_state
 
 FIRST_BACKOFF, LONGEST_BACKOFF = 0.1, 5.0
-"""Seconds between a death and the next start: doubled at each, back to the first after a life of `STABLE_SECONDS`."""
+"""Seconds between an end and the next start: doubled each time, and reset after a run of `STABLE_SECONDS`."""
 STABLE_SECONDS = 10.0
 START_ATTEMPTS = 3
-"""A part that never served is given up after so many deaths."""
+"""A part that never served is given up after this many starts."""
 USAGE_ERROR = 2
-"""Exit status for bad settings: another start would end the same way."""
+"""Exit status for wrong settings, with which another start would fail too."""
 _POLL_SECONDS = 0.05
 
 
 class PartFailed(Exception):
-    """A part cannot be brought up; the message says which and how it ended."""
+    """A part cannot be started; the message says which one and how it ended."""
 
 
 class Part:
-    """A part and its restarts. :meth:`keep` owns the process; the other methods only ask."""
+    """Holds a part and its restarts. :meth:`keep` owns the process; the other methods only send signals."""
 
     def __init__(self, spec: PartSpec, output: LineCopier) -> None:
         self.spec = spec
         self.state: PartState | None = None
-        """What the running process said of itself once it was bound."""
+        """The state that the running process wrote when it began to listen."""
         self.serving = asyncio.Event()
         self.restarts = 0
         self._output = output
@@ -39,7 +39,7 @@ class Part:
         self._ever_served = False
 
     async def keep(self) -> None:
-        """Runs until :meth:`stop` or :meth:`kill`. Raises `PartFailed` when the part does not come up at first."""
+        """Run the part until :meth:`stop` or :meth:`kill`. Raises `PartFailed` if it never served."""
         backoff = FIRST_BACKOFF
         while not self._stopping.is_set():
             started = asyncio.get_running_loop().time()
@@ -48,22 +48,22 @@ class Part:
                 return
             self.restarts += 1
             if not self._ever_served and (status == USAGE_ERROR or self.restarts >= START_ATTEMPTS):
-                raise PartFailed(f"{self.spec.name} does not start ({describe_exit(status)})")
+                raise PartFailed(f"{self.spec.name} did not start ({describe_exit(status)})")
             if asyncio.get_running_loop().time() - started > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF
-            self._output.say(self.spec.name, f"{describe_exit(status)}; starting again in {backoff:.1f} s")
+            self._output.say(self.spec.name, f"{describe_exit(status)}; restarting in {backoff:.1f} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), backoff)
             backoff = min(2 * backoff, LONGEST_BACKOFF)
 
     def stop(self) -> None:
-        """Asks the part to drain and end, and not to come back."""
+        """Ask the part to drain and end, and do not restart it."""
         self._stopping.set()
         if self._process is not None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Ends it now."""
+        """Kill the part."""
         self._stopping.set()
         if self._process is not None:
             self._process.kill_group()
@@ -73,7 +73,7 @@ class Part:
             path.unlink(missing_ok=True)
         process = await Process.start(self.spec, self._output)
         self._process = process
-        if self._stopping.is_set():  # asked while it started: there is nothing to drain
+        if self._stopping.is_set():  # stopped while it started: it has no requests to drain
             process.kill_group()
         try:
             async with asyncio.TaskGroup() as group:
@@ -83,21 +83,21 @@ class Part:
             return status
         finally:
             self._process = None
-            process.kill_group()  # also what the part left behind
+            process.kill_group()  # also the processes that the part left
             self._report(False)
             self.state = None
             self.spec.state_file.unlink(missing_ok=True)
 
     async def _follow(self, pid: int) -> None:
-        """Follows the process's health once it has written its addresses."""
-        while (state := read_part_state(self.spec.state_file)) is None or state.pid != pid:  # noqa: ASYNC110 - a file tells nobody
+        """Watch the health of the process once it has written its addresses."""
+        while (state := read_part_state(self.spec.state_file)) is None or state.pid != pid:  # noqa: ASYNC110 - a file has no event
             await asyncio.sleep(_POLL_SECONDS)
         self.state = state
         await part_health.follow(state.health, self._report)
 
     def _report(self, serving: bool) -> None:
         if serving:
-            self.state = read_part_state(self.spec.state_file) or self.state  # it may have told more since
+            self.state = read_part_state(self.spec.state_file) or self.state  # the part may have changed it
             self._ever_served = True
             self.serving.set()
         else:
@@ -105,7 +105,7 @@ class Part:
 
 
 def describe_exit(status: int) -> str:
-    """``killed by SIGKILL`` or ``exited with status 1``."""
+    """Return ``killed by SIGKILL`` or ``exited with status 1``."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     return f"exited with status {status}"

@@ -1,4 +1,4 @@
-"""Asks parts for their health over grpc.health.v1."""
+"""Reads the health of parts over grpc.health.v1."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +14,7 @@ _RETRY_SECONDS = 0.1
 
 
 async def follow(address: str, report: Callable[[bool], None]) -> None:
-    """Reports whether the part is SERVING, at once and at each change, until cancelled; unreachable counts as not."""
+    """Report whether the part is SERVING, now and at each change, until cancelled. An unreachable part is not."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
@@ -31,7 +31,7 @@ async def follow(address: str, report: Callable[[bool], None]) -> None:
 
 
 async def is_serving(address: str, timeout: float = 1.0) -> bool:
-    """One answer; no answer within `timeout` seconds counts as no."""
+    """Return whether the part is SERVING; a part that does not answer within `timeout` seconds is not."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

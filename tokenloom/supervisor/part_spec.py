@@ -9,26 +9,26 @@ from .state_dir import PartRecord
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One process of the mesh: a service's module, its flags and what it may use."""
+    """Specifies one process of the mesh: its command, environment and cores."""
 
     service: str
     """The module's name in `tokenloom.services`."""
     index: int
     command: tuple[str, ...]
     state_file: Path
-    """Where the process writes its id and its addresses once it is bound."""
+    """File to which the process writes its id and its addresses when it listens."""
     role: str | None = None
-    """Of an engine: ``prefill``, ``decode`` or ``both``."""
+    """Role of an engine: ``prefill``, ``decode`` or ``both``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own; also for what must not show in a list of processes."""
+    """Variables in addition to the supervisor's; also for secrets, which lists of processes must not show."""
     cpus: tuple[int, ...] = ()
-    """Cores to be bound to; empty: any."""
+    """Cores to bind the process to; empty: any."""
     leftovers: tuple[Path, ...] = ()
-    """Files that a killed predecessor may have left and that are removed before each start."""
+    """Files of a killed predecessor to remove before each start."""
 
     @property
     def name(self) -> str:
-        """``engine-0``: how logs call it."""
+        """The name in logs: ``engine-0``."""
         return f"{self.service}-{self.index}"
 
     @property

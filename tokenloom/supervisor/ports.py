@@ -1,23 +1,23 @@
-"""The gateways' ports, chosen before anything starts: a gateway that starts again comes back where clients know it."""
+"""Chooses the ports of the gateways before any part starts, so that a restarted gateway keeps its port."""
 
 import contextlib
 import socket
 from dataclasses import dataclass
 
 GRPC_OFFSET = 1000
-"""From the HTTP port to the gRPC port, unless the user says otherwise."""
+"""Distance from the HTTP port to the gRPC port, unless the user sets --grpc-port."""
 
 
 @dataclass(frozen=True)
 class GatewayPorts:
-    """Where one gateway is reached."""
+    """The ports of one gateway."""
 
     http: int
     grpc: int
 
 
 def choose_ports(host: str, gateways: int, http: int, grpc: int | None) -> list[GatewayPorts]:
-    """Ports that follow each other from the given ones; free ones where 0 is given."""
+    """Return consecutive ports from the given ones; 0 stands for free ports."""
     if grpc is None:
         grpc = http + GRPC_OFFSET if http else 0
     https, grpcs = ([first + i for i in range(gateways)] if first else [] for first in (http, grpc))
@@ -28,7 +28,7 @@ def choose_ports(host: str, gateways: int, http: int, grpc: int | None) -> list[
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on now; all are held until the last is found, so that they differ."""
+    """Return unused ports; all are held until the last one is found, so that they differ."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket(family)) for _ in range(count)]

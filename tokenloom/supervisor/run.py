@@ -1,4 +1,4 @@
-"""Runs work beside a local mesh under the rules of signals: the first one drains, the second kills."""
+"""Runs work with a local mesh; a first signal drains the mesh, a second one kills it."""
 
 import asyncio
 import contextlib
@@ -18,18 +18,18 @@ Work = Callable[[Mesh], Coroutine[Any, Any, None]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended."""
+    """How the run ended."""
 
     interrupted: bool
-    """By a signal, not by the work's return."""
+    """A signal ended it, not the return of the work."""
     clean: bool
-    """Every part ended by itself."""
+    """Every part ended by itself; none had to be killed."""
 
 
 async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
-    """Starts a mesh, runs `work` until it returns or a signal comes, then drains the mesh.
+    """Start a mesh, run `work` until it returns or a signal arrives, then drain the mesh.
 
-    What `work` raises is raised again once nothing runs any more.
+    Exceptions of `work` are raised again after every part has ended.
     """
     ports = choose_ports(options.host, options.gateways, options.port, options.grpc_port)
     with mesh_directory() as directory, contextlib.closing(output):
@@ -39,7 +39,7 @@ async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outc
 
 
 async def supervise(mesh: Mesh, work: Work) -> Outcome:
-    """The same for a mesh that was put together elsewhere."""
+    """Do the same for a given mesh."""
     interrupted = asyncio.Event()
     with _signals(interrupted, mesh.kill):
         async with mesh:
@@ -62,7 +62,7 @@ async def _until(interrupted: asyncio.Event, working: "asyncio.Task[None]") -> N
 
 @contextlib.contextmanager
 def _signals(first: asyncio.Event, second: Callable[[], None]) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP (a closed terminal) set `first`; another one calls `second`."""
+    """Make SIGINT, SIGTERM and SIGHUP (a closed terminal) set `first`; a further signal calls `second`."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,7 +1,7 @@
-"""Where running meshes of this user are found: a private directory, and in it one directory for each mesh.
+"""Finds the running meshes of this user: a private directory holds one directory for each mesh.
 
-A mesh's directory holds its unix sockets, the parts' state files, ``mesh.json`` and a lock that its supervisor holds
-for life: the kernel lets go of it however the supervisor ends, so a lock that can be taken marks a dead mesh.
+A mesh's directory holds its unix sockets, the parts' state files, ``mesh.json`` and a lock that its supervisor holds.
+The kernel releases the lock however the supervisor ends, so a lock that is free marks a dead mesh.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ _MESH, _LOCK = "mesh.json", "lock"
 
 
 class StateDirError(Exception):
-    """The directory cannot be trusted or made; the message says why."""
+    """The directory cannot be created, or is not private; the message says why."""
 
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One part as ``mesh.json`` names it; its process id and addresses are in the state file."""
+    """One part in ``mesh.json``; its process id and addresses are in the state file."""
 
     service: str
     index: int
@@ -35,7 +35,7 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class MeshRecord:
-    """What ``mesh.json`` holds."""
+    """The content of ``mesh.json``."""
 
     pid: int
     port: int
@@ -44,33 +44,33 @@ class MeshRecord:
 
 @dataclass(frozen=True)
 class PartState:
-    """What a part wrote once it was bound."""
+    """The state that a part writes when it listens."""
 
     pid: int
     address: str
     metrics: str | None
     http: str | None
     health: str
-    """Where it answers probes in plain text."""
+    """Address that answers health probes in plain text."""
     role: str | None = None
-    """Of an engine, which may have been told another one since it started."""
+    """Role of an engine, which may change while it runs."""
 
 
 def root() -> Path:
-    """``$XDG_RUNTIME_DIR/tokenloom``, else ``/tmp/tokenloom-UID``; made private. Refuses somebody else's directory."""
+    """Return ``$XDG_RUNTIME_DIR/tokenloom`` or ``/tmp/tokenloom-UID``, created private. Raises `StateDirError`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "tokenloom" if runtime else Path(tempfile.gettempdir()) / f"tokenloom-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise StateDirError(f"{path} must be a directory of this user that nobody else can enter (mode 0700)")
+        raise StateDirError(f"{path} must be a directory that only this user can access (mode 0700)")
     return path
 
 
 @contextlib.contextmanager
 def mesh_directory() -> Iterator[Path]:
-    """A new directory for a mesh, locked while the block runs and removed after it. Clears what dead meshes left."""
+    """Create a directory for a mesh, locked during the block and then removed. Also removes those of dead meshes."""
     parent = root()
     for dead in [path for path in _directories(parent) if not _is_alive(path)]:
         shutil.rmtree(dead, ignore_errors=True)
@@ -84,21 +84,21 @@ def mesh_directory() -> Iterator[Path]:
 
 
 def write_record(directory: Path, record: MeshRecord) -> None:
-    """Writes ``mesh.json`` in one step."""
+    """Write ``mesh.json`` atomically."""
     temporary = directory / (_MESH + ".new")
     temporary.write_text(json.dumps(asdict(record)))
     temporary.replace(directory / _MESH)
 
 
 def running_meshes() -> list[MeshRecord]:
-    """Every live mesh of this user, the newest first."""
+    """Return every running mesh of this user, the newest first."""
     found = [path for path in _directories(root()) if _is_alive(path)]
     found.sort(key=lambda path: (path / _LOCK).stat().st_mtime_ns, reverse=True)
     return [record for path in found if (record := _read_record(path / _MESH)) is not None]
 
 
 def read_part_state(path: Path) -> PartState | None:
-    """What the part wrote, or None while it is not bound."""
+    """Return the state that the part wrote; None until it listens."""
     values = _read_json(path)
     if values is None:
         return None

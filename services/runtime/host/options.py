@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -218,7 +219,7 @@ def _walk(struct: type[Struct], instance: Struct | None, path: tuple[str, ...]) 
                     default=default,
                     text=text,
                     extra=extra,
-                    type=str if get_origin(core) is Literal else get_origin(core) or core,
+                    type=tuple if get_origin(core) is tuple else str if _choices(core) else core,
                     is_optional=is_optional,
                     choices=_choices(core),
                     bounds=tuple(f"{sign} {bound}" for meta in metas for sign, bound in _bounds(meta)),
@@ -242,6 +243,8 @@ def _unwrapped(annotation: Any) -> tuple[Any, list[Any], bool]:
 
 
 def _choices(core: Any) -> tuple[str, ...]:
+    if isinstance(core, type) and issubclass(core, Enum):
+        return tuple(core)
     if get_origin(core) is tuple:
         return _choices(get_args(core)[0])
     return get_args(core) if get_origin(core) is Literal else ()

@@ -1,7 +1,6 @@
 """Lengths, kinds and shared beginnings of made-up prompts."""
 
-import dataclasses
-
+import msgspec
 import pytest
 
 from tokenloom.bench.load.datasets import DatasetName, DatasetOptions, make_prompts
@@ -14,7 +13,7 @@ def test_the_same_options_give_the_same_prompts(name: DatasetName) -> None:
     options = DatasetOptions(name, num_prompts=8, input_len=16, long_input_len=32, prefix_len=8, range_ratio=0.5)
     prompts = make_prompts(options, VOCABULARY)
     assert prompts == make_prompts(options, VOCABULARY)
-    assert prompts != make_prompts(dataclasses.replace(options, seed=1), VOCABULARY)
+    assert prompts != make_prompts(msgspec.structs.replace(options, seed=1), VOCABULARY)
     assert all(0 <= token_id < VOCABULARY for prompt in prompts for token_id in prompt.token_ids)
 
 
@@ -54,7 +53,7 @@ def test_a_mixed_load_has_its_share_of_long_prompts() -> None:
 @pytest.mark.parametrize("values", [{"num_prompts": 0}, {"input_len": 0}, {"range_ratio": 1.5}, {"long_share": -0.1}])
 def test_senseless_options_are_named(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
-        make_prompts(dataclasses.replace(DatasetOptions(), **values), VOCABULARY)
+        make_prompts(msgspec.structs.replace(DatasetOptions(), **values), VOCABULARY)
 
 
 def test_a_tiny_vocabulary_still_has_tokens() -> None:

@@ -59,7 +59,7 @@ def test_a_full_hit_leaves_the_last_block_to_compute() -> None:
     assert kv.find_cached_blocks(longer) == first.block_ids
 
 
-def test_who_skips_the_cache_finds_nothing_and_is_found() -> None:
+def test_a_request_that_skips_the_cache_finds_nothing_and_is_found() -> None:
     kv = make_kv(8)
     first, second = make_request_of([1] * 10), make_request_of([1] * 10)
     first.skip_reading_prefix_cache = second.skip_reading_prefix_cache = True

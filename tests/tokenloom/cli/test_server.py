@@ -26,7 +26,7 @@ def test_a_refusal_says_why_and_when_to_come_again(server: FakeServer) -> None:
 
 @pytest.mark.parametrize(
     ("body", "message"),
-    [(b"<html>bad gateway", "<html>bad gateway"), ({"message": "flat"}, "flat"), ([], "no reason was given")],
+    [(b"<html>bad gateway", "<html>bad gateway"), ({"message": "flat"}, "flat"), ([], "the server gave no reason")],
 )
 def test_an_error_of_another_form_is_shown_as_it_is(server: FakeServer, body: object, message: str) -> None:
     server.reply(502, body)
@@ -36,7 +36,7 @@ def test_an_error_of_another_form_is_shown_as_it_is(server: FakeServer, body: ob
 
 def test_what_is_no_json_is_a_failure(server: FakeServer) -> None:
     server.reply(200, b"hello")
-    with pytest.raises(RequestFailed, match="no JSON object"):
+    with pytest.raises(RequestFailed, match="not a JSON object"):
         Server(server.url).get("/v1/models")
 
 

@@ -57,7 +57,7 @@ async def test_one_part_that_does_not_start_fails_the_mesh(
 ) -> None:
     specs = [make_spec("good", 0), make_spec("bad", 0, behaviour="usage")]
     async with make_mesh(specs, socket_dir, output) as mesh, asyncio.timeout(30):
-        with pytest.raises(PartFailed, match="bad-0 does not start"):
+        with pytest.raises(PartFailed, match="bad-0 did not start"):
             await mesh.wait_serving()
 
 

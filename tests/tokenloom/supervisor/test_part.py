@@ -54,7 +54,7 @@ async def test_a_killed_part_comes_back_at_once(
         os.kill(first, signal.SIGKILL)
         await eventually(lambda: not part.serving.is_set())
         assert await serving_pid(part) != first
-    assert ("fake-0", "killed by SIGKILL; starting again in 0.1 s") in printed
+    assert ("fake-0", "killed by SIGKILL; restarting in 0.1 s") in printed
 
 
 async def test_stop_lets_the_part_drain(make_spec: MakeSpec, output: LineCopier, printed: Printed) -> None:
@@ -84,7 +84,7 @@ async def test_a_part_that_does_not_listen_to_sigterm_can_be_killed(make_spec: M
 async def test_wrong_settings_are_not_tried_again(make_spec: MakeSpec, output: LineCopier) -> None:
     part = Part(make_spec(behaviour="usage"), output)
     async with kept(part) as keeper:
-        with pytest.raises(PartFailed, match=r"fake-0 does not start \(exited with status 2\)"):
+        with pytest.raises(PartFailed, match=r"fake-0 did not start \(exited with status 2\)"):
             await keeper
     assert part.restarts == 1
 

@@ -1,4 +1,4 @@
-"""One line of an OpenAI batch file, and the line that answers it."""
+"""Reads a line of an OpenAI batch file, and makes the line that answers it."""
 
 import json
 import secrets
@@ -11,7 +11,7 @@ from ..server import Reply
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A request as the file has it."""
+    """Holds a request from the file."""
 
     custom_id: str
     url: str
@@ -20,7 +20,7 @@ class BatchRequest:
 
 
 class BadRequest(ValueError):
-    """The line is no request; the message says why."""
+    """The line is not a valid request; the message says why."""
 
     def __init__(self, custom_id: str, message: str) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class BadRequest(ValueError):
 
 
 def read_request(number: int, line: str) -> BatchRequest:
-    """Raises `BadRequest`, with ``line-N`` for a line that has no id of its own."""
+    """Read a line. Raises `BadRequest`, with the id ``line-N`` for a line without one."""
     unnamed = f"line-{number}"
     try:
         value = json.loads(line)
@@ -46,23 +46,23 @@ def read_request(number: int, line: str) -> BatchRequest:
     if not isinstance(body, dict):
         raise BadRequest(custom_id, f"line {number}: body must be an object")
     if body.get("stream"):
-        raise BadRequest(custom_id, f"line {number}: a batch does not stream")
+        raise BadRequest(custom_id, f"line {number}: stream must not be set in a batch")
     return BatchRequest(custom_id, url, body)
 
 
 def reply_line(request: BatchRequest, reply: Reply) -> dict[str, Any]:
-    """For a request that the server answered, be it with a refusal."""
+    """Make the line for a request that the server answered, with success or an error."""
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
     return _line(request.custom_id, response, None)
 
 
 def error_line(custom_id: str, code: str, message: str) -> dict[str, Any]:
-    """For a line that never got an answer."""
+    """Make the line for a request that got no answer."""
     return _line(custom_id, None, {"code": code, "message": message})
 
 
 def failed(line: Mapping[str, Any]) -> bool:
-    """Whether the line tells of anything but a success."""
+    """Return whether the line reports a failure."""
     return line.get("error") is not None or line["response"]["status_code"] != 200
 
 

@@ -1,4 +1,4 @@
-"""The work of ``tokenloom run-batch``: so many requests at once, each answered by one line, in the order they end."""
+"""Runs the requests of ``tokenloom run-batch`` concurrently; each yields one line, in the order in which they end."""
 
 import queue
 import threading
@@ -11,25 +11,25 @@ from .batch_request import BadRequest, BatchRequest, error_line, read_request, r
 Line = dict[str, Any]
 
 _TRY_AGAIN = (429, 502, 503)
-"""Statuses of a server that is full or restarting."""
+"""HTTP statuses of a server that is overloaded or restarting."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 8.0
 
 
 class Batch:
-    """Sends requests from threads of its own; they end with the process, so an interrupt need not wait for them."""
+    """Sends requests from daemon threads, so that an interrupt need not wait for them."""
 
     def __init__(self, server: Server, concurrency: int, max_retries: int) -> None:
-        """``max_retries``: how often a request is tried again when the server is full, or gone."""
+        """``max_retries``: how often a request is retried while the server is overloaded or unreachable."""
         self._server = server
         self._concurrency = concurrency
         self._max_retries = max_retries
         self._stopping = threading.Event()
-        # Both hold at most as much as is in flight.
+        # Each holds at most the requests in flight.
         self._asked: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()
         self._answered: queue.SimpleQueue[Line] = queue.SimpleQueue()
 
     def run(self, lines: Iterable[tuple[int, str]], done: Collection[str]) -> Iterator[Line]:
-        """A line for each numbered one whose id is not in `done`; of lines that share an id the first is sent."""
+        """Yield an answer to each numbered line whose id is not in `done`; a repeated id is an error."""
         seen, left = set(done), iter(lines)
         for _ in range(self._concurrency):
             threading.Thread(target=self._work, name="batch", daemon=True).start()
@@ -58,7 +58,7 @@ class Batch:
                 self._asked.put(None)
 
     def stop(self) -> None:
-        """Ends `run` once a request in flight ends; for another thread."""
+        """Make `run` return when the next request ends. Called from another thread."""
         self._stopping.set()
 
     def _work(self) -> None:
@@ -67,7 +67,7 @@ class Batch:
                 line = reply_line(request, self._post(request))
             except RequestFailed as error:
                 line = error_line(request.custom_id, "no_answer", str(error))
-            except Exception as error:  # whatever it is: `run` waits for a line
+            except Exception as error:  # whatever went wrong, `run` waits for a line
                 line = error_line(request.custom_id, "internal_error", f"{type(error).__name__}: {error}")
             self._answered.put(line)
 
@@ -86,11 +86,11 @@ class Batch:
                     raise
             self._stopping.wait(min(wait if after is None else after, _LONGEST_WAIT))
             wait *= 2
-        raise AssertionError("the last try returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
 
 def _request(number: int, text: str, seen: set[str], done: Collection[str]) -> BatchRequest | Line | None:
-    """What a line asks, or what is wrong with it; None when an earlier run answered it."""
+    """Return the line's request, or the line that reports what is wrong with it; None if an earlier run answered it."""
     try:
         request = read_request(number, text)
     except BadRequest as error:
@@ -98,6 +98,8 @@ def _request(number: int, text: str, seen: set[str], done: Collection[str]) -> B
     if request.custom_id in done:
         return None
     if request.custom_id in seen:
-        return error_line(request.custom_id, "invalid_request", f"line {number}: another line has this custom_id")
+        return error_line(
+            request.custom_id, "invalid_request", f"line {number}: an earlier line has the same custom_id"
+        )
     seen.add(request.custom_id)
     return request

@@ -1,4 +1,4 @@
-"""``tokenloom generate``: a file of prompts to a file of answers, without a server."""
+"""``tokenloom generate`` answers a file of prompts without a server."""
 
 import contextlib
 import itertools
@@ -25,18 +25,20 @@ def generate(
     prompts: Annotated[Path, typer.Argument(help="JSONL file of prompts; -: standard input.")],
     output: Annotated[Path, typer.Argument(help="JSONL file of answers; -: standard output.")] = STANDARD,
     model: Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
-    overwrite: Annotated[bool, typer.Option(help="Begin anew instead of going on where OUTPUT ends.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Start over instead of resuming after the last line of OUTPUT.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
-    n: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
+    n: Annotated[int, typer.Option(min=1, help="Answers for each prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
     stop: Stop = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on past the model's own end.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Continue past the model's end-of-sequence token.")] = False,
     **engine: Any,
 ) -> None:
-    """Answer a file of prompts with a model in this process. After a kill the same command goes on where it was."""
+    """Answer a file of prompts with a model in this process. The same command resumes after an interrupt."""
     sampling = given(n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop)
     if ignore_eos:
         sampling["ignore_eos"] = True
@@ -45,7 +47,7 @@ def generate(
         lines = read_lines(prompts)
         done = _skip_answered(lines, writer.written)
         if total is not None and total == done:
-            typer.echo(f"all {total} prompts are answered in {output}", err=True)
+            typer.echo(f"all {total} prompts already have an answer in {output}", err=True)
             return
         num_failed = 0
         with _bar(total, done) as advance:
@@ -53,7 +55,7 @@ def generate(
                 writer.write(answer)
                 num_failed += "error" in answer
         if num_failed:
-            typer.secho(f"{num_failed} lines have an error instead of an answer", fg="red", err=True)
+            typer.secho(f"{num_failed} lines failed; their lines in the output hold the error", fg="red", err=True)
             raise typer.Exit(FAILED)
 
 
@@ -65,7 +67,7 @@ def _answers(
     seed: int,
     on_done: Callable[[dict[str, Any]], None],
 ) -> Iterator[dict[str, Any]]:
-    # Here: these two import torch.
+    # Imported here because both import torch.
     from tokenloom import LLM
 
     from .generate_run import generate_lines
@@ -79,7 +81,7 @@ def _answers(
 
 
 def _skip_answered(lines: Iterator[tuple[int, str]], answers: list[dict[str, Any]]) -> int:
-    """Reads the prompts that have an answer. Raises `CommandFailed` when the answers belong to other prompts."""
+    """Skip the prompts that have an answer. Raises `CommandFailed` if the answers belong to other prompts."""
     for answer, (number, text) in itertools.zip_longest(
         answers, itertools.islice(lines, len(answers)), fillvalue=(0, "")
     ):
@@ -89,15 +91,15 @@ def _skip_answered(lines: Iterator[tuple[int, str]], answers: list[dict[str, Any
             id = error.id
         if not isinstance(answer, dict) or answer.get("id") != id:
             raise CommandFailed(
-                f"the answers that are there belong to other prompts (at line {number or 'past the end'}): "
-                "name another file, or use --overwrite"
+                f"the output file holds answers to other prompts (first at line {number or 'past the end'}); "
+                "name another file or use --overwrite"
             )
     return len(answers)
 
 
 @contextlib.contextmanager
 def _bar(total: int | None, done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar on standard error, if that is a terminal."""
+    """Show a progress bar on standard error if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shown = Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[tokens]} tokens"), console=console)

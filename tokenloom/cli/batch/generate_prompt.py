@@ -1,4 +1,4 @@
-"""One line of prompts for ``tokenloom generate``, and the line that answers it."""
+"""Reads a line of prompts for ``tokenloom generate``, and makes the line that answers it."""
 
 import json
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ _FORMS = ("prompt", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A prompt as the file has it: exactly one of its three forms."""
+    """Holds a prompt from the file, in one of its three forms."""
 
     id: str | int
-    """Its own, else the number of its line."""
+    """The prompt's id, or the number of its line if it has none."""
     prompt: "Prompt | None" = None
     messages: "list[Message] | None" = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """What it wants otherwise than the rest."""
+    """The parameters that it overrides."""
     metadata: Any = None
     """Repeated in the answer."""
 
     def sampling_params(self, common: Mapping[str, Any], seed: int) -> SamplingParams:
-        """Its own over those common to all. Raises ``ValueError``."""
+        """Combine the common parameters with those of the line. Raises ``ValueError``."""
         try:
             return SamplingParams(**{"seed": seed, **common, **self.sampling})
         except TypeError as error:  # an unknown name
@@ -37,7 +37,7 @@ class PromptLine:
 
 
 class BadLine(ValueError):
-    """The line is no prompt; the message says why."""
+    """The line is not a valid prompt; the message says why."""
 
     def __init__(self, id: str | int, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class BadLine(ValueError):
 
 
 def read_prompt_line(number: int, line: str) -> PromptLine:
-    """A JSON string, or an object with ``prompt``, ``prompt_token_ids`` or ``messages``. Raises `BadLine`."""
+    """Read a JSON string, or an object with ``prompt``, ``prompt_token_ids`` or ``messages``. Raises `BadLine`."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -59,10 +59,10 @@ def read_prompt_line(number: int, line: str) -> PromptLine:
         raise BadLine(number, f"line {number}: id must be a string or an integer")
     for key in value:
         if key not in _KEYS:
-            raise BadLine(id, f"line {number}: {key!r} is not known; expected {', '.join(_KEYS)}")
+            raise BadLine(id, f"line {number}: {key!r} is unknown; expected {', '.join(_KEYS)}")
     forms = [key for key in _FORMS if key in value]
     if len(forms) != 1:
-        raise BadLine(id, f"line {number} needs one of {', '.join(_FORMS)}")
+        raise BadLine(id, f"line {number} needs exactly one of {', '.join(_FORMS)}")
     sampling = value.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise BadLine(id, f"line {number}: sampling_params must be an object")
@@ -74,7 +74,7 @@ def read_prompt_line(number: int, line: str) -> PromptLine:
 
 
 def answer_line(line: PromptLine, output: RequestOutput) -> dict[str, Any]:
-    """What is written for a prompt that was continued."""
+    """Make the line that answers a prompt."""
     num_tokens = sum(len(sample.token_ids) for sample in output.outputs)
     usage = {"prompt_tokens": len(output.prompt_token_ids), "completion_tokens": num_tokens}
     answer = {"id": line.id, "outputs": [_sample(sample) for sample in output.outputs], "usage": usage}
@@ -82,7 +82,7 @@ def answer_line(line: PromptLine, output: RequestOutput) -> dict[str, Any]:
 
 
 def error_line(id: str | int, message: str) -> dict[str, Any]:
-    """What is written for a line that could not be."""
+    """Make the line for a prompt that failed."""
     return {"id": id, "error": {"message": message}}
 
 
@@ -92,7 +92,7 @@ def _prompt(value: Mapping[str, Any]) -> "Prompt":
 
 
 def _sample(sample: CompletionOutput) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    line: dict[str, Any] = {
         "index": sample.index,
         "text": sample.text,
         "token_ids": sample.token_ids,
@@ -100,9 +100,9 @@ def _sample(sample: CompletionOutput) -> dict[str, Any]:
         "stop_reason": sample.stop_reason,
     }
     if sample.logprobs is not None:
-        told["cumulative_logprob"] = sample.cumulative_logprob
-        told["logprobs"] = [
+        line["cumulative_logprob"] = sample.cumulative_logprob
+        line["logprobs"] = [
             {str(token_id): {"logprob": each.logprob, "rank": each.rank} for token_id, each in position.items()}
             for position in sample.logprobs
         ]
-    return told
+    return line

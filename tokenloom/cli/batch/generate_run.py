@@ -1,4 +1,4 @@
-"""The work of ``tokenloom generate``: many prompts at once, their answers in the order of the prompts."""
+"""Runs the prompts of ``tokenloom generate`` concurrently, and yields the answers in the order of the prompts."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,14 +11,14 @@ from tokenloom.request.sample_seed import sample_seed
 from .generate_prompt import BadLine, PromptLine, answer_line, error_line, read_prompt_line
 
 IN_FLIGHT = 256
-"""Prompts in the engine, of which some wait: it never runs dry."""
+"""Prompts in the engine. Some of them wait, so that the batch stays full."""
 UNWRITTEN = 1024
-"""Answers that wait for one before them: they would be computed again after a kill, so there are not more."""
+"""Limit on answers that wait for an earlier one; they would have to be computed again after an interrupt."""
 
 
 @dataclass
 class _Slot:
-    """The answer to one line, once there is one."""
+    """Holds the answer to one line once it is computed."""
 
     answer: dict[str, Any] | None = None
 
@@ -30,12 +30,12 @@ def generate_lines(
     seed: int,
     on_done: Callable[[dict[str, Any]], None],
 ) -> Iterator[dict[str, Any]]:
-    """The answer to each line, in their order; a line that is wrong has an error instead.
+    """Yield the answer to each line in order; an invalid line gets an error.
 
     Args:
-        lines: With their numbers, which with `seed` decide what they sample: a run that goes on later does the same.
-        sampling: Of lines that have no parameters of their own.
-        on_done: Told each answer as soon as it is there, in any order.
+        lines: Lines with their numbers. Number and `seed` determine the samples, so a resumed run gives the same.
+        sampling: Parameters of lines that set none.
+        on_done: Called with each answer as soon as it is computed, in any order.
     """
     numbered, slots = iter(lines), deque[_Slot]()
     in_flight: dict[str, tuple[PromptLine, _Slot]] = {}

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: read, and written so that a killed command can go on where it was."""
+"""Reads files with one JSON object a line, and writes them so that an interrupted command can resume."""
 
 import contextlib
 import fcntl
@@ -12,11 +12,11 @@ from typing import Any, TextIO
 from ..failures import CommandFailed
 
 STANDARD = Path("-")
-"""Standard input or output."""
+"""Stands for standard input or output."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, with their numbers from 1. Raises `CommandFailed`."""
+    """Yield the lines that are not blank, with their numbers from 1. Raises `CommandFailed`."""
     with _opened(path) as stream:
         try:
             for number, line in enumerate(stream, 1):
@@ -27,18 +27,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def count_lines(path: Path) -> int | None:
-    """How many `read_lines` gives; None for standard input, which can be read only once."""
+    """Return how many lines `read_lines` yields; None for standard input, which can be read only once."""
     return None if path == STANDARD else sum(1 for _ in read_lines(path))
 
 
 class LineWriter:
-    """Appends objects to a file that one process at a time may hold. Use as ``with``.
+    """Appends objects to a file that only one process at a time may write. Use as ``with``.
 
-    A line that a killed process left unfinished is removed at the start; ``written`` has the objects before it.
+    An incomplete last line of an interrupted process is removed at the start; ``written`` holds the objects before it.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        """Raises `CommandFailed` when the file cannot be written, is being written, or holds something else."""
+        """Raises `CommandFailed` if the file cannot be written, is being written, or does not hold JSON lines."""
         self._stream = sys.stdout if path == STANDARD else _locked(path)
         self.written: list[dict[str, Any]] = []
         if path == STANDARD:
@@ -53,7 +53,7 @@ class LineWriter:
             raise
 
     def write(self, value: dict[str, Any]) -> None:
-        """Hands the line to the operating system: a kill of this process does not lose it."""
+        """Write the line to the operating system, so that a killed process does not lose it."""
         print(json.dumps(value, ensure_ascii=False), file=self._stream, flush=True)
 
     def __enter__(self) -> "LineWriter":
@@ -88,12 +88,12 @@ def _locked(path: Path) -> TextIO:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         stream.close()
-        raise CommandFailed(f"{path} is being written by another process") from None
+        raise CommandFailed(f"{path} is in use by another process") from None
     return stream
 
 
 def _whole_lines(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """The offset behind the last whole line, and the lines."""
+    """Return the offset after the last complete line, and the lines."""
     end, found = 0, []
     with open(path, "rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -104,7 +104,7 @@ def _whole_lines(path: Path) -> tuple[int, list[dict[str, Any]]]:
             except ValueError:
                 value = None
             if not isinstance(value, dict):
-                raise CommandFailed(f"{path}, line {number} is no JSON object: name another file, or use --overwrite")
+                raise CommandFailed(f"{path}, line {number} is not a JSON object; name another file or use --overwrite")
             end += len(line)
             found.append(value)
     return end, found

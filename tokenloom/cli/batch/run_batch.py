@@ -1,4 +1,4 @@
-"""``tokenloom run-batch``: a file of requests in OpenAI's batch format to a file of answers."""
+"""``tokenloom run-batch`` answers a file of requests in OpenAI's batch format."""
 
 import asyncio
 import contextlib
@@ -31,15 +31,18 @@ def run_batch(
     base_url: BaseUrl = None,
     api_key: ApiKey = "",
     model: Annotated[
-        str | None, typer.Option(help="Serve this checkpoint for as long as it takes, instead of asking a server.")
+        str | None,
+        typer.Option(help="Start a mesh that serves this checkpoint for the run, instead of using a server."),
     ] = None,
     engines: Annotated[int, typer.Option(min=1, max=64, help="Engines of the mesh that --model starts.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")] = 64,
-    max_retries: Annotated[int, typer.Option(min=0, help="Tries after the first when the server is full or gone.")] = 5,
+    max_retries: Annotated[int, typer.Option(min=0, help="Retries while the server is overloaded or unreachable.")] = 5,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that one answer may take.")] = 3600.0,
-    overwrite: Annotated[bool, typer.Option(help="Begin anew instead of asking what has no answer yet.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option(help="Start over instead of sending only requests without an answer.")
+    ] = False,
 ) -> None:
-    """Run a file of requests in OpenAI's batch format. After a kill the same command asks what has no answer yet."""
+    """Run a file of requests in OpenAI's batch format. The same command resumes after an interrupt."""
     with reported(), LineWriter(answers, overwrite=overwrite) as writer:
         work = _Work(requests, writer, concurrency, max_retries)
         if model is None:
@@ -52,7 +55,7 @@ def run_batch(
 
 
 class _Work:
-    """Asks what has no answer yet, and counts."""
+    """Sends the requests that have no answer yet, and counts."""
 
     def __init__(self, requests: Path, writer: LineWriter, concurrency: int, max_retries: int) -> None:
         self._requests = requests
@@ -62,7 +65,7 @@ class _Work:
         self.num_done = self.num_failed = 0
 
     def run(self, server: Server) -> None:
-        """Blocks until all is answered, or `stop`."""
+        """Block until every request is answered or `stop` is called."""
         self._batch = Batch(server, *self._limits)
         done = {str(line.get("custom_id")) for line in self._writer.written}
         with _bar(count_lines(self._requests), len(done)) as advance:
@@ -78,7 +81,7 @@ class _Work:
 
 
 def _with_mesh(model: str, engines: int, timeout: float, work: _Work) -> None:
-    """Exits with 130 after a signal; shows the parts' last lines when the mesh does not come up."""
+    """Exit with status 130 after a signal; print the parts' last log lines if the mesh does not start."""
     path, name = model_directory(model, None)
     options = MeshOptions(model=path, served_model_name=name, engines=engines, port=0, drain_timeout=5.0)
     logs = Tail()
@@ -101,7 +104,7 @@ def _with_mesh(model: str, engines: int, timeout: float, work: _Work) -> None:
 
 @contextlib.contextmanager
 def _bar(total: int | None, done: int) -> Iterator[Callable[[], Any]]:
-    """A bar on standard error, if that is a terminal."""
+    """Show a progress bar on standard error if it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not sys.stderr.isatty()) as shown:

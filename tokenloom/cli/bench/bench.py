@@ -1,4 +1,4 @@
-"""``tokenloom bench``: the benchmarks, a command for each."""
+"""``tokenloom bench`` holds a command for each benchmark."""
 
 import typer
 

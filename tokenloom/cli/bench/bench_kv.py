@@ -1,25 +1,26 @@
-"""``tokenloom bench kv``: how fast KV blocks move between engines."""
+"""``tokenloom bench kv`` measures how fast KV blocks move between engines."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .bench_load import AsJson
+from .bench_load import AsJson, OutputJson
 from .bench_output import failures, progress, show
 
 
 def kv(
     ways: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WAY]...", help="shm, socket, nixl, offload; by default all that work here."),
+        typer.Argument(
+            metavar="[WAY]...", help="shm, socket, nixl or offload; by default all that work on this machine."
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="For each way and shape.")] = 1.0,
-    pool_mib: Annotated[int, typer.Option(min=4, help="Size of each pool; a quarter of it moves.")] = 256,
-    output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Seconds for each way and shape.")] = 1.0,
+    pool_mib: Annotated[int, typer.Option(min=4, help="Size of each pool in MiB; a quarter of it moves.")] = 256,
+    output_json: OutputJson = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move KV blocks between processes by every transport, in turns, against a plain copy in one process."""
+    """Move KV blocks between processes by every transport, in turns, and compare with a copy in one process."""
     from tokenloom.bench.kv import kv_transfer as kv_bench  # torch, seconds
     from tokenloom.bench.kv.kv_shape import SHAPES
 

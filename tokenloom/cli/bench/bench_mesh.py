@@ -1,8 +1,7 @@
-"""``tokenloom bench mesh``: what the services cost beside an engine."""
+"""``tokenloom bench mesh`` measures the cost of the services around an engine."""
 
 import asyncio
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +11,7 @@ from tokenloom.bench.report import machine
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 
 from ..mesh.model_directory import model_directory
-from .bench_load import AsJson
+from .bench_load import AsJson, OutputJson
 from .bench_output import bars, failures, show
 
 _STEPS_MS, _BATCHES = [4.0, 10.0, 20.0], [64, 256]
@@ -20,29 +19,25 @@ _STEPS_MS, _BATCHES = [4.0, 10.0, 20.0], [64, 256]
 
 def mesh(
     step_ms: Annotated[
-        list[float] | None, typer.Option(min=0, help="How long a step waits; 0: flat out. [default: 4, 10, 20]")
+        list[float] | None, typer.Option(min=0, help="Milliseconds that a step waits; 0: no wait. [default: 4, 10, 20]")
     ] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests that stream at once. [default: 64, 256]")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="About how long each run takes.")] = 10.0,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Concurrent streams. [default: 64, 256]")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Approximate seconds of each run.")] = 10.0,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 16,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 256,
     async_scheduling: Annotated[
-        bool, typer.Option("--async-scheduling", help="The engine schedules its next step while one runs.")
+        bool, typer.Option("--async-scheduling", help="Let the engine schedule the next step while one runs.")
     ] = False,
     frame_interval: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds between an engine's frames, at least; by default the engine's own."),
+        typer.Option(min=0, help="Least seconds between an engine's frames; by default the engine's setting."),
     ] = None,
-    waiting: Annotated[
-        int, typer.Option(min=0, help="Requests beyond the batch, which keep it full when one of it ends.")
-    ] = 0,
-    model: Annotated[str, typer.Option(help="Whose tokenizer to use.")] = DEMO_MODEL_NAME,
-    output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
+    waiting: Annotated[int, typer.Option(min=0, help="Waiting requests, which keep the batch full when one ends.")] = 0,
+    model: Annotated[str, typer.Option(help="Checkpoint whose tokenizer is used.")] = DEMO_MODEL_NAME,
+    output_json: OutputJson = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a local mesh whose engine only waits: latency that the mesh adds, tokens/s, CPU per token by service."""
+    """Run a local mesh whose engine only waits; measure added latency, tokens/s, and CPU per token by service."""
     path, _ = model_directory(model, None)
     reports = []
     with failures(), bars() as bar:

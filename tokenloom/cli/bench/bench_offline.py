@@ -1,4 +1,4 @@
-"""``tokenloom bench throughput`` and ``step``: the engine without a mesh."""
+"""``tokenloom bench throughput`` and ``step`` measure the engine without a mesh."""
 
 import sys
 from pathlib import Path
@@ -14,51 +14,28 @@ from tokenloom.bench.engine.step_tables import (
     prefill_table,
 )
 from tokenloom.bench.engine.throughput import ThroughputOptions, run_throughput, table
-from tokenloom.bench.load.datasets import DatasetName, DatasetOptions
+from tokenloom.bench.load.datasets import DatasetOptions
 from tokenloom.bench.report import machine
 from tokenloom.checkpoint import DEMO_MODEL_NAME
+from tokenloom.services.runtime.host.options import options_of
 
 from ..mesh.model_directory import model_directory
-from ..options import engine_options, offers, parsed
-from .bench_load import AsJson, Dataset, InputLen, NumPrefixes, OutputLen, PrefixLen, RangeRatio, Seed
+from ..options import built, engine_options, offers, parsed
+from .bench_load import AsJson, OutputJson
 from .bench_output import failures, show
 
-OutputJson = Annotated[Path | None, typer.Option(help="Write the JSON to this file.")]
+_BATCH = DatasetOptions(num_prompts=32)
 Model = Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")]
 
 
 @offers(engine_options())
+@offers(options_of(_BATCH).values())
 def throughput(
-    model: Model = DEMO_MODEL_NAME,
-    dataset_name: Dataset = DatasetName.RANDOM,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts in the batch.")] = 32,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 128,
-    range_ratio: RangeRatio = 0.0,
-    prefix_len: PrefixLen = 512,
-    num_prefixes: NumPrefixes = 1,
-    seed: Seed = 0,
-    output_json: OutputJson = None,
-    as_json: AsJson = False,
-    **engine: Any,
+    model: Model = DEMO_MODEL_NAME, output_json: OutputJson = None, as_json: AsJson = False, **chosen: Any
 ) -> None:
-    """Time the offline API on one batch of prompts: requests/s and tokens/s."""
+    """Measure the requests/s and tokens/s of the offline API on one batch of prompts."""
     with failures():
-        options = ThroughputOptions(
-            model=model,
-            dataset=DatasetOptions(
-                name=dataset_name,
-                num_prompts=num_prompts,
-                input_len=input_len,
-                output_len=output_len,
-                range_ratio=range_ratio,
-                prefix_len=prefix_len,
-                num_prefixes=num_prefixes,
-                seed=seed,
-            ),
-            llm=parsed(engine),
-            progress=sys.stderr.isatty(),
-        )
+        options = ThroughputOptions(model, built(_BATCH, chosen), llm=parsed(chosen), progress=sys.stderr.isatty())
         report = run_throughput(options)
     show(report, [table(report)], as_json=as_json, path=output_json)
 
@@ -67,27 +44,27 @@ def throughput(
 def step(
     model: Model = DEMO_MODEL_NAME,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests that decode at once. [default: 1, 8, 32]")
+        list[int] | None, typer.Option(min=1, help="Requests in a decode step. [default: 1, 8, 32]")
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request before the measured steps.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure.")] = 64,
-    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0: the library's choice.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0: the library decides.")] = 0,
     prefill: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of prompts to time. [default: 512, 2048]")
+        list[int] | None, typer.Option(min=1, help="Lengths of the prompts to time. [default: 512, 2048]")
     ] = None,
     vllm: Annotated[
-        Path | None, typer.Option(help="Environment with vLLM's CPU build: compare its attention with ours.")
+        Path | None, typer.Option(help="Environment with vLLM's CPU build, to compare its attention.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests that run where Python's share is measured.")] = 256,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in the measurement of Python's share.")] = 256,
     overhead_context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Their prompts' lengths there. [default: 128, 2048, 8192]")
+        list[int] | None, typer.Option(min=1, help="Lengths of their prompts. [default: 128, 2048, 8192]")
     ] = None,
     output_json: OutputJson = None,
     as_json: AsJson = False,
     **engine: Any,
 ) -> None:
-    """Measure decode steps against the memory bandwidth, prompts against matrix products, Python's share, memory."""
-    # Here: these import torch.
+    """Measure decode steps, prefill, Python's share of a step, and memory, against what the hardware allows."""
+    # Imported here because they import torch.
     from tokenloom.bench.engine.attention_decode import AttentionOptions, run_attention
     from tokenloom.bench.engine.decode_step import DecodeOptions, run_decode
     from tokenloom.bench.engine.prefill_step import PrefillOptions, run_prefill

@@ -1,4 +1,4 @@
-"""How benchmarks show their progress and their results."""
+"""Shows the progress and the results of benchmarks."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ Done = Callable[[Outcome], None]
 
 
 def progress() -> Progress:
-    """Bars on standard error, if it is a terminal."""
+    """Return progress bars on standard error, shown if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
@@ -31,7 +31,7 @@ def progress() -> Progress:
 
 @contextlib.contextmanager
 def bars() -> Iterator[Callable[[str, int], Done]]:
-    """Gives what makes a bar from a title and a number of requests."""
+    """Yield a function that adds a bar with a title and a number of requests."""
     with progress() as shown:
 
         def bar(title: str, total: int) -> Done:
@@ -42,7 +42,7 @@ def bars() -> Iterator[Callable[[str, int], Done]]:
 
 
 def show(report: Any, tables: Sequence[RenderableType], *, as_json: bool, path: Path | None = None) -> None:
-    """Prints the report as JSON, or the tables; writes the JSON to `path` as well."""
+    """Print the report as JSON or as tables; also write the JSON to `path`."""
     text = json.dumps(report, indent=2)
     if path is not None:
         path.write_text(text + "\n")
@@ -55,7 +55,7 @@ def show(report: Any, tables: Sequence[RenderableType], *, as_json: bool, path: 
 
 @contextlib.contextmanager
 def failures() -> Iterator[None]:
-    """Turns what a user can get wrong, or can meet, into one message and an exit status."""
+    """Print expected failures as one line and exit."""
     try:
         yield
     except (ValueError, MeshBroke, ServerBroke, PeerFailed, OSError) as error:

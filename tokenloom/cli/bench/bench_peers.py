@@ -1,4 +1,4 @@
-"""``tokenloom bench peers`` and ``model``: other engines beside ours, and checkpoints to compare on."""
+"""``tokenloom bench peers`` compares engines; ``bench model`` writes checkpoints to compare on."""
 
 import sys
 from pathlib import Path
@@ -9,34 +9,37 @@ import typer
 from tokenloom.bench.peers.compare import ADAPTERS, PeerOptions, num_runs, run_peers, tables, write_plot
 from tokenloom.bench.peers.workloads import WORKLOADS
 
-from .bench_load import AsJson, Seed
+from .bench_load import AsJson, OutputJson
 from .bench_output import failures, progress, show
 
 
 def peers(
     model: Annotated[
         Path,
-        typer.Argument(exists=True, file_okay=False, help="Checkpoint; MODEL-ov and MODEL-<type>.gguf lie beside it."),
+        typer.Argument(
+            exists=True, file_okay=False, help="Checkpoint; MODEL-ov and MODEL-<type>.gguf must be next to it."
+        ),
     ],
     python: Annotated[
         list[str] | None,
-        typer.Option(help="ENGINE=INTERPRETER of its environment: vllm=/opt/vllm/bin/python. This one has tokenloom."),
+        typer.Option(help="ENGINE=INTERPRETER, such as vllm=/opt/vllm/bin/python; tokenloom uses this interpreter."),
     ] = None,
     root: Annotated[
-        Path | None, typer.Option(help="Where environments lie, named by engine: every ROOT/ENGINE/bin/python counts.")
+        Path | None,
+        typer.Option(help="Folder of environments named after engines; every ROOT/ENGINE/bin/python is used."),
     ] = None,
     workload: Annotated[list[str] | None, typer.Option(help=f"[default: {', '.join(WORKLOADS)}]")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds; in each, all engines take a turn.")] = 3,
-    threads: Annotated[int, typer.Option(min=0, help="Compute threads of each; 0: all cores.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds, in each of which every engine runs once.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads of each engine; 0: all cores.")] = 0,
     option: Annotated[
         list[str] | None, typer.Option("--set", help="ENGINE.NAME=VALUE for an adapter: openvino.kv=bf16.")
     ] = None,
-    seed: Seed = 0,
-    output_json: Annotated[Path | None, typer.Option(help="Write the JSON to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write the output tokens/s as bars, SVG.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
+    output_json: OutputJson = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a bar chart of output tokens/s to this SVG file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run engines side by side: one stream, a batch of 32, and 32 prompts that share 512 tokens."""
+    """Compare engines on one stream, a batch of 32, and 32 prompts that share 512 tokens."""
     with failures():
         options = PeerOptions(
             model=model.resolve(),
@@ -48,7 +51,7 @@ def peers(
             seed=seed,
         )
         if unknown := set(options.workloads) - set(WORKLOADS):
-            raise ValueError(f"workload {', '.join(sorted(unknown))} is unknown; there are {', '.join(WORKLOADS)}")
+            raise ValueError(f"workload {', '.join(sorted(unknown))} is unknown; expected {', '.join(WORKLOADS)}")
         with progress() as shown:
             task = shown.add_task(f"loading {', '.join(options.pythons)}", total=num_runs(options) + 1)
             report = run_peers(
@@ -63,15 +66,15 @@ def model(
     shape: Annotated[str, typer.Argument(help="tiny-fp32, tiny-bf16 or qwen3-0.6b.")],
     directory: Annotated[Path, typer.Argument(file_okay=False, help="Where to write the checkpoint.")],
 ) -> None:
-    """Write a checkpoint of a real shape with random weights, to measure with."""
-    from tokenloom.bench.random_model import write_model  # imports torch
+    """Write a checkpoint of a real shape with random weights."""
+    from tokenloom.bench.random_model import write_model  # imported here because it imports torch
 
     with failures():
         write_model(shape, directory)
 
 
 def _pythons(given: list[str], root: Path | None) -> dict[str, str]:
-    """Ours first; of the others those that were named or found."""
+    """Return the interpreter of tokenloom, and those of the other engines that were named or found."""
     found = {"tokenloom": sys.executable}
     for engine in ADAPTERS if root is not None else ():
         assert root is not None

@@ -1,4 +1,4 @@
-"""``tokenloom chat``: a conversation on the terminal, or one question from a script."""
+"""``tokenloom chat`` holds a conversation on the terminal, or asks one question from a script."""
 
 import json
 import sys
@@ -23,12 +23,12 @@ from .standard_input import with_piped
 
 def chat(
     prompt: Annotated[
-        str | None, typer.Argument(help="Ask this and leave; what is piped in follows it.", show_default=False)
+        str | None, typer.Argument(help="Question to ask once; piped input is appended.", show_default=False)
     ] = None,
     base_url: BaseUrl = None,
     model: ServedModel = None,
     api_key: ApiKey = "",
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -37,7 +37,7 @@ def chat(
     stop: Stop = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as an object, with its usage.")] = False,
 ) -> None:
-    """Chat with a served model: line by line on a terminal, or one question from PROMPT or a pipe."""
+    """Chat with a served model on the terminal, or ask one question from PROMPT or a pipe."""
     with reported():
         server = connect(base_url, api_key)
         sampling = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
@@ -45,7 +45,7 @@ def chat(
         if question is None and as_json:
             raise typer.BadParameter("needs a PROMPT or piped input", param_hint="--json")
         if question is None and not sys.stdin.isatty():
-            raise typer.BadParameter("is empty, and so is what was piped in", param_hint="PROMPT")
+            raise typer.BadParameter("and piped input are both empty", param_hint="PROMPT")
         session = Session(server, model or server.model(), Conversation(system), sampling)
         if question is None:
             session.talk()
@@ -55,7 +55,7 @@ def chat(
 
 
 class Session:
-    """A conversation with one model."""
+    """Holds a conversation with one model."""
 
     def __init__(self, server: Server, model: str, conversation: Conversation, sampling: dict[str, Any]) -> None:
         self._server = server
@@ -65,7 +65,7 @@ class Session:
         self._console = Console(highlight=False, soft_wrap=True)
 
     def talk(self) -> None:
-        """Reads lines until the user leaves. A failed or stopped answer does not end the conversation."""
+        """Read lines until the user leaves. A failed or stopped answer does not end the conversation."""
         self._console.print(f"[dim]{escape(self._model)} at {self._server.url}; /help lists commands, Ctrl-D leaves[/]")
         for line in _lines():
             try:
@@ -76,7 +76,7 @@ class Session:
                 self._exchange(again.args[0])
 
     def ask(self, question: str, *, quiet: bool = False) -> Answer:
-        """Prints the answer as it comes unless `quiet`. Raises `RequestFailed`."""
+        """Ask a question; print the answer as it arrives unless `quiet`. Raises `RequestFailed`."""
         self._conversation.ask(question)
         body = {"model": self._model, "messages": self._conversation.messages, **self._sampling}
         pieces: list[str] = []
@@ -89,7 +89,7 @@ class Session:
         try:
             return stream_chat(self._server, body, on_text, _ignore if quiet else self._show_thought)
         finally:
-            self._conversation.answer("".join(pieces))  # of a stopped answer what there is
+            self._conversation.answer("".join(pieces))  # a stopped answer is kept as far as it arrived
 
     def _obey(self, line: str) -> None:
         if shown := chat_commands.run(line, self._conversation):
@@ -111,7 +111,7 @@ class Session:
 
 
 def _lines() -> Iterator[str]:
-    """What the user types, without blank lines; Ctrl-C abandons a line."""
+    """Yield the lines that the user types, except blank ones; Ctrl-C discards a line."""
     _edit_lines()
     while True:
         try:
@@ -129,7 +129,7 @@ def _lines() -> Iterator[str]:
 
 
 def _edit_lines() -> None:
-    """Line editing with earlier lines and completed commands, where Python was built with it."""
+    """Enable line editing with a history and completion of commands, if Python was built with readline."""
     try:
         import readline
     except ImportError:
@@ -147,7 +147,7 @@ def _summary(answer: Answer) -> str:
     count = answer.usage.get("completion_tokens")
     tokens = "" if count is None else f"{count} tokens, "
     cut = ", cut off at the length limit" if answer.finish_reason == "length" else ""
-    return f"{tokens}first after {answer.seconds_to_first_token * 1e3:.0f} ms, {answer.seconds:.2f} s in all{cut}"
+    return f"{tokens}first after {answer.seconds_to_first_token * 1e3:.0f} ms, {answer.seconds:.2f} s in total{cut}"
 
 
 def _as_object(answer: Answer) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A streaming chat request, and what came back."""
+"""Sends a streaming chat request and collects the answer."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from ..server import RequestFailed, Server
 
 @dataclass
 class Answer:
-    """What came back."""
+    """Holds the answer to a chat request."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -26,7 +26,7 @@ def stream_chat(
     on_text: Callable[[str], None],
     on_reasoning: Callable[[str], None] = lambda text: None,
 ) -> Answer:
-    """Sends a chat request, hands pieces of the answer to `on_text` and of the thoughts before it to `on_reasoning`.
+    """Send a chat request; pass pieces of the answer to `on_text` and pieces of the reasoning to `on_reasoning`.
 
     Blocks. Raises `RequestFailed`.
     """
@@ -48,6 +48,6 @@ def stream_chat(
         answer.usage = event.get("usage") or answer.usage
         answer.timeline = event.get("timeline") or answer.timeline
     if answer.finish_reason is None:
-        raise RequestFailed("the answer broke off")
+        raise RequestFailed("the answer is incomplete: the connection ended early")
     answer.seconds = time.monotonic() - started
     return answer

@@ -1,4 +1,4 @@
-"""What a user can tell ``tokenloom chat`` itself: lines that begin with a slash."""
+"""Commands within ``tokenloom chat``: lines that begin with a slash."""
 
 import difflib
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 from .conversation import Conversation
 
 Handler = Callable[[Conversation, str], str]
-"""Takes what follows the command's name; returns what to show."""
+"""Takes the conversation and the command's argument; returns the text to show."""
 
 
 class EndOfChat(Exception):
@@ -15,27 +15,27 @@ class EndOfChat(Exception):
 
 
 class AskAgain(Exception):
-    """The question in ``args[0]`` is to be asked anew."""
+    """The question in ``args[0]`` must be asked again."""
 
 
 def run(line: str, conversation: Conversation) -> str:
-    """Obeys a line such as ``/system Be brief.``; returns what to show. Raises `EndOfChat` or `AskAgain`."""
+    """Execute a line such as ``/system Be brief.``; return the text to show. Raises `EndOfChat` or `AskAgain`."""
     name, _, argument = line.removeprefix("/").partition(" ")
     command = _COMMANDS.get(name)
     if command is None:
         near = difflib.get_close_matches(name, _COMMANDS, n=1)
-        return f"there is no /{name}" + (f"; did you mean /{near[0]}?" if near else "; /help lists what there is")
+        return f"unknown command /{name}" + (f"; did you mean /{near[0]}?" if near else "; /help lists the commands")
     return command[1](conversation, argument.strip())
 
 
 def names() -> list[str]:
-    """Every command, with its slash."""
+    """Return every command with its slash."""
     return [f"/{name}" for name in _COMMANDS]
 
 
 def _help(conversation: Conversation, argument: str) -> str:
     lines = [f"  /{name:<8} {text}" for name, (text, _) in _COMMANDS.items()]
-    return "\n".join([*lines, "  A line that ends with \\ goes on in the next; Ctrl-C stops an answer."])
+    return "\n".join([*lines, "  A line that ends with \\ continues on the next one; Ctrl-C stops an answer."])
 
 
 def _system(conversation: Conversation, argument: str) -> str:
@@ -46,23 +46,23 @@ def _system(conversation: Conversation, argument: str) -> str:
 
 def _clear(conversation: Conversation, argument: str) -> str:
     conversation.clear()
-    return "a new conversation"
+    return "started a new conversation"
 
 
 def _history(conversation: Conversation, argument: str) -> str:
     lines = [f"{message['role']}: {message['content']}" for message in conversation.messages]
-    return "\n".join(lines) or "nothing was said yet"
+    return "\n".join(lines) or "the conversation is empty"
 
 
 def _undo(conversation: Conversation, argument: str) -> str:
     question = conversation.take_back()
-    return "nothing to take back" if question is None else f"taken back: {question}"
+    return "nothing to undo" if question is None else f"removed: {question}"
 
 
 def _retry(conversation: Conversation, argument: str) -> str:
     question = conversation.take_back()
     if question is None:
-        return "nothing was asked yet"
+        return "no question was asked yet"
     raise AskAgain(question)
 
 
@@ -84,8 +84,8 @@ def _load(conversation: Conversation, argument: str) -> str:
     except OSError as error:
         return f"cannot read {argument}: {error.strerror}"
     except ValueError as error:
-        return f"{argument} is no saved chat: {error}"
-    return f"{len(conversation.messages)} messages from {argument}"
+        return f"{argument} is not a saved chat: {error}"
+    return f"{len(conversation.messages)} messages loaded from {argument}"
 
 
 def _exit(conversation: Conversation, argument: str) -> str:
@@ -93,13 +93,13 @@ def _exit(conversation: Conversation, argument: str) -> str:
 
 
 _COMMANDS: dict[str, tuple[str, Handler]] = {
-    "help": ("this list", _help),
-    "system": ("show the system prompt, or set it to what follows", _system),
-    "history": ("show what was said", _history),
-    "undo": ("forget the last question and its answer", _undo),
+    "help": ("show this list", _help),
+    "system": ("show the system prompt, or set it to the argument", _system),
+    "history": ("show the conversation", _history),
+    "undo": ("remove the last question and its answer", _undo),
     "retry": ("ask the last question again", _retry),
-    "clear": ("forget everything but the system prompt", _clear),
+    "clear": ("remove everything except the system prompt", _clear),
     "save": ("write the conversation to a file", _save),
-    "load": ("go on with a conversation from a file", _load),
-    "exit": ("leave; Ctrl-D does too", _exit),
+    "load": ("continue a conversation from a file", _load),
+    "exit": ("leave, as Ctrl-D does", _exit),
 }

@@ -1,4 +1,4 @@
-"""``tokenloom complete``: the continuation of a text."""
+"""``tokenloom complete`` continues a text."""
 
 import json
 from typing import Annotated
@@ -15,7 +15,7 @@ from .standard_input import with_piped
 
 def complete(
     prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; what is piped in follows it.", show_default=False)
+        str | None, typer.Argument(help="Text to continue; piped input is appended.", show_default=False)
     ] = None,
     base_url: BaseUrl = None,
     model: ServedModel = None,
@@ -27,12 +27,12 @@ def complete(
     seed: SampleSeed = None,
     stop: Stop = None,
     echo: Annotated[bool, typer.Option(help="Print PROMPT before its continuation.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the server's whole answer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the server's complete answer.")] = False,
 ) -> None:
     """Continue a text with a served model, from PROMPT or a pipe."""
     text = with_piped(prompt)
     if text is None:
-        raise typer.BadParameter("is missing, and nothing was piped in", param_hint="PROMPT")
+        raise typer.BadParameter("is missing, and no input was piped in", param_hint="PROMPT")
     with reported():
         server = connect(base_url, api_key)
         sampling = given(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop)
@@ -50,4 +50,4 @@ def complete(
                 finished = finished or choice.get("finish_reason") is not None
         print()
         if not finished:
-            raise RequestFailed("the answer broke off")
+            raise RequestFailed("the answer is incomplete: the connection ended early")

@@ -1,4 +1,4 @@
-"""A chat so far, as the next request will tell it."""
+"""The messages of a chat, as the next request sends them."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ Message = dict[str, str]
 
 
 class Conversation:
-    """Turns of user and assistant, the user's first, under an optional system prompt."""
+    """Holds the turns of user and assistant after an optional system prompt."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
@@ -15,20 +15,20 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """In OpenAI's form."""
+        """The messages in OpenAI's form."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self._turns]
 
     def ask(self, text: str) -> None:
-        """The user's turn."""
+        """Add the user's turn."""
         self._turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """The assistant's."""
+        """Add the assistant's turn."""
         self._turns.append({"role": "assistant", "content": text})
 
     def take_back(self) -> str | None:
-        """Forgets the last question, with its answer if it has one; returns the question, None when there is none."""
+        """Remove the last question and its answer; return the question, or None if the conversation has none."""
         while self._turns:
             turn = self._turns.pop()
             if turn["role"] == "user":
@@ -36,15 +36,15 @@ class Conversation:
         return None
 
     def clear(self) -> None:
-        """Forgets all turns, not the system prompt."""
+        """Remove all turns but keep the system prompt."""
         self._turns.clear()
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON. Raises ``OSError``."""
+        """Write the messages as JSON. Raises ``OSError``."""
         path.write_text(json.dumps(self.messages, indent=2, ensure_ascii=False) + "\n")
 
     def load(self, path: Path) -> None:
-        """Takes the place of what was said. Raises ``OSError``, and ``ValueError`` for what `save` did not write."""
+        """Replace the messages by those of a file. Raises ``OSError``, or ``ValueError`` for another content."""
         messages = json.loads(path.read_text())
         if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
             raise ValueError("expected a list of messages, each with a role and a content")

@@ -1,15 +1,15 @@
-"""What was piped into a command."""
+"""Reads the piped input of a command."""
 
 import sys
 
 
 def piped() -> str | None:
-    """All of it, without the last line break; None when standard input is a terminal or brings nothing."""
+    """Return the piped input without the last line break; None if standard input is a terminal or empty."""
     if sys.stdin is None or sys.stdin.isatty():
         return None
     return sys.stdin.read().rstrip("\n") or None
 
 
 def with_piped(prompt: str | None) -> str | None:
-    """An argument and what was piped in, one after the other; None when there is neither."""
+    """Return the argument followed by the piped input; None if both are missing."""
     return "\n".join(filter(None, (prompt, piped()))) or None

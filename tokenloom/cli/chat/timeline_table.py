@@ -1,4 +1,4 @@
-"""Where the time of one answer went, service by service."""
+"""Shows how the time of one answer is divided among the services."""
 
 from collections.abc import Mapping
 
@@ -8,18 +8,18 @@ from .chat_client import Answer
 
 _STEPS = (
     ("tokenizer", "tokenize", "tokenize_ms", "chat template and text to {prompt_tokens} tokens"),
-    ("coordinator", "placement", "placement_ms", "chose {engines}"),
-    ("engine", "queue", "queued_ms", "waited for a place in the batch"),
+    ("coordinator", "placement", "placement_ms", "selected {engines}"),
+    ("engine", "queue", "queued_ms", "waited for a slot in the batch"),
     ("engine", "prefill", "prefill_ms", "{prompt_tokens} prompt tokens, first answer token"),
     ("engine", "KV transfer", "kv_transfer_ms", "{transfer}"),
     ("engine", "decode", "decode_ms", "{completion_tokens} answer tokens, {rate:.0f} a second"),
     ("output processor", "detokenize", "detokenize_ms", "tokens to text"),
 )
-"""Service, step, its key in the timeline, what it did."""
+"""Service, step, key in the timeline, description."""
 
 
 def timeline_table(answer: Answer) -> Table:
-    """A row for each step; what is left of the total is the gateway's and the way between the services."""
+    """Return a row for each step; the rest of the total is spent in the gateway and between the services."""
     timeline = dict(answer.timeline)
     if _is_pair(timeline):  # decode counts from the first token, which comes before the blocks
         timeline["decode_ms"] = max(timeline["decode_ms"] - timeline["kv_transfer_ms"], 0.0)
@@ -40,7 +40,7 @@ def timeline_table(answer: Answer) -> Table:
     for service, step, key, text in _STEPS:
         rest -= timeline[key]
         table.add_row(service, step, f"{timeline[key]:.1f}", text.format(**details))
-    table.add_row("gateway", "the rest", f"{max(rest, 0.0):.1f}", "HTTP, and the way between the services")
+    table.add_row("gateway", "other", f"{max(rest, 0.0):.1f}", "HTTP, and calls between the services")
     table.add_section()
     first = f"first text after {answer.seconds_to_first_token * 1e3:.0f} ms"
     table.add_row("all", "total", f"{timeline['total_ms']:.1f}", first, style="bold")

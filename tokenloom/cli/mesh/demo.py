@@ -1,4 +1,4 @@
-"""``tokenloom demo``: the whole mesh from one command, asked one question, and where the time went."""
+"""``tokenloom demo`` starts a mesh, asks it one question, and shows where the time went."""
 
 import asyncio
 import time
@@ -24,11 +24,11 @@ PROMPT = "Tell me a story about a dragon."
 
 
 def demo(
-    prompt: Annotated[str, typer.Argument(help="What to ask.")] = PROMPT,
+    prompt: Annotated[str, typer.Argument(help="Question to ask.")] = PROMPT,
     model: Annotated[str, typer.Option(help="Checkpoint directory or hub id.")] = DEMO_MODEL_NAME,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 400,
 ) -> None:
-    """Start the whole mesh, chat once through it, show where the time went, stop everything."""
+    """Start a whole mesh, chat once through it, show where the time went, and stop it."""
     path, name = model_directory(model, None)
     options = MeshOptions(
         model=path,
@@ -36,7 +36,9 @@ def demo(
         prefill=1,
         decode=1,
         port=0,
-        flags={"coordinator": ("--pd-threshold", "0")},  # a question is short, and is to go all the way
+        flags={
+            "coordinator": ("--pd-threshold", "0")
+        },  # so that the short question also goes through prefill and decode
         drain_timeout=5.0,
     )
     body = {
@@ -67,7 +69,7 @@ def demo(
     except typer.Exit:
         typer.echo(logs.text(), err=True)
         raise
-    console.print("[dim]everything has stopped[/]" if outcome.clean else "[red]a part had to be killed[/]")
+    console.print("[dim]all parts have stopped[/]" if outcome.clean else "[red]a part had to be killed[/]")
     raise typer.Exit(INTERRUPTED if outcome.interrupted else not outcome.clean)
 
 

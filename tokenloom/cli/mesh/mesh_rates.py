@@ -1,4 +1,4 @@
-"""From two samples of a mesh to what happened between them."""
+"""Computes rates and latencies of a mesh from two samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from .mesh_sample import MeshSample, Metrics, PartSample
 
 @dataclass(frozen=True)
 class PartView:
-    """One part, as ``top --json`` shows it. What it does not measure is None."""
+    """Describes one part, as ``top --json`` prints it. A value that the part does not measure is None."""
 
     service: str
     index: int
@@ -16,7 +16,7 @@ class PartView:
     pid: int | None
     health: str
     cpu_percent: float | None
-    """Of one core, with the processes that it started."""
+    """Percent of one core, including the processes that the part started."""
     memory_bytes: int | None
     running: int | None
     """Requests in an engine's batch."""
@@ -31,7 +31,7 @@ class PartView:
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds, read off a histogram's buckets; None: nothing was observed."""
+    """Holds milliseconds from the buckets of a histogram; None: no observations."""
 
     p50_ms: float | None
     p95_ms: float | None
@@ -39,19 +39,19 @@ class Latency:
 
 @dataclass(frozen=True)
 class MeshView:
-    """The mesh between two samples."""
+    """Describes the mesh between two samples."""
 
     interval_seconds: float
     requests_per_second: float
     generation_tokens_per_second: float
-    """That clients got."""
+    """Tokens that clients received."""
     time_to_first_token: Latency
     inter_token_latency: Latency
     parts: list[PartView]
 
 
 def view(before: MeshSample, after: MeshSample) -> MeshView:
-    """A part that restarted between the samples is counted from its start."""
+    """Compare two samples. A part that restarted between them is counted from its start."""
     seconds = max(after.seconds - before.seconds, 1e-9)
     pairs = [(_metrics_before(old, new), new) for old, new in zip(before.parts, after.parts, strict=True)]
     gateways = [(old, new.metrics) for old, new in pairs if new.part.service == "gateway"]
@@ -67,7 +67,7 @@ def view(before: MeshSample, after: MeshSample) -> MeshView:
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """Where that share of observations lies, linear within a bucket as Prometheus has it; None without any."""
+    """Return the quantile, interpolated within its bucket as in Prometheus; None without observations."""
     bounds = sorted(buckets)
     if not bounds or buckets[bounds[-1]] <= 0:
         return None
@@ -112,7 +112,7 @@ def _part(old: Metrics, new: PartSample, seconds: float) -> PartView:
 
 
 def _processes(metrics: Metrics, name: str) -> Metrics:
-    """The part's own process and those it started, as one sum."""
+    """Return the sum over the part's process and those that it started."""
     found = [value for key, value in metrics.values.items() if key.endswith(f"process_{name}")]
     return Metrics({"sum": sum(found)}) if found else Metrics()
 

@@ -1,4 +1,4 @@
-"""What every part of a local mesh says of itself at one moment: its health, and its metrics."""
+"""Reads the health and the metrics of every part of a local mesh."""
 
 import asyncio
 import http.client
@@ -15,35 +15,35 @@ _TIMEOUT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Metrics:
-    """One scrape, summed over labels."""
+    """Holds one scrape, summed over labels."""
 
     values: dict[str, float] = field(default_factory=dict)
     buckets: dict[str, dict[float, float]] = field(default_factory=dict)
-    """Of each histogram: how many observations were at most so much; cumulative."""
+    """For each histogram, the cumulative count of observations up to each bound."""
 
 
 @dataclass(frozen=True)
 class PartSample:
-    """One part."""
+    """Holds the sample of one part."""
 
     part: PartRecord
     state: PartState | None
-    """None while it is not bound."""
+    """None until the part listens."""
     serving: bool
     metrics: Metrics
 
 
 @dataclass(frozen=True)
 class MeshSample:
-    """All parts, at about the same time."""
+    """Holds the samples of all parts, taken at about the same time."""
 
     seconds: float
-    """Monotonic."""
+    """Monotonic time of the sample."""
     parts: list[PartSample]
 
 
 async def take_sample(mesh: MeshRecord) -> MeshSample:
-    """Asks all parts at once; what does not answer within two seconds has no metrics."""
+    """Sample all parts concurrently; a part that does not answer within two seconds has no metrics."""
     parts = list(await asyncio.gather(*map(_sample, mesh.parts)))
     return MeshSample(time.monotonic(), parts)
 
@@ -79,7 +79,7 @@ def _scrape(address: str | None) -> Metrics:
     try:
         connection.request("GET", "/metrics")
         return parse(connection.getresponse().read().decode())
-    except (OSError, http.client.HTTPException, ValueError):  # it ended meanwhile: its health says so
+    except (OSError, http.client.HTTPException, ValueError):  # the part ended meanwhile, as its health shows
         return Metrics()
     finally:
         connection.close()

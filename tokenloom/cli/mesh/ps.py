@@ -1,4 +1,4 @@
-"""``tokenloom ps``: the parts of a running local mesh."""
+"""``tokenloom ps`` lists the parts of a running local mesh."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from ..tables import print_tables
 
 @dataclass(frozen=True)
 class Row:
-    """One part, as ``--json`` shows it."""
+    """Describes one part, as ``--json`` prints it."""
 
     service: str
     index: int
@@ -51,7 +51,7 @@ def ps(
 
 
 async def rows_of(mesh: MeshRecord) -> list[Row]:
-    """Asks every part for its health, all at once."""
+    """Ask all parts for their health concurrently."""
     return list(await asyncio.gather(*map(_row, mesh.parts)))
 
 

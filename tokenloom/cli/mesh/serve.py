@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from tokenloom.checkpoint import DEMO_MODEL_NAME
-from tokenloom.services.runtime.host.options import build, options_of
+from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, bare, prefixed
 from tokenloom.supervisor.run import run_mesh
 
 from ..failures import reported
-from ..options import given, offers
+from ..options import built, given, offers
 from .model_directory import model_directory
 from .serve_config import as_defaults, service_flags
 from .serve_options import OFFERS, service_arguments
@@ -63,8 +63,7 @@ def _mesh_options(
     if "public_tls_cert" in values:  # the supervisor has no certificate with which to ask for the gateway's health
         flags["gateway"] += ("--health-listen=127.0.0.1:0",)
     flags = {service: (*in_file.get(service, ()), *flags.get(service, ())) for service in {*flags, *in_file}}
-    base = MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment)
-    return build(base, {each: values[each] for each in options_of(MeshOptions) if each in values})
+    return built(MeshOptions(model=path, served_model_name=name, flags=flags, environment=environment), values)
 
 
 async def _announce_and_wait(mesh: Mesh, name: str, scheme: str) -> None:

@@ -1,4 +1,4 @@
-"""``tokenloom top``: a running local mesh, watched."""
+"""``tokenloom top`` shows a running local mesh, refreshed at an interval."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,18 @@ from rich.text import Text
 from tokenloom.supervisor.state_dir import MeshRecord, running_meshes
 
 from ..failures import CommandFailed, reported
+from ..tables import print_tables
 from .mesh_rates import Latency, MeshView, PartView, view
 from .mesh_sample import take_sample
 
-_WIDTH = 120
 _COLUMNS = ("PART", "ROLE", "PID", "HEALTH", "CPU", "MEMORY", "RUN", "WAIT", "KV", "HITS", "PROMPT/S", "TOKENS/S")
 _LEFT = ("PART", "ROLE", "HEALTH")
 
 
 def top(
-    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look for one interval, print, and leave.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The same, as an object.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, max=60, help="Seconds between two samples.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one interval and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one interval as JSON and exit.")] = False,
     port: Annotated[int | None, typer.Option(help="The mesh on this HTTP port, not the newest one.")] = None,
 ) -> None:
     """Watch a local mesh: parts, health, queues, KV use, tokens/s, latencies. Ctrl-C leaves."""
@@ -36,14 +36,14 @@ def top(
         mesh = _find(port)
         if once or as_json or not sys.stdout.isatty():
             seen = asyncio.run(_look_once(mesh, interval))
-            print(json.dumps(asdict(seen), indent=2)) if as_json else _console().print(shown(seen))
+            print(json.dumps(asdict(seen), indent=2)) if as_json else print_tables(shown(seen))
         else:
             with contextlib.suppress(KeyboardInterrupt):
                 asyncio.run(_watch(mesh, interval))
 
 
 def shown(seen: MeshView) -> RenderableType:
-    """A line for the whole mesh and a row for each part."""
+    """Return a line for the whole mesh and a row for each part."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in _COLUMNS:
         table.add_column(title, no_wrap=True, justify="left" if title in _LEFT else "right")
@@ -53,7 +53,7 @@ def shown(seen: MeshView) -> RenderableType:
 
 
 async def _watch(mesh: MeshRecord, interval: float) -> None:
-    """Until the mesh ends."""
+    """Refresh the screen until the mesh ends."""
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
         async for seen in _looks(mesh, interval):
             live.update(shown(seen), refresh=True)
@@ -80,16 +80,10 @@ def _find(port: int | None) -> MeshRecord:
     raise CommandFailed(f"no mesh is running{where}; `tokenloom serve` starts one")
 
 
-def _console() -> Console:
-    console = Console()
-    console.width = max(console.width, _WIDTH)  # a narrow terminal wraps; nothing is cut off
-    return console
-
-
 def _summary(seen: MeshView) -> Text:
     up = sum(part.health == "SERVING" for part in seen.parts)
     return Text.assemble(
-        (f"{up} of {len(seen.parts)} parts serve", "green" if up == len(seen.parts) else "red"),
+        (f"{up} of {len(seen.parts)} parts are serving", "green" if up == len(seen.parts) else "red"),
         f"   {seen.requests_per_second:.1f} requests/s   {seen.generation_tokens_per_second:,.0f} tokens/s",
         f"   TTFT {_latency(seen.time_to_first_token)}   ITL {_latency(seen.inter_token_latency)}",
     )

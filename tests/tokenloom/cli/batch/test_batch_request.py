@@ -20,7 +20,7 @@ def test_a_request() -> None:
         ({"method": "GET"}, "a", "method must be POST"),
         ({"url": "http://elsewhere/v1/completions"}, "a", "url must be a path"),
         ({"body": []}, "a", "body must be an object"),
-        ({"body": {"stream": True}}, "a", "does not stream"),
+        ({"body": {"stream": True}}, "a", "stream must not be set"),
     ],
 )
 def test_what_is_wrong_is_said_with_the_line(change: dict[str, object], custom_id: str, message: str) -> None:

@@ -46,7 +46,7 @@ def test_a_run_that_was_killed_goes_on_and_says_the_same(prompts: Path, tmp_path
     assert result.exit_code == 0, result.output
     assert torn.read_text() == text
     assert text.startswith(kept)
-    assert "all 6 prompts are answered" in run(prompts, torn).stderr
+    assert "all 6 prompts already have an answer" in run(prompts, torn).stderr
 
 
 def test_a_wrong_line_has_an_error_and_the_others_their_answers(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_wrong_line_has_an_error_and_the_others_their_answers(tmp_path: Path) 
     source = write(tmp_path / "in.jsonl", [*lines, {"prompt": "a", "sampling_params": {"top_k": -5}}, {"id": "b"}])
     result = run(source, tmp_path / "out.jsonl", "--temperature", 0, "--max-tokens", 40)
     assert result.exit_code == 1
-    assert "3 lines have an error" in result.stderr
+    assert "3 lines failed" in result.stderr
     long, hello, chat, top_k, empty = read(tmp_path / "out.jsonl")
     assert "300" in long["error"]["message"]
     assert (hello["id"], len(hello["outputs"])) == (2, 1)
@@ -71,7 +71,7 @@ def test_answers_to_other_prompts_are_not_continued(prompts: Path, tmp_path: Pat
     other = write(tmp_path / "out.jsonl", [{"id": "x"}])
     result = run(prompts, other)
     assert result.exit_code == 1
-    assert "belong to other prompts (at line 1)" in result.stderr
+    assert "holds answers to other prompts (first at line 1)" in result.stderr
     more = write(tmp_path / "more.jsonl", [{"id": prompt["id"]} for prompt in [*PROMPTS, PROMPTS[0]]])
     assert "past the end" in run(prompts, more).stderr
 

@@ -26,9 +26,9 @@ def test_every_form(line: str, expected: PromptLine) -> None:
     [
         ("{", "not JSON"),
         ("[1]", "a string or an object"),
-        ("{}", "needs one of prompt"),
-        ('{"prompt": "a", "messages": []}', "needs one of prompt"),
-        ('{"propmt": "a"}', "'propmt' is not known"),
+        ("{}", "needs exactly one of prompt"),
+        ('{"prompt": "a", "messages": []}', "needs exactly one of prompt"),
+        ('{"propmt": "a"}', "'propmt' is unknown"),
         ('{"prompt": "a", "id": []}', "id must be"),
         ('{"prompt": "a", "sampling_params": 1}', "sampling_params must be"),
         ('{"messages": "a"}', "messages must be"),

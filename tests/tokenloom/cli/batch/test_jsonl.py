@@ -40,13 +40,13 @@ def test_overwriting_begins_anew(path: Path) -> None:
 
 
 def test_one_process_at_a_time(path: Path) -> None:
-    with LineWriter(path), pytest.raises(CommandFailed, match="being written by another process"):
+    with LineWriter(path), pytest.raises(CommandFailed, match="in use by another process"):
         LineWriter(path)
 
 
 def test_a_file_of_something_else_is_left_alone(path: Path) -> None:
     path.write_text("my diary\n")
-    with pytest.raises(CommandFailed, match="line 1 is no JSON object"):
+    with pytest.raises(CommandFailed, match="line 1 is not a JSON object"):
         LineWriter(path)
     assert path.read_text() == "my diary\n"
 

@@ -40,5 +40,5 @@ def test_an_error_in_the_stream_says_why(server: FakeServer) -> None:
 
 def test_an_answer_without_its_end_is_a_failure(server: FakeServer) -> None:
     server.reply(200, events(piece("Hel")))
-    with pytest.raises(RequestFailed, match="broke off"):
+    with pytest.raises(RequestFailed, match="incomplete"):
         ask(server.url)

@@ -22,7 +22,7 @@ def test_help_names_every_command(conversation: Conversation) -> None:
 
 
 def test_an_unknown_command_names_the_nearest(conversation: Conversation) -> None:
-    assert chat_commands.run("/histroy", conversation) == "there is no /histroy; did you mean /history?"
+    assert chat_commands.run("/histroy", conversation) == "unknown command /histroy; did you mean /history?"
     assert "/help" in chat_commands.run("/xyzzy", conversation)
 
 
@@ -34,10 +34,10 @@ def test_the_system_prompt_is_set_and_shown(conversation: Conversation) -> None:
 
 def test_history_undo_and_clear(conversation: Conversation) -> None:
     assert chat_commands.run("/history", conversation) == "user: One?\nassistant: 1"
-    assert chat_commands.run("/undo", conversation) == "taken back: One?"
-    assert chat_commands.run("/undo", conversation) == "nothing to take back"
+    assert chat_commands.run("/undo", conversation) == "removed: One?"
+    assert chat_commands.run("/undo", conversation) == "nothing to undo"
     assert chat_commands.run("/clear", conversation) == "a new conversation"
-    assert chat_commands.run("/history", conversation) == "nothing was said yet"
+    assert chat_commands.run("/history", conversation) == "the conversation is empty"
     assert chat_commands.run("/retry", conversation) == "nothing was asked yet"
 
 
@@ -51,9 +51,9 @@ def test_retry_and_exit_leave_the_line(conversation: Conversation) -> None:
 def test_files_that_cannot_be_used_are_named(conversation: Conversation, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     assert chat_commands.run(f"/save {path}", conversation) == f"saved to {path}"
-    assert chat_commands.run(f"/load {path}", conversation) == f"2 messages from {path}"
+    assert chat_commands.run(f"/load {path}", conversation) == f"2 messages loaded from {path}"
     path.write_text("{}")
-    assert "no saved chat" in chat_commands.run(f"/load {path}", conversation)
+    assert "not a saved chat" in chat_commands.run(f"/load {path}", conversation)
     assert "No such file" in chat_commands.run(f"/load {tmp_path}/nothing", conversation)
     assert "cannot write" in chat_commands.run(f"/save {tmp_path}", conversation)
     assert "name a file" in chat_commands.run("/save", conversation) + chat_commands.run("/load", conversation)

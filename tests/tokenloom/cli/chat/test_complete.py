@@ -30,7 +30,7 @@ def test_an_answer_without_its_end_is_a_failure(server: FakeServer) -> None:
     server.reply(200, events(*pieces("x")))
     result = CliRunner().invoke(app, ["complete", "Hi", "--base-url", server.url, "--model", "m"])
     assert result.exit_code == 1
-    assert "broke off" in result.stderr
+    assert "incomplete" in result.stderr
 
 
 def test_no_prompt_is_a_usage_error() -> None:

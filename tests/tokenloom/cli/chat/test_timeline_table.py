@@ -29,19 +29,19 @@ def rows(**engines: str) -> list[list[str]]:
 def test_every_step_has_its_row_and_the_rest_is_the_gateways() -> None:
     assert rows(prefill_engine="engine-0", decode_engine="engine-1") == [
         ["tokenizer", "tokenize", "1.0", "chat template and text to 12 tokens"],
-        ["coordinator", "placement", "0.5", "chose engine-0 to prefill, engine-1 to decode"],
-        ["engine", "queue", "0.5", "waited for a place in the batch"],
+        ["coordinator", "placement", "0.5", "selected engine-0 to prefill, engine-1 to decode"],
+        ["engine", "queue", "0.5", "waited for a slot in the batch"],
         ["engine", "prefill", "10.0", "12 prompt tokens, first answer token"],
         ["engine", "KV transfer", "2.0", "KV blocks of the prompt, engine-0 to engine-1"],
         ["engine", "decode", "200.0", "101 answer tokens, 500 a second"],
         ["output processor", "detokenize", "3.0", "tokens to text"],
-        ["gateway", "the rest", "5.0", "HTTP, and the way between the services"],
+        ["gateway", "other", "5.0", "HTTP, and calls between the services"],
         ["all", "total", "222.0", "first text after 12 ms"],
     ]
 
 
 def test_one_engine_transfers_nothing() -> None:
     table = rows(prefill_engine="engine-0", decode_engine="engine-0")
-    assert ["coordinator", "placement", "0.5", "chose engine-0"] in table
+    assert ["coordinator", "placement", "0.5", "selected engine-0"] in table
     assert ["engine", "KV transfer", "0.0", "none: one engine did both"] in table
     assert ["engine", "decode", "202.0", "101 answer tokens, 495 a second"] in table

@@ -30,7 +30,7 @@ def test_no_mesh_ends_with_status_1() -> None:
 @pytest.mark.usefixtures("mesh")
 def test_one_look_as_a_table_and_as_an_object() -> None:
     table = CliRunner().invoke(app, ["top", "--once", "--interval", "0.1"])
-    assert "0 of 1 parts serve" in table.stdout
+    assert "0 of 1 parts are serving" in table.stdout
     assert "engine-0" in table.stdout
     seen = json.loads(CliRunner().invoke(app, ["top", "--json", "--interval", "0.1"]).stdout)
     assert (seen["parts"][0]["service"], seen["parts"][0]["health"]) == ("engine", "NOT_SERVING")

@@ -1,0 +1,61 @@
+"""Options of settings structs on commands."""
+
+from typing import Annotated, Any
+
+import pytest
+import typer
+from msgspec import Meta, Struct
+from typer.testing import CliRunner
+
+from tokenloom.cli.options import built, offers, parsed
+from tokenloom.services.runtime.host.options import options_of
+
+
+class Settings(Struct, frozen=True):
+    size: Annotated[Annotated[int, Meta(ge=1)], "A size.", Meta(extra={"aliases": ("former_size",)})] = 3
+    names: Annotated[tuple[str, ...], "Names."] = ()
+    strict: Annotated[bool, "A switch."] = False
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str, list[dict[str, Any]]]:
+    app, calls = typer.Typer(), list[dict[str, Any]]()
+
+    @app.command()
+    @offers(options_of(Settings).values(), variables=True)
+    def command(own: int = 0, **chosen: Any) -> None:
+        calls.append({"own": own, **chosen})
+
+    result = CliRunner().invoke(app, list(arguments), env=environment)
+    return result.exit_code, result.output, calls
+
+
+def test_what_is_given_arrives_as_checked_text() -> None:
+    _, _, calls = run("--own", "1", "--former-size", "7", "--names", "a, b", "--strict")
+    assert calls == [{"own": 1, "size": "7", "names": "a,b", "strict": True}]
+    assert built(Settings(), calls[0]) == Settings(7, ("a", "b"), True)
+
+
+def test_what_is_not_given_is_none() -> None:
+    _, _, calls = run()
+    assert calls == [{"own": 0, "size": None, "names": None, "strict": None}]
+    assert built(Settings(size=5), calls[0]) == Settings(size=5)
+
+
+def test_variables_are_read() -> None:
+    assert run(TOKENLOOM_SIZE="9")[2][0]["size"] == "9"
+    assert run("--size", "8", TOKENLOOM_SIZE="9")[2][0]["size"] == "8"
+
+
+def test_a_wrong_value_is_a_usage_error() -> None:
+    status, output, calls = run("--size", "0")
+    assert (status, calls) == (2, [])
+    assert "must be an integer ≥ 1" in " ".join(output.replace("│", " ").split())
+
+
+def test_help_has_text_and_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "A size. [default: 3]" in run("--help")[1]
+
+
+def test_engine_options_become_keywords() -> None:
+    assert parsed({"max_num_seqs": "4", "dtype": None, "other": 1}) == {"max_num_seqs": 4}

@@ -56,7 +56,7 @@ def test_chat_on_a_terminal(mesh: Any) -> None:
         screen.read_until("tokenloom-demo at http://127.0.0.1")
         screen.read_until("> ")
         screen.type("What is prefill?\n")
-        assert PREFILL in screen.read_until("s in all")
+        assert PREFILL in screen.read_until("s in total")
         screen.read_until("> ")
         screen.type("/history\n")
         screen.read_until(f"assistant: {PREFILL}")
@@ -105,7 +105,7 @@ def test_top_sees_what_the_mesh_did(mesh: Any) -> None:
     assert 0 <= engine["kv_usage"] < 1
     assert engine["memory_bytes"] > 50e6
     shown = run(mesh, "top", "--once", "--interval", "0.2").stdout
-    assert "5 of 5 parts serve" in shown
+    assert "5 of 5 parts are serving" in shown
     assert "engine-0" in shown
 
 

@@ -22,9 +22,10 @@ FOLDERS = {
     "tokenloom": ROOT / "tokenloom",
     **{f"tokenloom.{link.name}": link.resolve() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()},
 }
-# Names, checks and errors of requests and of the model's files, for every entrance.
+# What the engine core shares with every entrance: the table of sampling parameters, and the rule of block hashes.
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
-"""Plain data that derives everything of sampling parameters, the engine core's included."""
+BLOCK_HASH = "tokenloom.request.prompt_block_hash"
+# Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint")
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
@@ -33,7 +34,6 @@ PLAIN_DATA = {
     f"tokenloom.engine_core.{name}"
     for name in (
         "config",
-        "kv_cache.block_hash",
         "kv_cache.kv_cache_config",
         "kv_cache.pool_memory",
         "kv_transfer.kv_connector",
@@ -197,7 +197,7 @@ def test_engine_core(module: Module) -> None:
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     libraries = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
-    allowed = [SAMPLING_PARAMS]
+    allowed = [SAMPLING_PARAMS, BLOCK_HASH]
     assert not violations("tokenloom.engine_core", allowed, third_party=libraries, never=never, modules=[module])
 
 

@@ -14,11 +14,8 @@ _PR_SET_TIMERSLACK = 29
 
 
 class TimedExecutor(UniProcExecutor):
-    """Runs steps like a device with a queue: a step begins when it is submitted or when the step before it ends.
-
-    It takes its configured time. So work that the core does while a step runs costs nothing, and work between two steps
-    does.
-    """
+    """Runs steps like a device with a queue: a step begins when it is submitted or when the step before it ends, and
+    takes its configured time. Work of the core costs nothing while a step runs, and delays the next one otherwise."""
 
     def __init__(
         self,

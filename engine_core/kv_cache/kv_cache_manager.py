@@ -1,8 +1,9 @@
 """Gives requests KV blocks for their tokens, and finds blocks that already hold them."""
 
+from tokenloom.request.prompt_block_hash import hash_block
+
 from ..config import CacheConfig
 from ..scheduling.request import Request
-from .block_hash import hash_block
 from .block_pool import BlockPool
 from .kv_events import KVEventLog
 
@@ -14,19 +15,17 @@ class KVCacheManager:
     before it attends, so a later request of the same step reads what an earlier one writes.
     """
 
-    def __init__(self, num_blocks: int, cache: CacheConfig, events: KVEventLog | None = None) -> None:
+    def __init__(self, num_blocks: int, config: CacheConfig, events: KVEventLog | None = None) -> None:
         """Make a pool of ``num_blocks`` blocks. ``events`` records which blocks can be hit, if given."""
-        self.block_size = cache.block_size
-        self.enable_prefix_caching = cache.enable_prefix_caching
+        self.block_size = config.block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
         self.pool = BlockPool(num_blocks)
-        self._hash_seed = cache.block_hash_seed
+        self.num_slots = num_blocks * config.block_size
+        """Tokens that the empty pool has room for."""
+        self._hash_seed = config.block_hash_seed
         self._events = events
         if events is not None:
             self.pool.listeners.append(events)
-
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Return whether the empty pool has room for this many tokens."""
-        return num_tokens <= self.pool.num_blocks * self.block_size
 
     def find_cached_blocks(self, request: Request, start: int = 0) -> list[int]:
         """Return the blocks that hold the longest cached prefix of a waiting request, from its block ``start`` on.
@@ -75,7 +74,7 @@ class KVCacheManager:
         if num_new_tokens == 1 and 0 < request.num_computed_tokens % self.block_size < self.block_size - 1:
             return []  # within a block: nothing to add, nothing filled
         end = request.num_computed_tokens + num_new_tokens
-        num_missing = self._blocks_for(end) - len(request.block_ids)
+        num_missing = -(-end // self.block_size) - len(request.block_ids)
         new_block_ids: list[int] = []
         if num_missing > 0:
             if num_missing > self.pool.num_free:

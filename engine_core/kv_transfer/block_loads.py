@@ -1,7 +1,7 @@
-"""Loads: blocks on their way from another engine's pool into this one's.
+"""Tracks loads: transfers of blocks from another engine's pool into this engine's pool.
 
-A load copies what the owner has ready, asks for the owner's verdict when all is there, and ends as one
-:class:`LoadResult`, whatever happens. Nothing that was copied counts before the verdict.
+A load copies the blocks that the owner has ready, asks for the owner's verdict when all are copied, and always ends as
+one :class:`LoadResult`. Copied blocks are not used before the verdict.
 """
 
 import enum
@@ -14,52 +14,53 @@ from .kv_messages import KVEvent, KVTarget, KVVerdict, KVVerify
 from .kv_transport import KVTransferError
 
 _MAX_EARLY = 4096
-"""Requests of which the front may speak before the scheduler does."""
+"""Limit of requests that the front may mention before the scheduler does."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """What the scheduler wants."""
+    """Describes the blocks that the scheduler wants to be loaded."""
 
     request_id: str
     target: KVTarget
     first_block: int
-    """Of the target's blocks: those before it were found here."""
+    """Index of the first of the target's blocks to load; the blocks before it were found in this pool."""
     block_ids: list[int]
-    """[n - first_block] of this pool."""
+    """[n - first_block] blocks of this pool to fill."""
     block_size: int
     is_complete: bool
-    """Whether the prefill was done when the request came; else ``KVRemoteProgress`` tells."""
+    """Whether the prefill was complete when the request arrived; otherwise ``KVRemoteProgress`` reports its
+    progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How a load ended: nothing writes to its blocks any more."""
+    """Describes how a load ended. Nothing writes to its blocks any more."""
 
     request_id: str
     block_ids: list[int]
     transport: str
     failure: str | None
-    """None: valid. Empty: not wanted any more. Else one of ``KV_FAILURES``."""
+    """None if the blocks are valid, empty if they are not wanted any more, otherwise one of ``KV_FAILURES``."""
 
 
 @dataclass(slots=True)
 class CopyTask:
-    """A batch for a copying thread."""
+    """Describes a batch of blocks for a copying thread."""
 
     request_id: str
     target: KVTarget
     source_ids: list[int]
     block_ids: list[int]
     is_wanted: bool = True
-    """Turns false when the load failed meanwhile: then there is no use in trying again."""
+    """Set to false when the load has failed, so that the copy is not retried."""
 
 
 class _State(enum.Enum):
     COPYING = enum.auto()
     VERIFYING = enum.auto()
     FAILED = enum.auto()
-    """Until the copying thread, which cannot be interrupted, is out of the pool."""
+    """The load has failed, but the copying thread, which cannot be interrupted, may still write to the pool."""
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class _Load:
 
 
 class Loads:
-    """All of an engine's loads. For one thread: the KV thread."""
+    """Owns all loads of an engine. Only the KV thread uses it."""
 
     def __init__(
         self,
@@ -88,8 +89,13 @@ class Loads:
         timeout_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``copy`` has a batch copied by some thread, for :meth:`copied` to be called with what came of it;
-        ``interrupt`` ends a copy that hangs."""
+        """
+        Args:
+            copy: Makes another thread copy a batch; :meth:`copied` must be called with the result.
+            interrupt: Ends a copy that hangs.
+            send: Sends a message to the front.
+            finish: Receives the result of a load.
+        """
         self._copy = copy
         self._interrupt = interrupt
         self._send = send
@@ -103,7 +109,7 @@ class Loads:
         return len(self._loads)
 
     def start(self, order: LoadOrder) -> None:
-        """Begins to load. What the front said of this request before is not lost."""
+        """Begin a load. Messages of the front that arrived for this request before still count."""
         load = self._loads[order.request_id] = _Load(order, self._clock() + self._timeout)
         tokens_ready, failure = self._early.pop(order.request_id, (0, ""))
         if failure:
@@ -112,7 +118,7 @@ class Loads:
             self._set_ready(load, order.target.num_tokens if order.is_complete else tokens_ready)
 
     def give_up(self, request_id: str) -> None:
-        """The request is not wanted any more, or never needed the blocks: the front is to release the lease."""
+        """End the load of a request that does not want the blocks (any more), so that the front releases the lease."""
         self._early.pop(request_id, None)
         if (load := self._loads.get(request_id)) is not None:
             self._fail(load, "")
@@ -120,14 +126,14 @@ class Loads:
             self._send(KVVerify(request_id, copied=False))
 
     def progress(self, request_id: str, tokens_ready: int) -> None:
-        """The owner has so many tokens ready."""
+        """Note that the owner has ``tokens_ready`` tokens ready."""
         if (load := self._loads.get(request_id)) is not None:
             self._set_ready(load, tokens_ready)
         else:
             self._note_early(request_id, tokens_ready, "")
 
     def verdict(self, verdict: KVVerdict) -> None:
-        """The owner's answer; also unasked, when it cannot be good any more."""
+        """Process the owner's verdict. A negative one may come unasked, when the lease is lost."""
         load = self._loads.get(verdict.request_id)
         if load is None:
             if not verdict.valid:
@@ -142,7 +148,7 @@ class Loads:
                 self._end(load, None)
 
     def copied(self, task: CopyTask, checksums: list[int], error: KVTransferError | None) -> None:
-        """A batch is done. ``checksums``: of its blocks, if they are compared."""
+        """Process the result of a batch. ``checksums``: of its blocks, if checksums are compared."""
         load = self._loads[task.request_id]
         load.copying = None
         load.num_copied += len(task.block_ids)
@@ -155,7 +161,7 @@ class Loads:
             self._advance(load)
 
     def expire(self) -> float | None:
-        """Gives up loads that stand still; seconds until the next one's time is up, None without any."""
+        """Fail loads that have timed out. Returns the seconds until the next timeout, None without a load."""
         now = self._clock()
         for load in list(self._loads.values()):
             if load.deadline <= now and load.state is not _State.FAILED:
@@ -174,7 +180,7 @@ class Loads:
             self._advance(load)
 
     def _advance(self, load: _Load) -> None:
-        """Copies what is ready; asks for the verdict when everything is there."""
+        """Copy the blocks that are ready; ask for the verdict when all are copied."""
         order = load.order
         load.deadline = self._clock() + self._timeout
         if load.copying is not None:

@@ -1,4 +1,4 @@
-"""How the KV of a core moves, put together from its configuration."""
+"""Builds the KV connector of a core from its configuration."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,16 +15,17 @@ from .pull_connector import PullConnector
 
 
 class CoreKV(NamedTuple):
-    """The connector of a core, and what belongs to it."""
+    """Holds the connector of a core and its parts."""
 
     connector: KVConnector
     failpoints: Failpoints
     service: KVService | None
-    """What the KV thread runs; None: nothing moves between engines."""
+    """The service that the KV thread runs; None if no KV moves between engines."""
 
 
 def make_core_kv(config: EngineConfig, transports: Sequence[KVTransport]) -> CoreKV | None:
-    """None where KV stays where it is. Raises ``ValueError`` naming a setting that does not work."""
+    """Return the KV parts of a core; None if it neither transfers nor offloads KV. Raises ``ValueError`` for a wrong
+    setting."""
     kv = config.kv
     if kv.policy not in ("recompute", "fail"):
         raise ValueError(f"kv.policy is {kv.policy!r}; it must be recompute or fail")

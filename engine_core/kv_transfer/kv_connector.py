@@ -1,13 +1,11 @@
-"""How KV blocks get into the pool, and out, other than by computing them: the connector of vLLM V1.
+"""The connector that moves KV blocks into and out of the pool, with the names and the call order of vLLM V1.
 
-Its names, and its order of calls. Scheduler side: get_num_new_matched_tokens → allocate → update_state_after_alloc →
-build_connector_meta → (step) → update_connector_output → request_finished. Worker side, each step:
-bind_connector_metadata → start_load_kv → (forward) → wait_for_save → get_finished → get_block_ids_with_load_errors →
-get_kv_connector_stats → clear_connector_metadata.
+Scheduler side: get_num_new_matched_tokens → allocate → update_state_after_alloc → build_connector_meta → (step) →
+update_connector_output → request_finished. Worker side, each step: bind_connector_metadata → start_load_kv → (forward)
+→ wait_for_save → get_finished → get_block_ids_with_load_errors → get_kv_connector_stats → clear_connector_metadata.
 
-Every load runs beside the steps, on the connector's own threads, while its request waits in
-``WAITING_FOR_REMOTE_KVS``. Whole steps, not layers, are the unit of saving: calls for each layer are only worth their
-cost where a layer takes longer than they do.
+Every load runs next to the steps, on the connector's own threads, while its request is in ``WAITING_FOR_REMOTE_KVS``.
+Blocks are saved per step, not per layer, because calls per layer pay off only if a layer takes longer than a call.
 """
 
 from collections.abc import Callable
@@ -22,128 +20,130 @@ from .kv_transport import KVPool
 
 
 class KVConnectorMetadata(msgspec.Struct):
-    """What a connector's scheduler side tells its worker side for one step; each connector has its own."""
+    """Base of the data that a connector's scheduler side passes to its worker side for one step."""
 
 
 class KVConnectorStats(msgspec.Struct):
-    """What transfers came to since the last step."""
+    """Counts the transfers since the last step."""
 
     blocks_received: int = 0
-    """Loaded and valid."""
+    """Blocks that were loaded and are valid."""
     bytes_received: dict[str, int] = {}
-    """Of those blocks, by transport."""
+    """Bytes of those blocks by transport."""
     failures: dict[str, str] = {}
-    """Loads that failed, by request: one of ``KV_FAILURES``."""
+    """Reasons of failed loads by request, each one of ``KV_FAILURES``."""
 
     def add_received(self, transport: str, num_blocks: int, block_bytes: int) -> None:
-        """Counts a load that came by ``transport``."""
+        """Count a load that used ``transport``."""
         self.blocks_received += num_blocks
         self.bytes_received[transport] = self.bytes_received.get(transport, 0) + num_blocks * block_bytes
 
 
 class KVConnectorOutput(msgspec.Struct):
-    """What became of transfers since the last step."""
+    """Describes the transfers that ended since the last step."""
 
     finished_sending: set[str]
-    """Requests that had ended and whose blocks nobody reads any more."""
+    """Ended requests whose blocks no other engine reads any more."""
     finished_recving: set[str]
-    """Requests whose load has ended, well or not: nothing writes to their blocks any more."""
+    """Requests whose load has ended, successfully or not. Nothing writes to their blocks any more."""
     invalid_block_ids: set[int]
-    """Blocks that were to be loaded for those requests, and were not."""
+    """Blocks of those requests that could not be loaded."""
     stats: KVConnectorStats
 
 
 class KVConnectorScheduler(Protocol):
-    """The side that decides. Called from the thread that steps."""
+    """The side of the connector that decides. Called from the thread that steps."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """First of all: the pool whose generations, and evictions, this connector may follow."""
+        """Called first: gives the pool whose block generations and evictions the connector may follow."""
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens after the first ``num_computed_tokens`` (hits here) can be loaded; whether beside the steps.
+        """Return how many tokens after the first ``num_computed_tokens`` (cache hits) can be loaded, and whether they
+        are loaded next to the steps, which is True unless there is nothing to load.
 
-        None: not known yet, to be asked again at the next step; ``on_news`` says when. The second is always True
-        unless there is nothing to load.
+        None as the first value means that the answer is not known yet: ask again at the next step, or after
+        ``on_news``.
         """
 
     def update_state_after_alloc(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
-        """The whole block table of a request that is to load (``num_external_tokens`` > 0) or starts to run."""
+        """Called with the whole block table of a request that loads (``num_external_tokens`` > 0) or starts to run."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata | None:
-        """Once for each step, also an empty one; None: nothing to do."""
+        """Return the data for the worker side; None if there is nothing to do. Called once per step, even if empty."""
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """What the worker side reported."""
+        """Process what the worker side reported."""
 
     def request_preempted(self, request: Request) -> None:
-        """A running request is about to lose its blocks, and will start anew."""
+        """Called when a running request is about to lose its blocks; it will start again."""
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
-        """A request ended, whatever it was doing. True: its blocks are held until it is in ``finished_sending``."""
+        """Called when a request has ended. Returns whether its blocks are held until it is in ``finished_sending``."""
 
     def request_aborted(self, request_id: str) -> None:
-        """A request that had ended before is not wanted any more: what is held for it may go."""
+        """Called when a request that ended before was aborted: blocks held for it may be freed."""
 
     def revoke_oldest(self) -> str | None:
-        """Makes room: ends the oldest hold of a finished request and names that request; None: there is none."""
+        """End the oldest hold of blocks, to make room. Returns the request that it belonged to; None if nothing is
+        held."""
 
     def want_room(self) -> None:
-        """A request could use the blocks of the oldest hold, and can wait: they are to come as ``finished_sending``."""
+        """Note that a request waits for the blocks of the oldest hold; they arrive as ``finished_sending``."""
 
     def num_leases(self) -> int:
-        """Promises to others that are open now."""
+        """Return the number of open leases."""
 
 
 class KVConnectorWorker(Protocol):
-    """The side that moves bytes. Called from the thread that steps; nothing here waits for a transfer."""
+    """The side of the connector that moves bytes. Called from the thread that steps; no method waits for a transfer."""
 
     def register_kv_caches(self, pool: KVPool) -> None:
-        """Once, when the pool is allocated."""
+        """Called once, when the pool is allocated."""
 
     def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        """What is to be done in this step."""
+        """Take the data of the scheduler side for this step."""
 
     def start_load_kv(self) -> None:
-        """Before the forward pass: sets loads going; saves what the step is about to overwrite."""
+        """Called before the forward pass: start loads, and save blocks that the step is about to overwrite."""
 
     def wait_for_save(self) -> None:
-        """After the forward pass: what it wrote may be read by others from here on."""
+        """Called after the forward pass: other engines may read what it wrote from now on."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """``finished_sending`` and ``finished_recving`` since the last call."""
+        """Return ``finished_sending`` and ``finished_recving`` since the last call."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that loads of the same ``get_finished`` failed to fill."""
+        """Return the blocks that the loads of the same ``get_finished`` failed to fill."""
 
     def get_kv_connector_stats(self) -> KVConnectorStats:
-        """Of what the same ``get_finished`` reported."""
+        """Return the counts for the same ``get_finished``."""
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """Called when the step is over."""
 
     def has_news(self) -> bool:
-        """Whether ``get_finished`` would return something."""
+        """Return whether ``get_finished`` would return something."""
 
     def on_news(self, callback: Callable[[], None]) -> None:
-        """``callback`` is called, from any thread, whenever there is news: the loop may be asleep."""
+        """Call ``callback``, from any thread, whenever there is news, because the step loop may be waiting."""
 
     def shutdown(self) -> None:
-        """Ends all transfers and threads. Idempotent."""
+        """End all transfers and threads. Idempotent."""
 
 
 class KVConnector(KVConnectorScheduler, KVConnectorWorker, Protocol):
-    """Both sides: scheduler and worker live in one process."""
+    """Both sides of a connector, for a scheduler and a worker in one process."""
 
 
 def start_transfers(connector: KVConnector, scheduled: SchedulerOutput) -> None:
-    """The worker side's calls before a forward pass."""
+    """Make the worker side's calls before a forward pass."""
     if (metadata := connector.build_connector_meta(scheduled)) is not None:
         connector.bind_connector_metadata(metadata)
         connector.start_load_kv()
 
 
 def finish_transfers(connector: KVConnector, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
-    """The worker side's calls after a step; None: no news."""
+    """Make the worker side's calls after a step. Returns None without news."""
     output = None
     if connector.has_news():
         sent, received = connector.get_finished(set(scheduled.finished_req_ids))

@@ -1,4 +1,4 @@
-"""Threads that copy blocks and compute their checksums, beside the steps."""
+"""Copies blocks and computes their checksums on threads of their own, next to the steps."""
 
 import logging
 import threading
@@ -15,13 +15,13 @@ from .kv_transport import KVPool, KVReader, KVTransferError, KVTransport
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-"""A copy is bound by memory: more of them would only take turns."""
+"""Copies are limited by memory bandwidth, so more threads would not be faster."""
 _MAX_READERS = 64
-"""Endpoints kept open: engines that this one has read from."""
+"""Limit of endpoints that stay open, one for each engine that this one has read from."""
 
 
 class KVCopier:
-    """Copies into one pool. Its tasks run on the threads of an executor; the results are handed to callbacks there."""
+    """Copies into one pool. Tasks run on the threads of an executor, which also call the callbacks."""
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class KVCopier:
         self._readers: OrderedDict[tuple[str, bytes], KVReader] = OrderedDict()
 
     def copy(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
-        """``done(checksums, error)`` is called by the thread that copied."""
+        """Copy a batch; the copying thread calls ``done(checksums, error)``."""
         self._executor.submit(self._run, task, done)
 
     def checksums(self, block_ids: Sequence[int], done: Callable[[list[int]], None]) -> None:
-        """Of blocks of this pool; ``done`` is called by the thread that computed them."""
+        """Compute checksums of blocks of this pool; the computing thread calls ``done`` with them."""
         self._executor.submit(lambda: done([self._pool.checksum(block_id) for block_id in block_ids]))
 
     def interrupt(self, target: KVTarget) -> None:
-        """Ends what is being read from there, with an error."""
+        """End the read from this target, with an error."""
         self._forget(target)
 
     def close(self) -> None:
-        """Ends everything. Idempotent."""
+        """Close all readers. Idempotent."""
         with self._lock:
             readers, self._readers = list(self._readers.values()), OrderedDict()
         for reader in readers:
@@ -64,10 +64,10 @@ class KVCopier:
             self._copy(task)
             done([self._pool.checksum(block_id) for block_id in task.block_ids] if self._checksum else [], None)
         except KVTransferError as error:
-            log.warning("KV of a request was not copied: %s", error)
+            log.warning("copying KV failed: %s", error)
             done([], error)
         except Exception as error:
-            log.exception("a transport failed")
+            log.exception("a KV transport failed because of a bug")
             done([], KVTransferError("transport", f"{type(error).__name__}: {error}"))
 
     def _copy(self, task: CopyTask) -> None:
@@ -81,7 +81,7 @@ class KVCopier:
             self._forget(task.target)
             if error.reason != "transport" or not task.is_wanted:
                 raise
-            # Once more, over a new link: the old one may have been cut while nobody used it.
+            # Retry once over a new connection: the old one may have been closed while it was idle.
             self._reader(task.target).read(task.source_ids, task.block_ids, self._pool)
         if self._failpoints.fires("torn_copy"):
             self._pool.views[-1][task.block_ids[-1], -1] ^= 0xFF
@@ -93,10 +93,10 @@ class KVCopier:
                 self._readers.move_to_end(key)
                 return reader
         if (transport := self._transports.get(target.transport)) is None:
-            raise KVTransferError("transport", f"no transport {target.transport!r} here")
+            raise KVTransferError("transport", f"this engine has no transport {target.transport!r}")
         reader = transport.open(target.endpoint, self._pool.layout)
         with self._lock:
-            kept = self._readers.setdefault(key, reader)  # the other thread's, if it was faster
+            kept = self._readers.setdefault(key, reader)  # another thread may have opened one in the meantime
             surplus = reader if kept is not reader else None
             if len(self._readers) > _MAX_READERS:
                 surplus = self._readers.popitem(last=False)[1]

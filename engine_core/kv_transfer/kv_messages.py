@@ -1,6 +1,6 @@
-"""What the front and the KV thread of the core say to each other, over a socket pair of their own.
+"""Messages between the front and the core's KV thread, over a socket pair of their own.
 
-Never through the step loop: calls are answered while a step runs. Leases, their blocks and generations belong to the
+They bypass the step loop, so calls are answered while a step runs. Leases, their blocks and generations belong to the
 core; streams, peers and gRPC belong to the front.
 """
 
@@ -8,39 +8,39 @@ import msgspec
 
 
 class KVTarget(msgspec.Struct, array_like=True, gc=False):
-    """Where a reader finds the blocks of a lease that it acquired: the answer to Acquire, fit for the core."""
+    """Describes where a reader finds the blocks of a lease that it acquired: the answer to Acquire, for the core."""
 
     acquisition_id: bytes
     transport: str
     """``shm``, ``socket`` or ``nixl``."""
     endpoint: bytes
-    """Of that transport."""
+    """The owner's endpoint for that transport."""
     block_ids: list[int]
-    """[n] of the owner's pool, in token order from the first token."""
+    """[n] blocks of the owner's pool, in token order from the first token."""
     generations: list[int]
-    """[n]"""
+    """[n] generations of those blocks."""
     num_tokens: int
-    """Tokens whose KV the lease covers."""
+    """Number of tokens whose KV the lease covers."""
     checksums: list[int] = []
-    """[n] CRC-32 of each block over all regions, when enabled and the prefill was complete; else empty."""
+    """[n] CRC-32 of each block over all regions, if enabled and the prefill was complete; otherwise empty."""
 
 
-# Front → KV thread: calls of readers elsewhere on leases held here. Each is answered by one KVAnswer of its call_id.
+# Front → KV thread: calls by other engines on leases held here. Each is answered by one KVAnswer with its call_id.
 
 
 class KVAcquire(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Takes up a lease; a later one supersedes it."""
+    """Acquires a lease; a later acquisition supersedes an earlier one."""
 
     call_id: int
     lease_id: bytes
     kv_layout: str
     prompt_digest: bytes
     transports: list[str]
-    """The reader's, best first."""
+    """The reader's transports, best first."""
 
 
 class KVProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Answered when more than ``tokens_seen`` tokens are ready, or the lease ended."""
+    """Asks for progress. Answered when more than ``tokens_seen`` tokens are ready, or the lease has ended."""
 
     call_id: int
     acquisition_id: bytes
@@ -48,39 +48,39 @@ class KVProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class KVRenew(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Keeps a lease alive."""
+    """Renews a lease."""
 
     call_id: int
     acquisition_id: bytes
 
 
 class KVRelease(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Asked after the copy: were they the same blocks all the while? Ends the lease; idempotent for 60 s."""
+    """Ends a lease after the copy, and asks whether its blocks stayed unchanged. Idempotent for 60 s."""
 
     call_id: int
     acquisition_id: bytes
     generations: list[int]
 
 
-# Front → KV thread: about loads of this engine's own requests.
+# Front → KV thread: news about loads of this engine's requests.
 
 
 class KVRemoteProgress(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """The owner says so many tokens of this request's prompt are ready to be read."""
+    """Reports how many tokens of a request's prompt the owner has ready to be read."""
 
     request_id: str
     tokens_ready: int
 
 
 class KVVerdict(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """The answer to KVVerify; also sent unasked (``valid`` False) when the owner is gone or the lease ended early."""
+    """Answers KVVerify. Also sent unasked (``valid`` False) when the owner is lost or the lease ended early."""
 
     request_id: str
     valid: bool
     reason: str = ""
-    """One of ``KV_FAILURES`` when not valid."""
+    """One of ``KV_FAILURES`` if not valid."""
     checksums: list[int] = []
-    """Of all blocks, when the owner computes them."""
+    """Checksums of all blocks, if the owner computes them."""
 
 
 KVCall = KVAcquire | KVProgress | KVRenew | KVRelease | KVRemoteProgress | KVVerdict
@@ -89,40 +89,41 @@ KV_FAILURES = (
     "lease_expired", "lease_revoked", "generation_changed", "checksum", "transport", "owner_lost", "layout", "digest",
     "not_found", "timeout",
 )  # fmt: skip
-"""Reasons of a local recompute: label ``reason`` of ``tokenloom_kv_recompute_total``."""
+"""Reasons of a local recompute: the label ``reason`` of ``tokenloom_kv_recompute_total``."""
 
 
 # KV thread → front.
 
 
 class KVAnswer(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Answers the call of that id."""
+    """Answers the call with this id."""
 
     call_id: int
     failure: str = ""
-    """Empty, or one of ``KV_FAILURES``; ``detail`` names the difference."""
+    """Empty, or one of ``KV_FAILURES``; ``detail`` explains it."""
     detail: str = ""
     target: KVTarget | None = None
-    """Of KVAcquire."""
+    """For KVAcquire: where the blocks are."""
     ttl_seconds: float = 0.0
-    """Of KVAcquire and KVRenew."""
+    """For KVAcquire and KVRenew: how long the lease lasts."""
     tokens_ready: int = 0
-    """Of KVProgress."""
+    """For KVProgress: how many tokens are ready."""
     num_tokens: int = 0
-    """Of KVProgress: complete when ``tokens_ready`` reaches it."""
+    """For KVProgress: the prefill is complete when ``tokens_ready`` reaches it."""
     valid: bool = False
-    """Of KVRelease."""
+    """For KVRelease: whether the blocks stayed unchanged."""
     checksums: list[int] = []
-    """Of KVRelease, when enabled."""
+    """For KVRelease: checksums of the blocks, if enabled."""
 
 
 class KVVerify(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """The copy of this request's blocks is done (or given up, ``copied`` False): the front is to release the lease."""
+    """Reports that the copy of a request's blocks is done, or failed (``copied`` False): the front releases the
+    lease."""
 
     request_id: str
     copied: bool
     failure: str = ""
-    """Why it was given up: one of ``KV_FAILURES``, or empty where the request is not wanted any more."""
+    """Why the copy failed: one of ``KV_FAILURES``, or empty if the request does not want the blocks any more."""
 
 
 KVEvent = KVAnswer | KVVerify

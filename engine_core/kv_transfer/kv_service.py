@@ -1,4 +1,4 @@
-"""What the KV thread does: answers the front about leases held here, and drives loads from elsewhere. No I/O."""
+"""The work of the KV thread: answers the front's calls on leases, and drives loads from other engines. No I/O."""
 
 import queue
 import threading
@@ -31,10 +31,16 @@ Command = Callable[[], None]
 
 
 class KVService:
-    """Leases and loads of one engine.
+    """Owns the leases and loads of one engine.
 
-    ``receive``, ``run`` and ``take_events`` are the KV thread's; ``start_load``, ``give_up`` and ``leases`` serve the
-    thread that steps; whatever other threads want is queued for the KV thread, and ``on_wake`` tells it.
+    The KV thread calls ``receive``, ``run`` and ``take_events``. The thread that steps uses ``start_load``, ``give_up``
+    and ``leases``. Commands of other threads are queued for the KV thread, and ``on_wake`` is called.
+
+    Attributes:
+        leases: The leases held for other engines.
+        on_wake: Called by any thread when :meth:`run` should be called soon.
+        on_news: Called by any thread when a load or a lease has ended.
+        results: Loads that have ended; at most one per request that waits.
     """
 
     def __init__(
@@ -46,14 +52,11 @@ class KVService:
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``executor``: of the threads that copy; None: two of its own."""
+        """``executor``: its threads copy blocks; None for two threads of its own."""
         self.leases = LeaseTable(config.lease_seconds, clock=clock)
         self.on_wake: Command = _nothing
-        """Called by any thread when :meth:`run` is to be called soon."""
         self.on_news: Command = _nothing
-        """Called by any thread when a load or a lease has ended."""
         self.results: deque[LoadResult] = deque()
-        """Loads that ended; at most one for each request that waits."""
         self._config = config
         self._transports = list(transports)
         self._failpoints = failpoints
@@ -75,7 +78,7 @@ class KVService:
         self._closed = threading.Event()
 
     def register(self, pool: KVPool) -> None:
-        """The pool that readers read and loads fill; from here on it is served."""
+        """Serve the pool from now on: readers read it, and loads fill it."""
         self._pool = pool
         for transport in self._transports:
             if (endpoint := transport.serve(pool)) is not None:
@@ -85,7 +88,7 @@ class KVService:
         )
 
     def close(self) -> None:
-        """Ends copies and transports. Idempotent."""
+        """End copies and transports. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -98,26 +101,26 @@ class KVService:
     # For the thread that steps
 
     def start_load(self, order: LoadOrder) -> None:
-        """Sets a load going; it ends as one of ``results``."""
+        """Start a load; it ends as one of ``results``."""
         self._post(lambda: self._loads.start(order))
 
     def give_up(self, request_id: str) -> None:
-        """Lets the front release the lease of a request that does not want it (any more)."""
+        """Make the front release the lease of a request that does not want it (any more)."""
         self._post(lambda: self._loads.give_up(request_id))
 
     def leases_changed(self) -> None:
-        """Leases were published or dropped: who follows one is to hear of it."""
+        """Wake the KV thread after leases were published or dropped, if a reader follows one."""
         if self._following:
             self.on_wake()
 
     def has_news(self) -> bool:
-        """Whether a load or a lease has ended."""
+        """Return whether a load or a lease has ended."""
         return bool(self.results) or self.leases.any_freed()
 
     # For the KV thread
 
     def receive(self, call: KVCall) -> None:
-        """Answers a call of the front, at once or in a later :meth:`run`."""
+        """Answer a call of the front, at once or in a later :meth:`run`."""
         match call:
             case KVRemoteProgress():
                 self._loads.progress(call.request_id, call.tokens_ready)
@@ -132,7 +135,7 @@ class KVService:
                 self._answer(call, [])
 
     def run(self) -> float | None:
-        """Does what is due; returns the seconds until something else may be, None if nothing is in sight."""
+        """Do what is due. Returns the seconds until :meth:`run` must be called again, None for no limit."""
         while True:
             try:
                 command = self._commands.get_nowait()
@@ -146,7 +149,7 @@ class KVService:
         return min(times, default=None)
 
     def take_events(self) -> list[KVEvent]:
-        """What the front is to be told, in order."""
+        """Return the messages for the front, in order."""
         events: list[KVEvent] = []
         while self._events:
             event = self._events.popleft()
@@ -175,7 +178,7 @@ class KVService:
         assert self._pool is not None, "register comes first"
         if call.kv_layout != self._pool.layout or self._failpoints.fires("wrong_layout"):
             raise KVTransferError(
-                "layout", f"the owner's KV layout is {self._pool.layout}, the reader's {call.kv_layout}"
+                "layout", f"the owner's KV layout is {self._pool.layout}, the reader's is {call.kv_layout}"
             )
         transport = next((name for name in call.transports if name in self._endpoints), None)
         if transport is None:
@@ -198,7 +201,7 @@ class KVService:
         try:
             block_ids = self.leases.blocks_of(call.acquisition_id)
         except KVTransferError:
-            self._answer(call, [])  # it ended; the table knows how
+            self._answer(call, [])  # the lease has ended; the table has the reason
             return
         self._copier.checksums(block_ids, lambda checksums: self._post(lambda: self._answer(call, checksums)))
 

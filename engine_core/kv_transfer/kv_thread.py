@@ -1,4 +1,4 @@
-"""The KV thread of a core's process: its own socket to the front, so that it answers while a step runs."""
+"""The KV thread of a core's process. It has its own socket to the front, so it answers while a step runs."""
 
 import contextlib
 import math
@@ -21,17 +21,18 @@ class KVThread:
         self._socket.linger = 0
         self._socket.connect(address)
         self._calls: Decoder[KVCall] = Decoder(KVCall)
-        # Full pipe: the thread is being woken already.
+        # A full pipe means that the thread will wake anyway.
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="core-kv", daemon=True)
         self._stopping = False
         service.on_wake = self._wake
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; the front hears no more. The service is closed before: nobody else wakes the thread."""
+        """End the thread. The service must be closed before, so that no other thread wakes this one."""
         self._stopping = True
         self._wake()
         self._thread.join()

@@ -1,8 +1,8 @@
-"""Moving KV blocks between the pools of two engines: the plain data and the protocols that a transport fulfils.
+"""Transports that move KV blocks between the pools of two engines: their protocols and plain data.
 
-The owner of blocks serves its pool and hands out an endpoint; a reader opens the endpoint and copies blocks into its
-own pool (a pull). Which blocks may be read, and until when, is not a transport's business: leases say so, and the
-reader asks the owner once more after the copy.
+The owner of blocks serves its pool and publishes an endpoint; a reader opens the endpoint and copies blocks into its
+own pool (a pull). Transports do not know which blocks may be read, and until when: leases decide that, and the reader
+asks the owner again after the copy.
 """
 
 import zlib
@@ -26,11 +26,11 @@ Buffer = memoryview | mmap
 
 
 class KVTransferError(Exception):
-    """Blocks could not be moved: the request's KV is to be computed anew.
+    """Raised when blocks cannot be moved, so that the request's KV must be computed again.
 
     Attributes:
         reason: One of :data:`tokenloom.engine_core.kv_transfer.kv_messages.KV_FAILURES`.
-        detail: For the log; may name addresses, never sent to a client.
+        detail: Text for the log. It may contain addresses, so it is never sent to a client.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -41,21 +41,22 @@ class KVTransferError(Exception):
 
 
 class KVRegion(msgspec.Struct, frozen=True, array_like=True):
-    """One stretch of a pool in which blocks follow each other: of a layer, its keys or its values."""
+    """Describes one range of a pool in which blocks follow each other, such as the keys or the values of a layer."""
 
     offset: int
-    """In bytes from the start of the memory."""
+    """Start in bytes, relative to the memory."""
     block_bytes: int
-    """Of one block in this region."""
+    """Bytes of one block in this region."""
 
 
 @dataclass(frozen=True)
 class KVPool:
-    """A worker's KV cache as transports see it: block i is the i-th piece of every region."""
+    """Describes a worker's KV cache for transports: block i is the i-th piece of every region."""
 
     memory: PoolMemory
     regions: tuple[KVRegion, ...]
-    """In the layout's order; pools of equal layouts have regions of equal ``block_bytes``, at offsets of their own."""
+    """Regions in the layout's order. Pools of equal layout have regions of equal ``block_bytes``, at different
+    offsets."""
     num_blocks: int
     layout: str
     """``ModelInfo.kv_layout``."""
@@ -68,25 +69,26 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all regions."""
+        """Bytes of one block over all regions."""
         return sum(region.block_bytes for region in self.regions)
 
     @cached_property
     def views(self) -> tuple[Bytes, ...]:
-        """Of each region, [num_blocks, block_bytes] bytes; writable."""
+        """One writable array per region: [num_blocks, block_bytes] bytes."""
         return tuple(view for plane in self.planes for view in plane)
 
     @cached_property
     def planes(self) -> tuple[Bytes, ...]:
-        """Regions of equal size at equal distances as one array, [regions, num_blocks, block_bytes]; writable."""
+        """Writable arrays [regions, num_blocks, block_bytes], each over regions of equal size at equal distances."""
         return region_planes(self.memory.buffer, self.regions, self.num_blocks)
 
     def checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
-        """[n] the ids; raises :class:`KVTransferError` (``transport``) where one is not of this pool."""
+        """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) for one outside of this
+        pool."""
         return checked_ids(block_ids, self.num_blocks)
 
     def checksum(self, block_id: int) -> int:
-        """CRC-32 of a block over all regions in their order. Releases the interpreter lock on large blocks."""
+        """Return the CRC-32 of a block over all regions in order. Releases the interpreter lock for large blocks."""
         crc = 0
         for view in self.views:
             crc = zlib.crc32(view[block_id], crc)
@@ -94,28 +96,31 @@ class KVPool:
 
 
 def checked_ids(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:
-    """[n] the ids; raises :class:`KVTransferError` (``transport``) where one is not of a pool of ``num_blocks``."""
+    """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) for one outside of a pool of
+    ``num_blocks`` blocks."""
     try:
         ids = np.asarray(block_ids, dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
         raise KVTransferError("transport", f"block ids: {error}") from error
     if ids.ndim != 1 or (ids.size and not (ids.min() >= 0 and ids.max() < num_blocks)):
-        raise KVTransferError("transport", f"block ids outside of a pool of {num_blocks} blocks")
+        raise KVTransferError("transport", f"block ids exceed a pool of {num_blocks} blocks")
     return ids
 
 
 def checked_pairs(
     source_block_ids: BlockIds, num_source_blocks: int, target_block_ids: BlockIds, pool: KVPool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """[n] sources and [n] targets of a read; raises :class:`KVTransferError` (``transport``) where they are wrong."""
+    """Return the sources [n] and the targets [n] of a read. Raises :class:`KVTransferError` (``transport``) for wrong
+    ones."""
     source, target = checked_ids(source_block_ids, num_source_blocks), pool.checked(target_block_ids)
     if len(source) != len(target):
-        raise KVTransferError("transport", f"{len(source)} blocks to read into {len(target)}")
+        raise KVTransferError("transport", f"cannot read {len(source)} blocks into {len(target)}")
     return source, target
 
 
 def region_planes(buffer: Buffer, regions: Sequence[KVRegion], num_blocks: int) -> tuple[Bytes, ...]:
-    """As :attr:`KVPool.planes`, of any buffer. ``TypeError`` or ``ValueError`` where a region exceeds it."""
+    """Return the arrays of :attr:`KVPool.planes` over any buffer. Raises ``TypeError`` or ``ValueError`` if a region
+    exceeds it."""
     groups: list[list[KVRegion]] = []
     for region in regions:
         if groups and _continues(groups[-1], region):
@@ -140,9 +145,10 @@ def _plane(buffer: Buffer, group: list[KVRegion], num_blocks: int) -> Bytes:
 def copy_blocks(
     source: tuple[Bytes, ...], source_ids: BlockIds, target: tuple[Bytes, ...], target_ids: BlockIds
 ) -> None:
-    """Copies block ``source_ids[i]`` of planes of equal layout to ``target_ids[i]``, checked ids, in all regions.
+    """Copy block ``source_ids[i]`` to block ``target_ids[i]`` in all regions of planes of equal layout. The ids must be
+    checked before.
 
-    One numpy call, which lets go of the interpreter lock, for each run of blocks that follow each other on both sides.
+    Makes one numpy call, which releases the interpreter lock, per run of blocks that are adjacent on both sides.
     """
     if [plane.shape[::2] for plane in source] != [plane.shape[::2] for plane in target]:
         source, target = _single_planes(source), _single_planes(target)
@@ -156,7 +162,7 @@ def _single_planes(planes: tuple[Bytes, ...]) -> tuple[Bytes, ...]:
 
 
 def _runs(source_ids: IntArray, target_ids: IntArray) -> Iterator[tuple[int, int, int]]:
-    """(first source block, first target block, blocks) of each run."""
+    """Yield (first source block, first target block, number of blocks) for each run."""
     if not len(source_ids):
         return
     breaks = np.flatnonzero((np.diff(source_ids) != 1) | (np.diff(target_ids) != 1)) + 1
@@ -166,34 +172,36 @@ def _runs(source_ids: IntArray, target_ids: IntArray) -> Iterator[tuple[int, int
 
 
 class KVReader(Protocol):
-    """An opened endpoint: copies blocks of the owner's pool into this engine's. Used from any thread, blocking."""
+    """An open endpoint, which copies blocks of the owner's pool into this engine's pool. Blocking; any thread may use
+    it."""
 
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
-        """Copies block ``source[i]`` of the owner to block ``target[i]`` of ``pool``, all regions, as one batch.
+        """Copy block ``source[i]`` of the owner to block ``target[i]`` of ``pool`` in all regions, as one batch.
 
-        Raises :class:`KVTransferError`; some target blocks may have been written then. The reader may be used again
-        unless the owner is gone, which the next call reports as well.
+        Raises :class:`KVTransferError`; some target blocks may have been written by then. The reader may be used again,
+        unless the owner is lost; then the next call fails too.
         """
 
     def close(self) -> None:
-        """Ends a read in progress, with an error unless it is nearly done. Idempotent."""
+        """Close the endpoint. A read in progress ends, with an error unless it is nearly done. Idempotent."""
 
 
 class KVTransport(Protocol):
-    """One way of moving blocks. Thread-safe."""
+    """One way to move blocks. Thread-safe."""
 
     @property
     def name(self) -> str:
-        """As in ``KVTarget.transport``."""
+        """The name, as in ``KVTarget.transport``."""
 
     def serve(self, pool: KVPool) -> bytes | None:
-        """Owner: begins to serve a pool (once) and returns the endpoint for readers; None: cannot serve this pool."""
+        """Owner: start to serve a pool, once. Returns the endpoint for readers; None if it cannot serve this pool."""
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
-        """Reader: connects. ``layout`` is that of its own pool. Worth keeping for as long as the owner's endpoint is.
+        """Reader: connect. ``layout`` is the layout of the reader's pool. The result can be reused as long as the
+        endpoint exists.
 
-        Raises :class:`KVTransferError`: ``layout`` naming both when they differ, else ``transport``.
+        Raises :class:`KVTransferError`: ``layout`` if the layouts differ, otherwise ``transport``.
         """
 
     def close(self) -> None:
-        """Ends serving and all that was opened. Idempotent."""
+        """Stop serving and close all opened endpoints. Idempotent."""

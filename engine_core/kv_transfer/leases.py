@@ -1,4 +1,4 @@
-"""Leases: promises of the owner of KV blocks that they stay as they are until a reader has copied them."""
+"""Leases: an owner of KV blocks promises that they stay unchanged until a reader has copied them."""
 
 import hashlib
 import math
@@ -13,45 +13,46 @@ from dataclasses import dataclass
 from .kv_transport import KVTransferError
 
 PATIENCE_SHARE = 1 / 6
-"""Of a lease's time: how long it is safe from requests that could wait for its blocks (5 of 30 seconds)."""
+"""Share of a lease's time in which requests that could use its blocks have to wait (5 of 30 seconds)."""
 ANSWER_SECONDS = 60.0
-"""How long it is remembered how a lease ended."""
+"""How long the reason for the end of a lease is kept."""
 _MAX_ENDED = 65_536
-"""Ended leases and acquisitions remembered at most: a thousand a second."""
+"""Limit of ended leases and acquisitions whose reasons are kept: about a thousand per second."""
 
 
 def prompt_digest(token_ids: Sequence[int], salt: bytes) -> bytes:
-    """SHA-256 over the salt's length (u32), the salt, and the ids, little-endian u32: owner and reader compare it, so
-    that a lease can never be read for another prompt or by another tenant."""
+    """Return SHA-256 over the salt's length (u32), the salt, and the ids (little-endian u32). Owner and reader compare
+    it, so a lease can never be read for another prompt or by another tenant."""
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return hashlib.sha256(struct.pack("<I", len(salt)) + salt + packed).digest()
 
 
 @dataclass(slots=True)
 class Lease:
-    """One of them, while it lasts."""
+    """Describes a lease while it lasts."""
 
     lease_id: bytes
     request_id: str
-    """Of the prefill."""
+    """The request of the prefill."""
     block_ids: list[int]
-    """In token order; the last may be filled in part."""
+    """Blocks in token order; the last one may be filled partly."""
     generations: list[int]
     num_tokens: int
-    """Covered by the blocks."""
+    """Number of tokens that the blocks cover."""
     digest: bytes
     tokens_ready: int = 0
     acquisition_id: bytes = b""
-    """Of the newest reader; empty: none yet."""
+    """The acquisition of the latest reader; empty before the first."""
     kept_at: float | None = None
-    """When the prefill was done; None: its blocks are its own until then."""
+    """When the prefill was complete; None before, while the request itself holds the blocks."""
     expires_at: float = math.inf
 
 
 class LeaseTable:
-    """All leases of an engine. The thread that steps grants, publishes, keeps and drops; the KV thread does the rest.
+    """Owns all leases of an engine. The thread that steps grants, publishes, keeps and drops them; the KV thread does
+    the rest.
 
-    A lease ends once: released, expired, dropped or revoked. How it ended is remembered for whoever asks later.
+    A lease ends once: released, expired, dropped or revoked. The reason is kept for later calls.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class LeaseTable:
         clock: Callable[[], float] = time.monotonic,
         new_id: Callable[[], bytes] = lambda: os.urandom(16),
     ) -> None:
-        """``generations``: of every block of the pool, as it is now: read, never written."""
+        """``generations``: the present generation of every block of the pool; read, never written."""
         self.generations = generations
         self._seconds = seconds
         self._clock = clock
@@ -72,7 +73,9 @@ class LeaseTable:
         self._by_request: dict[str, Lease] = {}
         self._by_acquisition: dict[bytes, Lease] = {}
         self._kept: OrderedDict[str, Lease] = OrderedDict()  # oldest first
-        self._ended: OrderedDict[bytes, tuple[str, float]] = OrderedDict()  # lease and acquisition ids; "": released
+        self._ended: OrderedDict[bytes, tuple[str, float]] = (
+            OrderedDict()
+        )  # by lease and acquisition id: reason (empty if released), expiry
         self._freed: list[str] = []
         self._is_room_wanted = False
 
@@ -82,7 +85,7 @@ class LeaseTable:
     # For the thread that steps
 
     def grant(self, lease_id: bytes, request_id: str, block_ids: Sequence[int], num_tokens: int, digest: bytes) -> None:
-        """Promises blocks to whoever shows the id and the digest; an earlier grant to the same request is void."""
+        """Grant a lease to a reader that presents the id and the digest. An earlier lease of the request ends."""
         generations = [self.generations[block_id] for block_id in block_ids]
         with self._lock:
             if (earlier := self._by_request.get(request_id)) is not None:
@@ -91,13 +94,14 @@ class LeaseTable:
             self._leases[lease_id] = self._by_request[request_id] = lease
 
     def publish(self, request_id: str, tokens_ready: int) -> None:
-        """So many tokens are computed and written, for good."""
+        """Note that ``tokens_ready`` tokens are computed and will not change."""
         with self._lock:
             if (lease := self._by_request.get(request_id)) is not None:
                 lease.tokens_ready = min(tokens_ready, lease.num_tokens)
 
     def keep(self, request_id: str) -> bool:
-        """The prefill is done: the lease's time begins, and its blocks outlive the request. False: it has ended."""
+        """Note that the prefill is complete: the lease's time starts, and its blocks outlive the request. Returns False
+        if the lease has ended."""
         with self._lock:
             if (lease := self._by_request.get(request_id)) is None:
                 return False
@@ -107,20 +111,20 @@ class LeaseTable:
             return True
 
     def drop(self, request_id: str) -> None:
-        """The request ended in another way, or lost its blocks: so does its lease."""
+        """End the lease of a request that ended otherwise or lost its blocks."""
         with self._lock:
             if (lease := self._by_request.get(request_id)) is not None:
                 self._end(lease, "lease_revoked")
 
     def drop_unacquired(self, request_id: str) -> None:
-        """Nobody will come for the KV of this finished prefill; who came already may go on reading."""
+        """End the lease of a finished prefill unless a reader has acquired it; that reader may continue."""
         with self._lock:
             lease = self._kept.get(request_id)
             if lease is not None and not lease.acquisition_id:
                 self._end(lease, "lease_revoked", freed=True)
 
     def revoke_oldest(self) -> str | None:
-        """Ends the lease that is kept for longest; its request, whose blocks are the caller's now."""
+        """End the lease that has been kept longest. Returns its request, whose blocks the caller now owns."""
         with self._lock:
             if not self._kept:
                 return None
@@ -129,23 +133,24 @@ class LeaseTable:
             return request_id
 
     def want_room(self) -> None:
-        """A request could use the blocks of the oldest lease, and can wait: nothing else runs. Until any lease ends."""
+        """Note that a request waits for the blocks of the oldest lease while nothing else runs. Reset when a lease
+        ends."""
         self._is_room_wanted = True
 
     def take_freed(self) -> set[str]:
-        """Finished requests whose leases ended otherwise since the last call: their blocks may be freed."""
+        """Return finished requests whose leases have ended since the last call, so that their blocks can be freed."""
         with self._lock:
             freed, self._freed = self._freed, []
         return set(freed)
 
     def any_freed(self) -> bool:
-        """Whether ``take_freed`` would return any."""
+        """Return whether ``take_freed`` would return any."""
         return bool(self._freed)
 
-    # For the KV thread; all raise KVTransferError when the lease has ended or never was
+    # For the KV thread. All methods raise KVTransferError if the lease has ended or never existed.
 
     def acquire(self, lease_id: bytes, digest: bytes) -> tuple[Lease, float]:
-        """A copy of the lease under a new acquisition id, and its seconds to live. Supersedes earlier readers."""
+        """Return a copy of the lease with a new acquisition id, and its seconds to live. Supersedes earlier readers."""
         with self._lock:
             lease = self._find(self._leases, lease_id)
             if lease.digest != digest:
@@ -160,24 +165,24 @@ class LeaseTable:
             return copy, self._extend(lease)
 
     def progress(self, acquisition_id: bytes) -> tuple[int, int]:
-        """Tokens ready, and of how many."""
+        """Return the tokens that are ready, and the tokens that the lease covers."""
         with self._lock:
             lease = self._find(self._by_acquisition, acquisition_id)
             return lease.tokens_ready, lease.num_tokens
 
     def renew(self, acquisition_id: bytes) -> float:
-        """Seconds to live, as many as at first."""
+        """Extend the lease and return its seconds to live."""
         with self._lock:
             return self._extend(self._find(self._by_acquisition, acquisition_id))
 
     def blocks_of(self, acquisition_id: bytes) -> list[int]:
-        """In token order."""
+        """Return the blocks in token order."""
         with self._lock:
             return list(self._find(self._by_acquisition, acquisition_id).block_ids)
 
     def release(self, acquisition_id: bytes, generations: Sequence[int]) -> None:
-        """Ends the lease, after the copy. Raises too when a block was not the same, or not ready, all the while; the
-        answer to an acquisition that was released stays the same."""
+        """End the lease after the copy. Raises also if a block changed or was not ready during the copy. Idempotent for
+        an acquisition that was released."""
         with self._lock:
             if (ended := self._ended.get(acquisition_id)) is not None and not ended[0]:
                 return
@@ -186,10 +191,11 @@ class LeaseTable:
             valid = list(generations) == lease.generations == now and lease.tokens_ready == lease.num_tokens
             self._end(lease, "" if valid else "generation_changed", freed=True)
             if not valid:
-                raise KVTransferError("generation_changed", "blocks were given to somebody else during the copy")
+                raise KVTransferError("generation_changed", "blocks were reused during the copy")
 
     def expire(self) -> float | None:
-        """Ends leases whose time is up, or whose blocks are wanted; seconds until more may, None without any."""
+        """End leases that have expired, or whose blocks are wanted. Returns the seconds until the next one may end,
+        None without a lease."""
         with self._lock:
             now = self._clock()
             for lease in [lease for lease in self._kept.values() if lease.expires_at <= now]:
@@ -202,7 +208,7 @@ class LeaseTable:
             return max(0.0, min(soonest, self._safe_until()) - now)
 
     def end_early(self, acquisition_id: bytes) -> None:
-        """As if its time had run out."""
+        """End a lease as if it had expired."""
         with self._lock:
             self._end(self._find(self._by_acquisition, acquisition_id), "lease_expired", freed=True)
 
@@ -215,7 +221,7 @@ class LeaseTable:
         raise KVTransferError(reason or "not_found", "the lease has ended" if key in self._ended else "no such lease")
 
     def _safe_until(self) -> float:
-        """When the oldest lease may go, if its blocks are wanted."""
+        """Return when the oldest lease may be revoked, if its blocks are wanted."""
         kept_at = next(iter(self._kept.values())).kept_at
         assert kept_at is not None
         return kept_at + self._seconds * PATIENCE_SHARE if self._is_room_wanted else math.inf
@@ -231,7 +237,7 @@ class LeaseTable:
             self._remember(lease.acquisition_id, "not_found")
 
     def _end(self, lease: Lease, reason: str, *, freed: bool = False) -> None:
-        """``freed``: whoever holds the blocks of a finished prefill is to hear of it."""
+        """``freed``: report a finished prefill in ``take_freed``, so that its blocks are freed."""
         del self._leases[lease.lease_id]
         del self._by_request[lease.request_id]
         if self._kept.pop(lease.request_id, None) is not None and freed:

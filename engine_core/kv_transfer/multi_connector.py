@@ -1,4 +1,4 @@
-"""Several connectors as one: the first that can load, loads; all save."""
+"""Combines several connectors: the first one that can load a request loads it; all of them save."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,23 +10,23 @@ from .kv_transport import KVPool
 
 
 class MultiMetadata(KVConnectorMetadata):
-    """One for each connector, in their order."""
+    """Holds the metadata of each connector, in their order."""
 
     parts: list[KVConnectorMetadata | None]
 
 
 class MultiConnector:
-    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` by others."""
+    """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with other connectors."""
 
     def __init__(self, connectors: Sequence[KVConnector]) -> None:
-        """``connectors``: the one to load from first, first."""
+        """``connectors``: in the order in which they are asked to load."""
         self._connectors = list(connectors)
         self._loader: dict[str, int] = {}
-        """Request → the connector that offered to load; until it took up the offer or the request ended."""
+        """By request: the connector that offered to load it, until it does or the request has ended."""
         self._holders: dict[str, int] = {}
-        """Request that ended → how many connectors still hold its blocks."""
+        """By ended request: how many connectors still hold its blocks."""
         self._bound: list[KVConnector] = []
-        """Those with something to do in this step."""
+        """The connectors with work in this step."""
 
     # Scheduler side
 
@@ -74,7 +74,8 @@ class MultiConnector:
             connector.request_aborted(request_id)
 
     def revoke_oldest(self) -> str | None:
-        """Of the first connector that has one; blocks that others hold for the same request stay."""
+        """Revoke the oldest hold of the first connector that has one. Blocks that another connector holds too stay
+        held, and the next hold is tried."""
         for connector in self._connectors:
             request_id = connector.revoke_oldest()
             if request_id is not None:
@@ -102,7 +103,7 @@ class MultiConnector:
                 self._bound.append(connector)
 
     def start_load_kv(self) -> None:
-        # From the last, which saves what the first is about to load over.
+        # In reverse order: a later connector saves blocks that an earlier one overwrites with a load.
         for connector in reversed(self._bound):
             connector.start_load_kv()
 
@@ -149,7 +150,7 @@ class MultiConnector:
             connector.shutdown()
 
     def _release(self, request_id: str) -> bool:
-        """One connector let go of a request's blocks; whether it was the last."""
+        """Note that one connector released a request's blocks. Returns whether it was the last one."""
         left = self._holders.get(request_id, 1) - 1
         if left:
             self._holders[request_id] = left

@@ -1,4 +1,4 @@
-"""Keeps prefix blocks that the pool evicts in a file, and brings them back when a prompt would hit them."""
+"""Keeps prefix blocks that the pool evicts in a file, and loads them when a prompt needs them again."""
 
 import threading
 from collections.abc import Callable
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from tokenloom.request.prompt_block_hash import hash_block
+
 from ..config import CacheConfig
-from ..kv_cache.block_hash import hash_block
 from ..kv_cache.block_pool import BlockPool
 from ..scheduling.request import Request
 from ..wire.scheduler_output import SchedulerOutput
@@ -17,7 +18,7 @@ from .offload_tier import OffloadTier, TierIndex, TierLoad, TierSave
 
 
 class OffloadEviction(msgspec.Struct):
-    """A block whose content is to be kept in a slot."""
+    """Names a block whose content is saved into a slot."""
 
     block_id: int
     block_hash: bytes
@@ -25,32 +26,34 @@ class OffloadEviction(msgspec.Struct):
 
 
 class OffloadMetadata(KVConnectorMetadata):
-    """What a step evicts and loads, in the order in which the slots were given."""
+    """Lists what a step evicts and loads, in the order in which slots were assigned."""
 
     jobs: list[OffloadEviction | TierLoad]
 
 
 class OffloadConnector:
-    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector`."""
+    """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with a file."""
 
     def __init__(self, cache: CacheConfig, directory: Path, capacity_bytes: int) -> None:
-        """``capacity_bytes`` bounds the file in ``directory``; at least a block must fit, else ``ValueError`` later."""
+        """``capacity_bytes``: limit of the file in ``directory``. If no block fits, :meth:`register_kv_caches` raises
+        ``ValueError``."""
         self._block_size = cache.block_size
         self._hash_seed = cache.block_hash_seed
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._index = TierIndex(0)
         self._matches: dict[str, TierLoad] = {}
-        """Request → what it would load, without blocks; until it does, or ends."""
+        """By request: what it would load, still without blocks, until it loads or has ended."""
         self._jobs: list[OffloadEviction | TierLoad] = []
         self._metadata: OffloadMetadata | None = None
         self._pool: KVPool | None = None
         self._tier: OffloadTier | None = None
         self._lock = threading.Lock()
         self._loaded: list[tuple[TierLoad, int, str]] = []
-        """Loads that ended, with the blocks that were read and why not all; bounded by the requests that wait."""
+        """Loads that have ended, each with the number of blocks read and the reason if not all were; bounded by the
+        requests that wait."""
         self._reported: list[tuple[TierLoad, int, str]] = []
-        """Those of the latest ``get_finished``."""
+        """The loads of the latest ``get_finished``."""
         self._on_news: Callable[[], None] = lambda: None
 
     # Scheduler side
@@ -59,14 +62,14 @@ class OffloadConnector:
         pool.listeners.append(self)
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """From the block pool, while a step is planned."""
+        """Called by the block pool while a step is planned: save the block if the tier has room."""
         if self._index.find(block_hash) is not None:
             self._index.touch(block_hash)
         elif self._tier is not None and self._tier.has_room(len(self._jobs) + 1):
             self._jobs.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
 
     def forgot_all(self) -> None:
-        """From the block pool: another model's content, say, is of no use."""
+        """Called by the block pool when all cached content became useless, for example because the weights changed."""
         self._index.clear()
         self._jobs = [job for job in self._jobs if isinstance(job, TierLoad)]
 
@@ -86,7 +89,7 @@ class OffloadConnector:
         load = self._matches.pop(request.request_id, None)
         if load is None or not num_external_tokens:
             return
-        # Making room may have given one of its slots to a block evicted just now: the tier will find that out.
+        # Allocating blocks may have evicted one whose save took over a slot of this load; the tier notices that.
         load.block_ids = block_ids[load.first_block : load.first_block + len(load.slots)]
         self._jobs.append(load)
 
@@ -102,7 +105,7 @@ class OffloadConnector:
 
     def request_finished(self, request: Request, block_ids: list[int]) -> bool:
         self._matches.pop(request.request_id, None)
-        return False  # what can be hit is saved when it is evicted
+        return False  # cached blocks are saved when they are evicted
 
     def request_aborted(self, request_id: str) -> None:
         pass
@@ -121,7 +124,9 @@ class OffloadConnector:
     def register_kv_caches(self, pool: KVPool) -> None:
         num_slots = self._capacity_bytes // pool.block_bytes
         if num_slots < 1:
-            raise ValueError(f"an offload file of {self._capacity_bytes} bytes holds no block of {pool.block_bytes}")
+            raise ValueError(
+                f"an offload file of {self._capacity_bytes} bytes is smaller than one block of {pool.block_bytes} bytes"
+            )
         self._pool = pool
         self._index = TierIndex(num_slots)
         self._tier = OffloadTier(self._directory, num_slots, pool, self._note_loaded)
@@ -131,7 +136,7 @@ class OffloadConnector:
         self._metadata = metadata
 
     def start_load_kv(self) -> None:
-        """Copies what was evicted, all of it before any load may write there; the file gets it beside the steps."""
+        """Copy all evicted blocks before any load may overwrite them. The file is written next to the steps."""
         if self._metadata is None:
             return
         assert self._pool is not None
@@ -186,7 +191,8 @@ class OffloadConnector:
             self._tier.close()
 
     def _find_slots(self, request: Request, first_block: int) -> list[int]:
-        """Of the blocks from there on. Never of all tokens: the last one must be computed."""
+        """Return the slots of the blocks from ``first_block`` on. The last token is never included, as it is
+        computed."""
         slots = []
         for index in range(first_block, (request.num_tokens - 1) // self._block_size):
             slot = self._index.find(self._block_hash(request, index))
@@ -196,7 +202,7 @@ class OffloadConnector:
         return slots
 
     def _block_hash(self, request: Request, index: int) -> bytes:
-        """Of the block at ``index``; the request keeps what is computed."""
+        """Return the hash of the block at ``index``; the request keeps the computed hashes."""
         hashes = request.block_hashes
         while len(hashes) <= index:
             start = len(hashes) * self._block_size

@@ -1,7 +1,7 @@
 """A second tier for KV blocks: a file of slots, each as large as a block, and the thread that reads and writes it.
 
-Jobs are done in the order they were given, so a slot may be given to another block while its old content is still being
-read: the read was given first. The file has no name: it ends with the engine, however that ends.
+Jobs are processed in order, so a slot may be assigned to another block while a read of its old content is still
+waiting: the read comes first. The file has no name, so it disappears with the engine in any case.
 """
 
 import logging
@@ -22,43 +22,45 @@ from .kv_transport import KVPool
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 64 << 20
-"""Of saves that wait for the file; more are dropped, for a save is only worth what it costs while the engine works."""
+"""Limit of saves that wait for the file; further ones are dropped, because a save must not slow the engine down."""
 _JOIN_SECONDS = 30.0
 
 
 class TierIndex:
-    """Which slot holds which content, least recently used first. Used from one thread."""
+    """Maps content to slots, least recently used first. Used from one thread."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots: OrderedDict[bytes, int] = OrderedDict()
         self._free = list(range(num_slots - 1, -1, -1))
 
     def find(self, block_hash: bytes) -> int | None:
+        """Return the slot of this content; None if it has none."""
         return self._slots.get(block_hash)
 
     def touch(self, block_hash: bytes) -> None:
-        """It was of use."""
+        """Mark this content as recently used."""
         self._slots.move_to_end(block_hash)
 
     def add(self, block_hash: bytes) -> int:
-        """A slot for new content; the least recently used gives way."""
+        """Assign a slot to new content, replacing the least recently used content if necessary."""
         slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
         self._slots[block_hash] = slot
         return slot
 
     def remove(self, block_hash: bytes) -> None:
-        """What was written, or was to be, cannot be read."""
+        """Remove content that cannot be read."""
         slot = self._slots.pop(block_hash, None)
         if slot is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
+        """Remove all content."""
         self._free.extend(self._slots.values())
         self._slots.clear()
 
 
 class TierSave(msgspec.Struct):
-    """Writes a block's content, which the caller took out of the pool."""
+    """Writes the content of a block, which the caller has copied out of the pool."""
 
     slot: int
     block_hash: bytes
@@ -66,36 +68,37 @@ class TierSave(msgspec.Struct):
 
 
 class TierLoad(msgspec.Struct):
-    """Reads slots into blocks of the pool, one after the other until one fails."""
+    """Reads slots into blocks of the pool, in order, until one fails."""
 
     request_id: str
     slots: list[int]
     block_hashes: list[bytes]
     block_ids: list[int]
     first_block: int
-    """Of the request's."""
+    """Index of the first block within the request."""
 
 
 class OffloadTier:
-    """The file and its thread."""
+    """Owns the file and its thread."""
 
     def __init__(
         self, directory: Path, num_slots: int, pool: KVPool, on_loaded: Callable[[TierLoad, int, str], None]
     ) -> None:
-        """Args:
-            directory: Where the file lies, sparse until slots are used.
-            on_loaded: Called on the tier's thread with each load, how many of its blocks were read, and, if not all,
-                why: one of ``KV_FAILURES``.
+        """
+        Args:
+            directory: The folder of the file, which is sparse until slots are used.
+            on_loaded: Called on the tier's thread with each load, the number of its blocks that were read, and the
+                reason if not all were, one of ``KV_FAILURES``.
 
-        Raises ``OSError`` where no file can be made.
+        Raises ``OSError`` if the file cannot be created.
         """
         self._pool = pool
         self._slot_bytes = pool.block_bytes
         self._on_loaded = on_loaded
-        # Closed by close(): it lives as long as the tier.
+        # close() closes it: the file lives as long as the tier.
         self._file: BinaryIO = tempfile.TemporaryFile(dir=directory, buffering=0, prefix="tokenloom-kv-")  # noqa: SIM115
         self._contents: dict[int, tuple[bytes, int]] = {}
-        """Slot → (hash, CRC-32) of what was written. Touched by the thread only."""
+        """By slot: (hash, CRC-32) of the written content. Only the tier's thread uses it."""
         self._pending_bytes = 0
         self._lock = threading.Lock()
         # Saves are bounded by their bytes, loads by the requests that wait for them.
@@ -106,21 +109,21 @@ class OffloadTier:
         self._thread.start()
 
     def has_room(self, num_saves: int) -> bool:
-        """Whether the file keeps up, so that so many saves may be given."""
+        """Return whether ``num_saves`` more saves may wait."""
         return self._pending_bytes + num_saves * self._slot_bytes <= MAX_PENDING_BYTES
 
     def save(self, job: TierSave) -> None:
-        """To be written, when all that was given before is done."""
+        """Write a block after all earlier jobs."""
         with self._lock:
             self._pending_bytes += len(job.data)
         self._jobs.put(job)
 
     def load(self, job: TierLoad) -> None:
-        """To be read, when all that was given before is done."""
+        """Read blocks after all earlier jobs."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Leaves what waits undone and waits for what is being done. Idempotent."""
+        """Drop waiting jobs and wait for the one in progress. Idempotent."""
         self._closed = True
         self._jobs.put(None)
         self._thread.join(_JOIN_SECONDS)
@@ -139,7 +142,7 @@ class OffloadTier:
             _write(self._file.fileno(), job.data, job.slot * self._slot_bytes)
             self._contents[job.slot] = (job.block_hash, zlib.crc32(job.data))
         except OSError as error:
-            # Its loads will fail one by one, and be computed instead.
+            # Loads of this block will fail, and its tokens will be computed instead.
             logger.warning("could not write a KV block to the offload file: %s", error)
         finally:
             with self._lock:
@@ -156,7 +159,7 @@ class OffloadTier:
         written_hash, crc = self._contents.get(slot, (b"", 0))
         if written_hash != block_hash:
             return "not_found"
-        # A file's mapping would stall the reader page by page; this fills the block where it lies.
+        # Read directly into the block: a mapping of the file would stall the reader page by page.
         rows = [view[block_id] for view in self._pool.views]
         try:
             count = os.preadv(self._file.fileno(), rows, slot * self._slot_bytes)

@@ -1,4 +1,4 @@
-"""The connector of prefill and decode on different engines: the reader pulls blocks that their owner leases to it."""
+"""The connector for disaggregated prefill and decode: the reader pulls blocks that their owner has leased to it."""
 
 from collections.abc import Callable
 
@@ -15,15 +15,15 @@ from .leases import prompt_digest
 
 
 class PullMetadata(KVConnectorMetadata):
-    """One step's transfers."""
+    """Lists the transfers of one step."""
 
     loads: list[LoadOrder]
     ready: dict[str, int]
-    """Tokens of leased prompts that are computed once this step is done, by request."""
+    """By request: tokens of leased prompts that are computed when this step is done."""
 
 
 class PullConnector:
-    """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` over a :class:`KVService`."""
+    """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with a :class:`KVService`."""
 
     def __init__(self, service: KVService, block_size: int, failpoints: Failpoints) -> None:
         self._service = service
@@ -31,7 +31,7 @@ class PullConnector:
         self._block_size = block_size
         self._failpoints = failpoints
         self._prefills: dict[str, Request] = {}
-        """Running under a lease."""
+        """Requests that run under a lease."""
         self._loading: dict[str, Request] = {}
         self._orders: list[LoadOrder] = []  # of this step
         self._metadata: PullMetadata | None = None
@@ -89,7 +89,7 @@ class PullConnector:
             return False
         if request.status is RequestStatus.FINISHED_PREFILLED:
             is_kept = self._leases.keep(request.request_id)
-            self._service.on_wake()  # its time runs from here, and the KV thread may be asleep
+            self._service.on_wake()  # the lease's time starts now, and the KV thread may be asleep
             return is_kept and not self._failpoints.fires("blocks_reused")
         self._drop_lease(request.request_id)
         return False

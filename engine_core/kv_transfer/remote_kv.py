@@ -1,4 +1,4 @@
-"""The scheduler's part in moving KV: requests that wait for blocks, and blocks that outlive their requests."""
+"""The scheduler's part in moving KV: requests that wait for blocks, and blocks held after their requests have ended."""
 
 import time
 from collections import Counter
@@ -11,9 +11,9 @@ from .kv_connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorSt
 
 
 class RemoteKV:
-    """Keeps who is in ``WAITING_FOR_REMOTE_KVS``; asks and tells the connector.
+    """Owns the requests in ``WAITING_FOR_REMOTE_KVS`` and calls the connector.
 
-    Waiting requests are not in the scheduler's queue. They are never preempted: what they hold is being written to.
+    Waiting requests are not in the scheduler's queue. They are never preempted, because their blocks are being written.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class RemoteKV:
         self._clock = clock
         self._waiting: dict[str, Request] = {}
         self._loading: dict[str, Request] = {}
-        """Loads in flight, also of requests that ended meanwhile: their blocks stay until the load ends."""
+        """Loads in progress, including those of ended requests, whose blocks stay allocated until the load ends."""
         self._held: dict[str, list[int]] = {}
-        """Blocks of ended requests that others may read."""
+        """Blocks of ended requests that other engines may read."""
         self._blocks_received = 0
         self._bytes_received: Counter[str] = Counter()
         self._recomputes: Counter[str] = Counter()
@@ -43,21 +43,17 @@ class RemoteKV:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether anything that waits, or is being loaded, will give blocks back some day."""
+        """Whether waiting requests or loads hold blocks that will be freed."""
         return bool(self._loading) or any(request.block_ids for request in self._waiting.values())
 
     # On the way in
 
     def num_external_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Tokens after the first ``num_computed_tokens`` to load; None: not known yet."""
+        """Return the number of tokens to load after the first ``num_computed_tokens``; None if not known yet."""
         return self.connector.get_num_new_matched_tokens(request, num_computed_tokens)[0]
 
-    def awaits_tokens(self, request: Request) -> bool:
-        """Whether a request must not run before its first tokens have come."""
-        return request.remote is not None and request.remote.awaits_tokens
-
     def load(self, request: Request, num_external_tokens: int) -> None:
-        """Sends an admitted request to wait for its blocks."""
+        """Start to load the blocks of an admitted request, which waits until then."""
         remote = request.remote = request.remote or RemoteKVState()
         remote.num_external_tokens = num_external_tokens
         self._kv.reserve(request)
@@ -66,7 +62,7 @@ class RemoteKV:
         self.connector.update_state_after_alloc(request, request.block_ids, num_external_tokens)
 
     def wait(self, request: Request) -> None:
-        """Sends a request to wait, for its blocks or for its first tokens."""
+        """Make a request wait for its blocks or for its first tokens."""
         assert request.remote is not None
         request.remote.resume_status = request.status
         request.remote.waiting_since_ns = self._clock()
@@ -74,8 +70,8 @@ class RemoteKV:
         self._waiting[request.request_id] = request
 
     def starts(self, request: Request, num_new_tokens: int) -> list[EngineCoreOutput]:
-        """An admitted request is about to run. One to be leased gets all its blocks, so that a reader can know them;
-        when it takes more than this step, what comes back tells of the lease: its KV may be read meanwhile."""
+        """Prepare an admitted request that is about to run. A leased one gets all its blocks, so that a reader can know
+        them. If its prefill takes several steps, return an output that announces the lease, as its KV may be read."""
         is_leased = request.remote is not None and bool(request.remote.lease_id)
         if is_leased:
             self._kv.reserve(request)
@@ -89,7 +85,7 @@ class RemoteKV:
     # On the way out
 
     def update(self, output: KVConnectorOutput) -> list[Request]:
-        """Takes in what became of transfers; returns requests that have waited long enough, in order of arrival."""
+        """Process ended transfers. Returns the requests that need not wait any more, in order of arrival."""
         self.connector.update_connector_output(output)
         for request_id in output.finished_sending:
             self._release(request_id)
@@ -99,14 +95,15 @@ class RemoteKV:
         return sorted(ready, key=lambda request: request.arrival_ns)
 
     def tokens_accepted(self, request: Request) -> bool:
-        """A request that waits has its tokens now. Whether it waits for nothing else; then it waits no more."""
+        """Note that the tokens of a waiting request have arrived. Returns whether it can run; otherwise it still
+        loads."""
         if request.request_id in self._loading:
             return False
         self._resume(request)
         return True
 
     def request_finished(self, request: Request) -> bool:
-        """A request ended. Whether its blocks are not to be freed yet."""
+        """Note that a request has ended. Returns whether its blocks must not be freed yet."""
         self._waiting.pop(request.request_id, None)
         is_held = self.connector.request_finished(request, request.block_ids)
         if is_held:
@@ -114,32 +111,32 @@ class RemoteKV:
         return is_held or request.request_id in self._loading
 
     def revoke_oldest(self) -> bool:
-        """Takes back the blocks that are held for others for longest; False if there are none."""
+        """Free the blocks that have been held longest for other engines. Returns False if none are held."""
         if (request_id := self.connector.revoke_oldest()) is None:
             return False
         self._release(request_id)
         return True
 
     def failure_of(self, request: Request) -> str:
-        """Why a request is to end: its blocks could not be loaded. Empty: it goes on."""
+        """Return why a request must end because its blocks could not be loaded; empty if it continues."""
         if not self._fail or request.remote is None or not request.remote.failure:
             return ""
         return f"the prompt's KV could not be loaded from the engine that computed it: {request.remote.failure}"
 
     def lose_hits(self) -> None:
-        """What waiting requests found here, or load, counts for nothing: they will compute it."""
+        """Discard what waiting requests found in the cache or load; they will compute it."""
         for request in self._waiting.values():
             assert request.remote is not None
             request.remote.hits_lost = True
 
     def lose_rows(self) -> None:
-        """The worker knows none of the waiting requests any more."""
+        """Note that the worker has forgotten all waiting requests."""
         for request in self._waiting.values():
             assert request.remote is not None
             request.remote.resume_status = RequestStatus.WAITING
 
     def fill_stats(self, stats: SchedulerStats) -> None:
-        """Adds this part's counters and gauges."""
+        """Add the counters and gauges of KV transfers."""
         stats.num_running += len(self._waiting)
         stats.kv_blocks_received = self._blocks_received
         stats.kv_bytes_received = dict(self._bytes_received)
@@ -149,7 +146,7 @@ class RemoteKV:
     # Parts
 
     def _end_load(self, request: Request, output: KVConnectorOutput) -> bool:
-        """Whether the request waits no more."""
+        """Return whether the request need not wait any more."""
         if request.is_finished:
             self._kv.free(request)
             return False
@@ -159,7 +156,7 @@ class RemoteKV:
         if num_valid < request.num_computed_tokens + remote.num_external_tokens:
             remote.failure = output.stats.failures.get(request.request_id, "transport")
             if remote.awaits_tokens:
-                self._kv.free(request)  # nobody knows how long it will wait
+                self._kv.free(request)  # it may wait for a long time
                 num_valid = 0
         remote.num_external_tokens = max(0, num_valid - request.num_computed_tokens)
         if remote.awaits_tokens and not self.failure_of(request):
@@ -181,7 +178,7 @@ class RemoteKV:
             remote.hits_lost = False
             self._kv.free(request)
         elif request.block_ids:
-            # The last token is computed here in any case: its logits are the next token.
+            # The last token is always computed here, because its logits give the next token.
             num_tokens = request.num_computed_tokens + remote.num_external_tokens
             self._kv.finish_load(request, min(num_tokens, request.num_tokens - 1))
         del self._waiting[request.request_id]

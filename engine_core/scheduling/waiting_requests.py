@@ -145,9 +145,8 @@ def refusal(
             f"with at least one of output the context holds {max_model_len}"
         )
     # The last token's KV is never computed.
-    if not kv.can_ever_hold(request.max_num_tokens - 1):
-        num_slots = kv.pool.num_blocks * kv.block_size
-        return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {num_slots}"
+    if request.max_num_tokens - 1 > kv.num_slots:
+        return f"prompt and max_tokens need {request.max_num_tokens - 1} KV slots; the engine has {kv.num_slots}"
     return ""
 
 

@@ -72,15 +72,12 @@ class GrammarCompiler:
                 del self._known[constraint]
 
     def _compile(self, constraint: StructuredOutput) -> CompiledGrammar:
-        prepared = self._prepare(constraint)
-        return self.backend.load(prepared)
-
-    def _prepare(self, constraint: StructuredOutput) -> str:
         process = self._take_process()
         try:
-            return process.prepare(constraint)
+            prepared = process.prepare(constraint)
         finally:
             self._give_back(process)
+        return self.backend.load(prepared)
 
     def _take_process(self) -> CompilerProcess:
         with self._lock:

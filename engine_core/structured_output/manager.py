@@ -3,32 +3,21 @@
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ..config import StructuredOutputConfig
 from ..scheduling.request import Request, RequestStatus
-from ..wire.core_sampling_params import SamplingParams, StructuredOutput
+from ..wire.core_sampling_params import SamplingParams
 from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from .compiler import GrammarCompiler
 from .compiler_process import CompilerUnavailable
-from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, StructuredOutputBackend, bitmask_of
+from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, bitmask_of
 from .request_grammar import GrammarEnd, RequestGrammar
 
 FIELD = "structured_outputs"
 """The field of the request that errors name."""
-
-
-class Compiler(Protocol):
-    """Describes what the manager needs of :class:`GrammarCompiler`."""
-
-    @property
-    def backend(self) -> StructuredOutputBackend: ...
-
-    def compile(self, constraint: StructuredOutput, done: Callable[[Future[CompiledGrammar]], None]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Compiled(NamedTuple):
@@ -69,14 +58,14 @@ class GrammarStep:
 class StructuredOutputManager:
     """Belongs to the thread that steps the core. It starts threads and processes only when a request needs them."""
 
-    def __init__(self, config: StructuredOutputConfig, vocab_size: int, compiler: Compiler | None = None) -> None:
+    def __init__(self, config: StructuredOutputConfig, vocab_size: int) -> None:
         self.compiling: dict[str, SamplingParams] = {}
         """Parameters of the requests that wait for their grammar."""
         self.live: dict[str, RequestGrammar] = {}
         """Grammars of the requests that have one."""
         self.done: deque[tuple[str, Future[CompiledGrammar]]] = deque()
         """Results for :meth:`take_compiled`: at most one for each request."""
-        self._compiler = compiler or GrammarCompiler(config, vocab_size)
+        self._compiler = GrammarCompiler(config, vocab_size)
         self._num_words = -(-vocab_size // 32)
         self._eos: Bitmask | None = None
         self._on_news: Callable[[], None] = lambda: None

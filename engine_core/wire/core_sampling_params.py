@@ -46,7 +46,3 @@ class SamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
-
-    @property
-    def has_penalties(self) -> bool:
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

@@ -11,11 +11,10 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 class AllowedTokens:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
 
+    parameters: tuple[str, ...] = ("allowed_token_ids",)
+
     def __init__(self) -> None:
         self._token_ids: dict[int, npt.NDArray[np.int64]] = {}
-
-    def is_wanted(self, params: SamplingParams) -> bool:
-        return bool(params.allowed_token_ids)
 
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]

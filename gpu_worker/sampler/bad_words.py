@@ -12,11 +12,10 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 class BadWords:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
 
+    parameters: tuple[str, ...] = ("bad_words",)
+
     def __init__(self) -> None:
         self._requests: dict[int, _Request] = {}
-
-    def is_wanted(self, params: SamplingParams) -> bool:
-        return bool(params.bad_words)
 
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]

@@ -11,11 +11,10 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 class LogitBias:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
 
+    parameters: tuple[str, ...] = ("logit_bias",)
+
     def __init__(self) -> None:
         self._biases: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
-
-    def is_wanted(self, params: SamplingParams) -> bool:
-        return bool(params.logit_bias)
 
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]

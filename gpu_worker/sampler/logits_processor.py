@@ -1,6 +1,7 @@
 """The interface of everything that changes logits before a token is drawn. It costs nothing while no request asks."""
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -8,12 +9,14 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
+_DEFAULTS = SamplingParams(max_tokens=1, seed=0)
+
 
 class LogitsProcessor(Protocol):
     """Applies one kind of change. It keeps state only for the batch rows whose requests ask for it."""
 
-    def is_wanted(self, params: SamplingParams) -> bool:
-        """Return whether a request with these parameters asks for it."""
+    parameters: tuple[str, ...]
+    """A request asks for it by giving one of these sampling parameters a value other than the default."""
 
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
@@ -35,6 +38,7 @@ class LogitsProcessors:
 
     def __init__(self, in_order: Sequence[LogitsProcessor]) -> None:
         self._in_order = tuple(in_order)
+        self._wanted_by = [(each, attrgetter(*each.parameters)) for each in self._in_order]
         self._of_row: dict[int, list[LogitsProcessor]] = {}
 
     def __bool__(self) -> bool:
@@ -43,7 +47,7 @@ class LogitsProcessors:
 
     def add(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Add a request with these tokens; the first are its prompt."""
-        wanted = [processor for processor in self._in_order if processor.is_wanted(params)]
+        wanted = [each for each, read in self._wanted_by if read(params) != read(_DEFAULTS)]
         if wanted:
             self._of_row[row] = wanted
             for processor in wanted:

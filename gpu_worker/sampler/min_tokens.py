@@ -11,17 +11,16 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 class MinTokens:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
 
+    parameters: tuple[str, ...] = ("min_tokens",)
+
     def __init__(self) -> None:
         self._stop_token_ids: dict[int, npt.NDArray[np.int64]] = {}
         self._num_missing: dict[int, int] = {}
 
-    def is_wanted(self, params: SamplingParams) -> bool:
-        return params.min_tokens > 0 and bool(params.stop_token_ids)
-
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]
     ) -> None:
-        self._stop_token_ids[row] = np.array(params.stop_token_ids, dtype=np.int64)
+        self._stop_token_ids[row] = np.array(params.stop_token_ids or (), dtype=np.int64)
         self._num_missing[row] = params.min_tokens - len(output_token_ids)
 
     def remove(self, row: int) -> None:

@@ -11,11 +11,10 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 class Penalties:
     """Fulfils :class:`~.logits_processor.LogitsProcessor`."""
 
+    parameters: tuple[str, ...] = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
     def __init__(self) -> None:
         self._seen: dict[int, tuple[SeenTokens, SamplingParams]] = {}
-
-    def is_wanted(self, params: SamplingParams) -> bool:
-        return params.has_penalties
 
     def add(
         self, row: int, params: SamplingParams, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]

@@ -1,4 +1,4 @@
-"""``python -m tokenloom.services.coordinator``"""
+"""Runs the coordinator: ``python -m tokenloom.services.coordinator``."""
 
 import sys
 

@@ -87,7 +87,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self._closing = False
 
     async def publish(self) -> None:
-        """Wake the watchers when the registry has changed, at most every ``WATCH_SECONDS``; runs until cancelled."""
+        """Refresh the registry, and wake the watchers if it has changed, every ``WATCH_SECONDS`` until cancelled."""
         published = 0
         while True:
             self._registry.refresh()
@@ -136,7 +136,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
             self._close(stream)
 
     def drain(self, engine_id: str, grace: float) -> None:
-        """Ask an engine to finish its requests and leave within ``grace`` seconds. Raises ``NotFound``."""
+        """Ask an engine to finish its requests and leave within ``grace`` seconds. Raises ``NotFound`` if unknown."""
         stream = self._streams.get(engine_id)
         if stream is None:
             raise NotFound(f"No engine {engine_id!r} has joined.")

@@ -1,4 +1,4 @@
-"""What the coordinator knows of one engine: its last report, picks not yet acknowledged, cached prefixes. No I/O."""
+"""Keeps what the coordinator knows of one engine: its last report, picks on their way, cached prefixes. No I/O."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -58,21 +58,21 @@ class PrefixIndex:
 
 @dataclass(frozen=True, slots=True)
 class CountedPick:
-    """A pick on its way to the engine."""
+    """Describes a pick on its way to the engine."""
 
     prompt_tokens: int
     expires_at: float
 
 
 class EngineRecord:
-    """One incarnation of an engine. Times are seconds of one monotonic clock, given by the caller.
+    """Describes one incarnation of an engine. Times are seconds of one monotonic clock, given by the caller.
 
     Attributes:
-        report: Its last report.
+        report: The last one.
         prefixes: What its KV cache probably holds.
         last_turn: Number of the last pick that chose it: of equal engines, the one longest not chosen is next.
         num_waiting: Requests that wait there, counted picks included.
-        score: The engine with the lowest is next: waiting * 4 + running.
+        score: waiting * 4 + running; the engine with the lowest score is next.
         free_tokens: Tokens that its free KV blocks hold once all waiting prompts are computed; may be negative.
         max_tokens: Tokens of one request that its KV cache holds at most, were it empty.
         state: What it reports, unless it fell silent or hangs.
@@ -110,8 +110,8 @@ class EngineRecord:
         return before != (shown, self.score)
 
     def count(self, number: int, prompt_tokens: int, now: float, prefix_hashes: Sequence[int] = ()) -> None:
-        """Count a leg that was placed here, until a report names exactly this pick or its time is up. The KV of its
-        prompt will be here."""
+        """Count a leg that was placed here until a report names exactly this pick or its time is up, and remember that
+        the engine will have the KV of its prompt."""
         self._counted[number] = CountedPick(prompt_tokens, now + PICK_SECONDS)
         self.last_turn = number
         self.num_waiting += 1

@@ -1,4 +1,4 @@
-"""``python -m tokenloom.services.output_processor``."""
+"""Runs the output processor: ``python -m tokenloom.services.output_processor``."""
 
 import sys
 

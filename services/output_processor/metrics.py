@@ -1,4 +1,4 @@
-"""The metrics of an output processor."""
+"""Defines the metrics of an output processor."""
 
 from collections.abc import Callable
 

@@ -1,1 +1,1 @@
-"""What every service shares: lifecycle, channels, errors, settings, validation. It knows no service by name."""
+"""What every service shares: lifecycle, settings, channels, local streams, logs, metrics and traces."""

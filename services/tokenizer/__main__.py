@@ -1,4 +1,4 @@
-"""``python -m tokenloom.services.tokenizer``."""
+"""Runs the tokenizer: ``python -m tokenloom.services.tokenizer``."""
 
 import sys
 

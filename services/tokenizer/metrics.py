@@ -1,4 +1,4 @@
-"""The metrics of a tokenizer."""
+"""Defines the metrics of a tokenizer."""
 
 from prometheus_client import CollectorRegistry
 

@@ -18,7 +18,7 @@ LENGTH = struct.Struct(">I")
 
 
 class Setup(TypedDict):
-    """Is the first message."""
+    """Carries the template and the limits; the first message."""
 
     source: str
     special_tokens: dict[str, str]
@@ -36,7 +36,7 @@ class Job(TypedDict):
 
 
 class Reply(TypedDict, total=False):
-    """Carries one of its fields, or none in answer to ``Setup``."""
+    """Carries one of these fields, or none in answer to ``Setup``."""
 
     text: str
     refused: str

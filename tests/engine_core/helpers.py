@@ -1,4 +1,4 @@
-"""Small cores over the hash worker, and how to run them to the end."""
+"""Makes small cores over the hash worker and runs them until they are idle."""
 
 import functools
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ def make_config(
 
 
 def make_core(*, vocab_size: int = VOCAB_SIZE, **settings: object) -> EngineCore:
-    """Takes the keywords of ``make_config``."""
+    """Return a core; ``settings`` are the keywords of ``make_config``."""
     config = make_config(**settings)  # type: ignore[arg-type]
     worker = functools.partial(make_worker, vocab_size=vocab_size)
     return EngineCore(config, make_executor(config, worker))
@@ -82,7 +82,7 @@ def make_request(
 
 
 def finish(core: EngineCore, max_steps: int = 1000) -> dict[str, list[EngineCoreOutput]]:
-    """Steps until the core is idle; the outputs of each request, in order."""
+    """Step until the core is idle. Returns the outputs of each request, in order."""
     outputs: dict[str, list[EngineCoreOutput]] = {}
     for _ in range(max_steps):
         if not core.has_work():

@@ -1,18 +1,18 @@
-"""What must hold between any two steps, whatever happened before."""
+"""Checks what must hold between any two steps."""
 
 from collections import Counter
 from collections.abc import Iterable
 from itertools import zip_longest
 
-from tokenloom.engine_core.kv_cache.block_hash import block_hashes
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.scheduling.request import Request, RequestStatus
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.engine_core.scheduling.waiting_requests import priority_key
+from tokenloom.request.prompt_block_hash import block_hashes
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Every request is in one place, and holds exactly the blocks that its computed tokens need."""
+    """Check that every request is in one place, and holds exactly the blocks that its computed tokens need."""
     waiting = list(scheduler.waiting)
     remote = scheduler._remote
     loading = list(remote._loading.values()) if remote is not None else []
@@ -43,7 +43,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def _check_order(scheduler: Scheduler) -> None:
-    """Who runs and who waits stand in the order of the policy; without KV from elsewhere nobody gets past another."""
+    """Check that requests are in the order of the policy; without external KV no request overtakes another."""
     if scheduler.config.policy == "priority":
         for requests in (scheduler.running, list(scheduler.waiting)):
             assert requests == sorted(requests, key=priority_key)
@@ -53,7 +53,7 @@ def _check_order(scheduler: Scheduler) -> None:
 
 
 def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]] = ()) -> None:
-    """free + used = total, each block is counted once per holder, and what can be hit is what has a hash."""
+    """Check that free and used blocks add up, references are counted, and a block can be hit if it has a hash."""
     tables = [request.block_ids for request in holders] + list(lent)
     held = Counter(block_id for block_ids in tables for block_id in block_ids)
     assert pool.ref_counts == [held[block_id] for block_id in range(pool.num_blocks)]
@@ -66,7 +66,7 @@ def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]
 
 
 def check_idle(scheduler: Scheduler) -> None:
-    """Nothing is live and no block leaked."""
+    """Check that no request is live and no block leaked."""
     check_scheduler(scheduler)
     assert not scheduler.requests
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_blocks
@@ -75,7 +75,7 @@ def check_idle(scheduler: Scheduler) -> None:
 
 
 def _check_content(scheduler: Scheduler) -> None:
-    """A block can be hit only when it is full, and only by the tokens it holds; what is shared can be hit."""
+    """Check that a block can be hit only if it is full, and only by the tokens it holds; shared blocks can be hit."""
     pool, size = scheduler.kv.pool, scheduler.kv.block_size
     for request in scheduler.running:
         num_known = min(request.num_computed_tokens, request.num_tokens)

@@ -1,4 +1,4 @@
-"""Cores in processes of their own, and what to wait for."""
+"""Runs cores in processes of their own and waits for them."""
 
 import sys
 import time
@@ -28,14 +28,14 @@ os._exit(run_engine_core(parser.parse_known_args()[0].handshake, lambda config: 
 
 
 def failing_core(directory: Path, failure: str) -> list[str]:
-    """The command of a core whose worker runs ``failure`` in the first step of a request."""
+    """Return the command of a core whose worker runs ``failure`` in the first step of a request."""
     script = directory / "core.py"
     script.write_text(FAILING_CORE.format(failure=failure))
     return [sys.executable, str(script)]
 
 
 def collect(client: SyncClient, count: int) -> dict[str, EngineCoreOutput]:
-    """Reads until ``count`` requests have ended; their last outputs, with all of their tokens."""
+    """Read until ``count`` requests have ended. Returns their last outputs, with all of their tokens."""
     token_ids: dict[str, list[int]] = {}
     ended: dict[str, EngineCoreOutput] = {}
     while len(ended) < count:
@@ -48,7 +48,7 @@ def collect(client: SyncClient, count: int) -> dict[str, EngineCoreOutput]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or a zombie that nobody reaps."""
+    """Return whether a process has ended, or is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def has_ended(pid: int) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
-    """Polls, in short waits that depend on nothing; False after ``timeout`` seconds."""
+    """Poll until the condition holds. Returns False after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

@@ -9,7 +9,7 @@ from tokenloom.engine_core.wire.messages import CoreReady, FinishReason
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 
-def test_ready_says_what_was_settled() -> None:
+def test_ready_reports_the_sizes_of_the_core() -> None:
     ready = make_core(num_blocks=10, block_size=4).ready
     assert ready == CoreReady(
         num_kv_blocks=10,
@@ -43,7 +43,7 @@ def test_tokens_are_those_of_the_prefix(caching: bool, num_blocks: int, budget: 
     assert (stats.prefix_cache_hits > 0) == caching
 
 
-def test_an_attempt_goes_on_where_the_last_one_ended() -> None:
+def test_an_attempt_continues_where_the_last_one_ended() -> None:
     expected = expected_tokens([1, 2, 3], 10, VOCAB_SIZE)
     core = make_core()
     core.add_request(make_request("a", [1, 2, 3], 10, accepted=expected[:4]))

@@ -98,7 +98,7 @@ class SplitEngine(Part):
         self.is_alive = False
         await self.cut_kv()
         await self._host._tasks.close()
-        await self._host._end_calls(0)
+        await self._host._listener.close(0)
         await super().kill()
 
     async def cut_kv(self) -> None:

@@ -1,7 +1,7 @@
 """Who runs the mesh asks all engines over HTTP, with a key of his own."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jsonschema
@@ -10,16 +10,17 @@ import pytest
 from tests.mesh.harness import MODEL, Mesh
 from tokenloom.certificates import make_certificates
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 ADMIN = {"authorization": "Bearer root"}
 KEYS = {"api_key": ("user",), "admin_api_key": ("root",)}
 NAMES = ["engine-0", "engine-1"]
 BODY = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 2}
 
 
-@pytest.fixture
-async def mesh(socket_dir: Path) -> AsyncIterator[Mesh]:
-    async with Mesh(socket_dir, engines=2, gateway=KEYS).running() as mesh:
-        yield mesh
+@pytest.fixture(scope="module")
+def mesh_options() -> dict[str, Any]:
+    return {"engines": 2, "gateway": KEYS}
 
 
 async def test_every_engine_is_asked(mesh: Mesh, http: httpx.AsyncClient) -> None:

@@ -7,10 +7,13 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, Mesh
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMMON = {"model": MODEL, "return_token_ids": True, "ignore_eos": True}
 

@@ -73,6 +73,7 @@ async def test_nothing_bad_disturbs_anybody(socket_dir: Path) -> None:
         await mesh.until_idle()
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_template_arguments_replace_no_conversation(mesh: Mesh) -> None:
     async with mesh.http() as http:
         plain = (await http.post(CHAT, json={**GOOD[CHAT], "return_token_ids": True})).json()

@@ -4,10 +4,13 @@ import asyncio
 from collections.abc import Sequence
 
 import grpc
+import pytest
 
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def turn(token_ids: Sequence[int], max_tokens: int) -> inference_pb2.GenerateRequest:

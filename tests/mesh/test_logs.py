@@ -1,4 +1,4 @@
-"""A request through the logs of the services: its id where they name it, its trace everywhere."""
+"""A request's lines in the logs of the services carry its id or its trace."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""A mesh whose parts know each other by their certificates."""
+"""A mesh whose services identify each other by their certificates."""
 
 import ssl
 from pathlib import Path
@@ -53,7 +53,7 @@ async def test_a_request_goes_through_and_kv_moves_under_tls(socket_dir: Path, c
         assert not decode.recomputes()
 
 
-async def test_who_has_no_certificate_is_not_heard(socket_dir: Path, certificates: Path) -> None:
+async def test_a_peer_without_a_certificate_is_refused(socket_dir: Path, certificates: Path) -> None:
     async with Mesh(socket_dir, certificates=certificates).running() as mesh:
         async with open_channel(mesh.address("tokenizer-0")) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -61,7 +61,7 @@ async def test_who_has_no_certificate_is_not_heard(socket_dir: Path, certificate
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_the_name_in_the_certificate_decides_who_may_call(socket_dir: Path, certificates: Path) -> None:
+async def test_the_name_in_the_certificate_decides_the_allowed_calls(socket_dir: Path, certificates: Path) -> None:
     async with Mesh(socket_dir, certificates=certificates).running() as mesh:
 
         async def pause(part: str) -> grpc.StatusCode:

@@ -1,7 +1,6 @@
 """Embeddings through all five services: the hash worker counts their rows as ids."""
 
 import base64
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,17 @@ from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 ROWS = np.random.default_rng(0).random((20, HIDDEN_SIZE), dtype=np.float32)
 FILE = save({"prompt_embeds": ROWS})
 TEXT = base64.b64encode(FILE).decode()
 IDS = embeds_ids(EmbedsSpan(0, ROWS))
 
 
-@pytest.fixture
-async def mesh(socket_dir: Path) -> AsyncIterator[Mesh]:
-    async with Mesh(socket_dir, engine={"enable_prompt_embeds": True}).running() as mesh:
-        yield mesh
+@pytest.fixture(scope="module")
+def mesh_options() -> dict[str, Any]:
+    return {"engine": {"enable_prompt_embeds": True}}
 
 
 async def complete(mesh: Mesh, **fields: Any) -> httpx.Response:

@@ -13,6 +13,8 @@ from tests.mesh.split import SplitMesh
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 COMMON = {"model": MODEL, "return_token_ids": True, "ignore_eos": True}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = list(range(10, 40))

@@ -1,8 +1,6 @@
 """Tool calls through the whole mesh: the template writes the tools, forced calls obey their schemas."""
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +9,8 @@ import pytest
 
 from tests.mesh.harness import MODEL, Mesh
 from tokenloom.client import AsyncClient, Message
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -26,11 +26,9 @@ TOOLS = [
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Wake me."}], "tools": TOOLS, "max_tokens": 60}
 
 
-@pytest.fixture
-async def mesh(socket_dir: Path) -> AsyncIterator[Mesh]:
-    """With room for tools in a prompt."""
-    async with Mesh(socket_dir, engine={"max_model_len": 512}).running() as mesh:
-        yield mesh
+@pytest.fixture(scope="module")
+def mesh_options() -> dict[str, Any]:
+    return {"engine": {"max_model_len": 512}}  # with room for tools in a prompt
 
 
 async def answer(http: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ async def test_a_trace_has_every_part_of_a_request(socket_dir: Path) -> None:
     assert "lamp" not in str(collector.spans)  # nobody's prompt is in a trace
 
 
-async def test_prefill_and_decode_apart(socket_dir: Path) -> None:
+async def test_disaggregated_prefill_and_decode(socket_dir: Path) -> None:
     with Collector() as collector:
         common = {"otlp_endpoint": collector.endpoint}
         async with SplitMesh(socket_dir, common=common).running() as mesh:
@@ -79,7 +79,7 @@ async def test_the_clients_trace_is_continued_and_its_choice_kept(socket_dir: Pa
     assert {span.trace_id.hex()[:3] for span in collector.spans} == {"0af", "1af"}
 
 
-async def test_what_fails_is_told(socket_dir: Path) -> None:
+async def test_a_failure_is_part_of_the_trace(socket_dir: Path) -> None:
     with Collector() as collector:
         async with (
             Mesh(socket_dir, common={"otlp_endpoint": collector.endpoint}).running() as mesh,
@@ -90,7 +90,7 @@ async def test_what_fails_is_told(socket_dir: Path) -> None:
     assert "max_tokens" in collector.named(f"text_completion {MODEL}").status.message
 
 
-async def test_a_collector_that_is_away_harms_nobody(socket_dir: Path) -> None:
+async def test_an_unreachable_collector_does_no_harm(socket_dir: Path) -> None:
     async with Mesh(socket_dir, common={"otlp_endpoint": "http://127.0.0.1:9"}).running() as mesh:
         for _ in range(3):
             await ask(mesh)

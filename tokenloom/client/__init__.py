@@ -1,8 +1,8 @@
-"""Clients of a running mesh, over the gateway's public gRPC API (``tokenloom.v1.Inference``).
+"""Provides clients of a running mesh, over the gateway's public gRPC API (``tokenloom.v1.Inference``).
 
 :class:`Client` blocks, :class:`AsyncClient` is for asyncio; both have ``models``, ``generate``, ``stream``, ``chat``,
-``stream_chat`` and ``session``. What a mesh refuses is raised as one of :mod:`errors`, which name the field; what may
-go well at another time is tried again (:class:`Retries`). Needs neither torch nor a model.
+``stream_chat`` and ``session``. Requests that the mesh refuses raise one of :mod:`errors`, which name the field;
+requests that may succeed later are retried (:class:`Retries`). The clients need neither torch nor a model.
 """
 
 from tokenloom.offline.outputs import Logprob

@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""Implements the client for asyncio."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from . import connection
 from .async_session import AsyncSession
 from .client_request import chat_request, check_streamed, prompt_request
-from .options import ChatArguments, Message, PromptArguments, takes
+from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 
@@ -24,8 +24,8 @@ Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.Gen
 
 
 class AsyncStream(AsyncIterator[Chunk]):
-    """Chunks as they come. Leaving an ``async with`` block, :meth:`close` or the stream's end of life cancels what
-    still runs; so does a ``break`` out of ``async for chunk in await client.stream(…)``, which holds the only
+    """Yields chunks. Leaving an ``async with`` block, :meth:`close` or the deletion of the stream cancels
+    the request; so does a ``break`` out of ``async for chunk in await client.stream(…)``, which holds the only
     reference."""
 
     def __init__(self, call: Call, reader: ChunkReader) -> None:
@@ -35,7 +35,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         self._reader = reader
 
     async def begin(self) -> None:
-        """Waits for the first response; what fails before it may be tried again."""
+        """Wait for the first response; a failure before it may be retried."""
         self._first = await anext(self._responses, None)
 
     async def __anext__(self) -> Chunk:
@@ -48,7 +48,7 @@ class AsyncStream(AsyncIterator[Chunk]):
         return self._reader.read(response)
 
     def close(self) -> None:
-        """Cancels the request unless it has ended. Idempotent."""
+        """Cancel the request unless it has ended. Idempotent."""
         self._call.cancel()
 
     def __del__(self) -> None:
@@ -71,9 +71,9 @@ class AsyncClient:
     Args:
         address: The gateway's gRPC ``host:port``, or ``unix:/path``.
         api_key: Sent with every call.
-        tls: As :data:`connection.TLS`.
-        timeout: Seconds that a call may take, retries included, unless it says otherwise.
-        retries: None: the default ones.
+        tls: See :data:`connection.TLS`.
+        timeout: Seconds that a call may take, retries included, unless the call sets its own.
+        retries: When to retry; None: the default.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AsyncClient:
         self._retries = retries or Retries()
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
-        """Those that are served."""
+        """Return the served models."""
 
         async def attempt(left: float) -> inference_pb2.ListModelsResponse:
             request = inference_pb2.ListModelsRequest()
@@ -106,62 +106,36 @@ class AsyncClient:
         return list(map(read_model, (await self._retrying(attempt, timeout)).models))
 
     @takes(PromptArguments)
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
-        """Continues a text, or token ids. ``model``: None: the one that is served.
+    async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:
+        """Continue a text or token ids and return the whole answer. ``model`` None: the served model.
 
         Raises any of :mod:`errors`.
         """
-        return await self._generate(prompt_request(prompt, model, options), timeout)
+        return await self._generate(prompt_request(prompt, options), timeout)
 
     @takes(PromptArguments)
-    async def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> AsyncStream:
-        """The same, piece by piece. Returns with the first one."""
-        return await self._stream(prompt_request(prompt, model, options), timeout)
+    async def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> AsyncStream:
+        """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
+        return await self._stream(prompt_request(prompt, options), timeout)
 
     @takes(ChatArguments)
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
-        """A conversation's next turn."""
-        return await self._generate(chat_request(messages, model, options), timeout)
+    async def chat(self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any) -> Generation:
+        """Return the next turn of a conversation. Raises any of :mod:`errors`."""
+        return await self._generate(chat_request(messages, options), timeout)
 
     @takes(ChatArguments)
     async def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
+        self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any
     ) -> AsyncStream:
-        """The same, piece by piece. Returns with the first one."""
-        return await self._stream(chat_request(messages, model, options), timeout)
+        """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
+        return await self._stream(chat_request(messages, options), timeout)
 
     def session(self, *, timeout: float | None = None) -> AsyncSession:
-        """A prompt that goes on after it was answered. ``timeout``: seconds for all of it; None: no end."""
+        """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""
         return AsyncSession(self._stub.GenerateSession(timeout=timeout, metadata=self._metadata))
 
     async def close(self) -> None:
-        """Ends every call. Idempotent."""
+        """End every call. Idempotent."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -180,7 +154,7 @@ class AsyncClient:
                 async for response in call:
                     collector.add(response)
             finally:
-                call.cancel()  # of an exception from elsewhere: nobody waits any more
+                call.cancel()  # after an exception elsewhere no caller waits any more
             return collector.result()
 
         return await self._retrying(attempt, timeout)
@@ -197,7 +171,7 @@ class AsyncClient:
         return await self._retrying(attempt, timeout)
 
     async def _retrying(self, attempt: Callable[[float], Awaitable[T]], timeout: float | None) -> T:
-        """``attempt`` gets the seconds that are left."""
+        """Retry ``attempt``, which receives the seconds that are left."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         for failures in itertools.count():
             try:

@@ -11,7 +11,7 @@ from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, types_pb2
 
 from .client_request import check_streamed, prompt_request
-from .options import TurnArguments, takes
+from .options import Prompt, TurnArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation
 
 Call = grpc.aio.StreamStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -29,26 +29,24 @@ class AsyncSession:
 
     @takes(TurnArguments)
     async def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
-        """Continues with a text, or token ids, and waits for the whole answer. Raises any of :mod:`errors`."""
-        request = prompt_request(prompt, model, options)
+        """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
+        request = prompt_request(prompt, options)
         collector = Collector(request)
         async for response in self._turn(request):
             collector.add(response)
         return collector.result()
 
     @takes(TurnArguments)
-    async def stream(
-        self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any
-    ) -> AsyncIterator[Chunk]:
-        """The same, piece by piece. What is not read to its end goes on, and is skipped by the next turn."""
-        request = prompt_request(prompt, model, options)
+    async def stream(self, prompt: Prompt, **options: Any) -> AsyncIterator[Chunk]:
+        """Like :meth:`generate`, but yield chunks. If they are not read to the end, the next turn skips the rest."""
+        request = prompt_request(prompt, options)
         check_streamed(request)
         reader = ChunkReader(request)
         async for response in self._turn(request):
             yield reader.read(response)
 
     async def close(self) -> None:
-        """Ends the session, and cancels a turn that is not answered yet. Idempotent."""
+        """End the session and cancel a turn that is not answered yet. Idempotent."""
         if self._is_answering:
             self._call.cancel()
         else:
@@ -82,6 +80,6 @@ class AsyncSession:
             raise errors.from_rpc(error) from error
         if not isinstance(response, inference_pb2.GenerateResponse):
             self._is_answering = False
-            raise errors.Unavailable("the gateway has ended the session")
+            raise errors.Unavailable("the gateway ended the session")
         self._is_answering = response.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED
         return response

@@ -11,19 +11,17 @@ from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_sampling,
 from tokenloom.request.sampling_params import GenerationFields
 from tokenloom.v1 import inference_pb2
 
-from .options import ChatOptions, Message, Options
+from .options import ChatOptions, Message, Options, Prompt
 from .tool_calls import write_call, write_choice, write_tools
 
 _OF_TABLE = frozenset(GenerationFields.__struct_fields__)
-_KNOWN = frozenset(Options.__struct_fields__)
+_KNOWN = frozenset({"model", *Options.__struct_fields__})
 _OF_CHATS = frozenset(ChatOptions.__struct_fields__) - _KNOWN
 
 
-def prompt_request(
-    prompt: str | Sequence[int], model: str | None, options: Mapping[str, Any]
-) -> inference_pb2.GenerateRequest:
-    """For a text or token ids. Raises ``InvalidArgument`` for a value that no mesh would take."""
-    request = _request(model, options)
+def prompt_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    """Return the request for a text or token ids. Raises ``InvalidArgument`` for a value that no mesh accepts."""
+    request = _request(options)
     if isinstance(prompt, str):
         request.text = prompt
     else:
@@ -31,12 +29,10 @@ def prompt_request(
     return request
 
 
-def chat_request(
-    messages: Sequence[Message], model: str | None, options: Mapping[str, Any]
-) -> inference_pb2.GenerateRequest:
-    """For a conversation. Raises ``InvalidArgument``."""
+def chat_request(messages: Sequence[Message], options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    """Return the request for a conversation. Raises ``InvalidArgument``."""
     own = {name: options[name] for name in _OF_CHATS if options.get(name) is not None}
-    request = _request(model, {name: value for name, value in options.items() if name not in _OF_CHATS})
+    request = _request({name: value for name, value in options.items() if name not in _OF_CHATS})
     chat = inference_pb2.ChatPrompt(messages=map(_message, messages))
     if "template_kwargs" in own:
         chat.template_kwargs.CopyFrom(_struct(own["template_kwargs"]))
@@ -52,7 +48,7 @@ def chat_request(
 
 
 def check_streamed(request: inference_pb2.GenerateRequest) -> None:
-    """Refuses what pieces cannot tell: raises ``InvalidArgument``."""
+    """Refuse options that streams do not support. Raises ``InvalidArgument``."""
     if request.sampling_params.HasField("prompt_logprobs"):
         raise InvalidArgument("prompt_logprobs are not available in a stream", "prompt_logprobs")
 
@@ -63,8 +59,8 @@ def _message(message: Message) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(**texts, tool_calls=map(write_call, calls))
 
 
-def _request(model: str | None, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest(model=model or "")
+def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
     sampling = {}
     for name, value in options.items():
         if name not in _KNOWN:

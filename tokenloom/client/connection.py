@@ -1,4 +1,4 @@
-"""How a client reaches a gateway."""
+"""Configures the channel from a client to a gateway."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from tokenloom.services.runtime.peers.channels import MAX_MESSAGE_BYTES
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 TLS = bool | Path
-"""False: plain text. True: certificates of well-known authorities. A file: those of the authorities in it, PEM."""
+"""False: plain text. True: trust the well-known certificate authorities. A PEM file: trust the authorities in it."""
 
 
 def channel_options(address: str) -> list[tuple[str, int | str]]:
-    """Of a channel to ``host:port`` or ``unix:/path``."""
+    """Return the options of a channel to ``host:port`` or ``unix:/path``."""
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -25,17 +25,17 @@ def channel_options(address: str) -> list[tuple[str, int | str]]:
         ("grpc.keepalive_timeout_ms", 5_000),
     ]
     if address.startswith("unix:"):
-        options.append(("grpc.default_authority", "localhost"))  # a path is no host name
+        options.append(("grpc.default_authority", "localhost"))  # a path is not a host name
     return options
 
 
 def credentials(tls: TLS) -> grpc.ChannelCredentials | None:
-    """None for plain text. Raises ``OSError`` for a file that cannot be read."""
+    """Return None for plain text. Raises ``OSError`` if the file cannot be read."""
     if tls is False:
         return None
     return grpc.ssl_channel_credentials(None if tls is True else tls.read_bytes())
 
 
 def metadata(api_key: str | None) -> Metadata:
-    """Of every call."""
+    """Return the metadata of every call."""
     return () if api_key is None else (("authorization", f"Bearer {api_key}"),)

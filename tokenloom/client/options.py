@@ -1,7 +1,7 @@
 """Lists the keyword arguments of the client's methods; sampling parameters come from their table."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, NotRequired, ParamSpec, TypedDict, TypeVar, cast
+from typing import Any, Concatenate, NotRequired, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
 
 from tokenloom.request.sampling_params import GenerationFields
 
@@ -10,6 +10,8 @@ from .tool_calls import Tool, ToolCall, ToolChoice
 P = ParamSpec("P")
 S = TypeVar("S")
 R = TypeVar("R")
+Prompt: TypeAlias = str | Sequence[int]
+"""A text or token ids."""
 
 
 class Message(TypedDict):
@@ -59,6 +61,7 @@ class ChatOptions(Options, kw_only=True):
 
 class _Turn(Options, kw_only=True):
     model: str | None = None
+    """None: the served model."""
 
 
 class _Call(_Turn, kw_only=True):
@@ -73,13 +76,13 @@ class _Chat(ChatOptions, kw_only=True):
 class TurnArguments(_Turn):
     """Arguments of a session's turn."""
 
-    prompt: str | Sequence[int]
+    prompt: Prompt
 
 
 class PromptArguments(_Call):
     """Arguments of a call with a prompt."""
 
-    prompt: str | Sequence[int]
+    prompt: Prompt
 
 
 class ChatArguments(_Chat):

@@ -1,4 +1,4 @@
-"""What a client gets: pieces as they come, and whole answers."""
+"""Defines the results of the client: chunks of a stream, and whole answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,58 +20,58 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class Model:
-    """One that requests may name."""
+    """A model that requests may name."""
 
     name: str
     max_model_len: int
-    """Tokens of prompt and output together."""
+    """Limit of prompt and output tokens."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a whole request."""
+    """Token counts of a whole request."""
 
     prompt_tokens: int
     completion_tokens: int
-    """Of all samples."""
+    """Tokens of all samples."""
     cached_tokens: int
-    """Of the prompt, found in a cache."""
+    """Prompt tokens found in a cache."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is new of one sample."""
+    """New output of one sample."""
 
     index: int
-    """Which of ``n``."""
+    """Number of the sample, below ``n``."""
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token, by token id: itself first, then the others. None unless asked for."""
+    """For each token a dict by token id: first the token itself, then the others. None unless requested."""
     finish_reason: str | None = None
     """In the last chunk of the sample: ``stop``, ``tool_calls``, ``length``, ``repetition`` or ``abort``."""
     stop_reason: int | str | None = None
     """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
     usage: Usage | None = None
-    """In the last chunk of all."""
+    """Only in the last chunk of the request."""
     reasoning: str = ""
-    """Of a chat: how the model comes to its answer; not part of the text."""
+    """In chats: the model's reasoning, which is not part of the text."""
     tool_calls: Sequence[ToolCallDelta] = ()
-    """Of a chat: what is new of the calls that the model makes."""
+    """In chats: new parts of the calls that the model makes."""
 
 
 @dataclass
 class Output(CompletionOutput):
-    """One sample; of a chat, the model's next turn."""
+    """One sample; in chats, the model's next turn."""
 
     reasoning: str = ""
-    """How the model came to its answer; not part of the text."""
+    """The model's reasoning, which is not part of the text."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """``finish_reason`` is ``tool_calls`` then, unless the output was cut off."""
+    """If there are any, ``finish_reason`` is ``tool_calls`` unless the output was cut off."""
 
     @property
     def message(self) -> Message:
-        """This turn, as a conversation goes on with it."""
+        """Return this turn as a message to continue the conversation with."""
         message = Message(role="assistant", content=self.text)
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
@@ -85,30 +85,30 @@ class Generation:
     """A whole answer."""
 
     request_id: str
-    """The mesh's own, as in its logs and traces."""
+    """The mesh's own id, as in its logs and traces."""
     outputs: list[Output]
     """[n] samples."""
     usage: Usage
     timeline: types_pb2.Timeline | None = None
-    """Where the time went, with ``return_timeline``."""
+    """Where the request spent its time; with ``return_timeline``."""
     prompt_token_ids: list[int] | None = None
     """With ``return_prompt_token_ids`` or ``prompt_logprobs``."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token; None for the first, which follows nothing. With ``prompt_logprobs``."""
+    """For each prompt token, but None for the first; with ``prompt_logprobs``."""
 
     @property
     def text(self) -> str:
-        """Of the first sample."""
+        """Return the text of the first sample."""
         return self.outputs[0].text
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """Likewise."""
+        """Return the tool calls of the first sample."""
         return self.outputs[0].tool_calls
 
     @property
     def message(self) -> Message:
-        """Likewise."""
+        """Return the first sample as a message."""
         return self.outputs[0].message
 
 
@@ -124,16 +124,16 @@ class ChunkReader:
         self._stop = frozenset(request.stop)
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._num_also = len(params.logprob_token_ids)
-        self._tells_logprobs = params.HasField("logprobs")
+        self._has_logprobs = params.HasField("logprobs")
 
     def read(self, response: inference_pb2.GenerateResponse) -> Chunk:
         token_ids = list(response.token_ids)
-        told = self._tells_logprobs and token_ids
+        found = self._has_logprobs and token_ids
         return Chunk(
             index=response.index,
             text=response.text,
             token_ids=token_ids,
-            logprobs=_logprobs(response.logprobs, token_ids, self._num_also) if told else None,
+            logprobs=_logprobs(response.logprobs, token_ids, self._num_also) if found else None,
             finish_reason=_FINISH_REASONS.get(response.finish_reason),
             stop_reason=self._stop_reason(response.stop_reason),
             usage=_usage(response.usage) if response.HasField("usage") else None,
@@ -148,7 +148,7 @@ class ChunkReader:
 
 
 class Collector:
-    """Puts the responses to one request together."""
+    """Joins the responses to one request."""
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._reader = ChunkReader(request)
@@ -157,8 +157,8 @@ class Collector:
             for output in self._outputs:
                 output.logprobs, output.cumulative_logprob = [], 0.0
         self._prompt_token_ids: list[int] | None = [] if request.return_prompt_token_ids else None
-        tells_prompt = request.sampling_params.HasField("prompt_logprobs")
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if tells_prompt else None
+        has_prompt = request.sampling_params.HasField("prompt_logprobs")
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt else None
         self._with_timeline = request.return_timeline
         self._last = inference_pb2.GenerateResponse()
 
@@ -178,7 +178,7 @@ class Collector:
         self._last = response
 
     def result(self) -> Generation:
-        """Once the last response was added."""
+        """Return the answer, after the last response was added."""
         return Generation(
             request_id=self._last.request_id,
             outputs=self._outputs,
@@ -192,8 +192,8 @@ class Collector:
         assert output.logprobs is not None
         assert output.cumulative_logprob is not None
         output.logprobs += chunk.logprobs or []
-        for token_id, told in zip(chunk.token_ids, chunk.logprobs or [], strict=True):
-            output.cumulative_logprob += told[token_id].logprob
+        for token_id, found in zip(chunk.token_ids, chunk.logprobs or [], strict=True):
+            output.cumulative_logprob += found[token_id].logprob
 
     def _add_prompt(self, response: inference_pb2.GenerateResponse) -> None:
         if self._prompt_token_ids is not None:
@@ -210,13 +210,14 @@ def _usage(usage: inference_pb2.Usage) -> Usage:
 
 
 def _logprobs(columns: types_pb2.Logprobs, token_ids: Sequence[int], num_also: int) -> list[dict[int, Logprob]]:
-    """Of each of ``token_ids``, [n], first itself, then the best, best first, then ``num_also`` that were asked for."""
+    """Return a dict for each of ``token_ids``, [n]: first the token itself, then the best in descending order, then the
+    ``num_also`` that the request named."""
     positions = []
     for index, token_id in enumerate(token_ids):
-        told = {token_id: Logprob(columns.sampled[index], columns.rank[index])}
+        found = {token_id: Logprob(columns.sampled[index], columns.rank[index])}
         for place in range(columns.top):
             at = index * columns.top + place
             rank = place + 1 if place < columns.top - num_also else None
-            told.setdefault(columns.token_id[at], Logprob(columns.logprob[at], rank))
-        positions.append(told)
+            found.setdefault(columns.token_id[at], Logprob(columns.logprob[at], rank))
+        positions.append(found)
     return positions

@@ -1,4 +1,4 @@
-"""When a call that failed is made again."""
+"""Decides when a failed call is retried."""
 
 import random
 import threading
@@ -10,16 +10,16 @@ _JITTER = 0.2
 
 
 class Retries:
-    """Of one client. Only what the mesh calls worth another try (RetryInfo: full, gone, going) is tried again, and only
-    while nothing of the answer has been handed out.
+    """Holds the retry policy of one client. A call is retried only if the mesh asks for it (RetryInfo: full, down or
+    shutting down), and only before the caller has received a part of the answer.
 
-    A budget for all calls together keeps a mesh in trouble from getting every request several times: each failure
-    costs one, each success gives a tenth back, and below half of it failures are final.
+    A budget for all calls keeps an overloaded mesh from receiving every request several times: each failure costs one,
+    each success restores a tenth, and below half of the budget failures are final.
     """
 
     def __init__(self, max_retries: int = 4, budget: float = 10.0) -> None:
-        """``max_retries``: of one call; 0 is none. ``budget``: failures in a row, of all calls, twice the number of
-        those that are tried again."""
+        """``max_retries``: limit for one call; 0: none. ``budget``: twice the number of failures in a row, of
+        all calls, that are retried."""
         self._max_retries = max_retries
         self._budget = budget
         self._left = budget
@@ -30,9 +30,9 @@ class Retries:
             self._left = min(self._left + 0.1, self._budget)
 
     def wait(self, error: TokenloomError, failures: int, seconds_left: float) -> float | None:
-        """Seconds until the next try, at least as many as the mesh said; None: ``error`` is final.
+        """Return the seconds until the next try, at least as many as the mesh requested; None: ``error`` is final.
 
-        ``failures``: of this call before this one. ``seconds_left``: of its deadline.
+        ``failures``: earlier failures of this call. ``seconds_left``: time until its deadline.
         """
         if error.retry_after is None:
             return None
@@ -40,7 +40,7 @@ class Retries:
             self._left = max(self._left - 1, 0.0)
             if failures >= self._max_retries or self._left < self._budget / 2:
                 return None
-        # Clients that were refused together must not come back together.
+        # Clients that were refused at the same time must not retry at the same time.
         wait = min(error.retry_after * 2**failures, max(_MAX_WAIT, error.retry_after))
         wait *= 1 + random.uniform(0, _JITTER)
         return wait if wait < seconds_left else None

@@ -1,4 +1,4 @@
-"""The client that blocks."""
+"""Implements the blocking client."""
 
 import itertools
 import time
@@ -13,7 +13,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
 from .client_request import chat_request, check_streamed, prompt_request
-from .options import ChatArguments, Message, PromptArguments, takes
+from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
 from .sync_session import Session
@@ -23,8 +23,8 @@ Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
 
 
 class Stream(Iterator[Chunk]):
-    """Chunks as they come. Leaving a ``with`` block, :meth:`close` or the stream's end of life cancels what still runs;
-    so does a ``break`` out of ``for chunk in client.stream(…)``, which holds the only reference."""
+    """Yields chunks as they arrive. Leaving a ``with`` block, :meth:`close` or the deletion of the stream cancels the
+    request; so does a ``break`` out of ``for chunk in client.stream(…)``, which holds the only reference."""
 
     def __init__(self, call: Call, first: inference_pb2.GenerateResponse | None, reader: ChunkReader) -> None:
         self._call = call
@@ -41,7 +41,7 @@ class Stream(Iterator[Chunk]):
         return self._reader.read(response)
 
     def close(self) -> None:
-        """Cancels the request unless it has ended. Idempotent."""
+        """Cancel the request unless it has ended. Idempotent."""
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -57,9 +57,9 @@ class Client:
     Args:
         address: The gateway's gRPC ``host:port``, or ``unix:/path``.
         api_key: Sent with every call.
-        tls: As :data:`connection.TLS`.
-        timeout: Seconds that a call may take, retries included, unless it says otherwise.
-        retries: None: the default ones.
+        tls: See :data:`connection.TLS`.
+        timeout: Seconds that a call may take, retries included, unless the call sets its own.
+        retries: When to retry; None: the default.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Client:
         self._retries = retries or Retries()
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
-        """Those that are served."""
+        """Return the served models."""
 
         def attempt(left: float) -> inference_pb2.ListModelsResponse:
             request = inference_pb2.ListModelsRequest()
@@ -92,62 +92,34 @@ class Client:
         return list(map(read_model, self._retrying(attempt, timeout).models))
 
     @takes(PromptArguments)
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
-        """Continues a text, or token ids. ``model``: None: the one that is served.
+    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:
+        """Continue a text or token ids and return the whole answer. ``model`` None: the served model.
 
         Raises any of :mod:`errors`.
         """
-        return self._generate(prompt_request(prompt, model, options), timeout)
+        return self._generate(prompt_request(prompt, options), timeout)
 
     @takes(PromptArguments)
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Stream:
-        """The same, piece by piece. Returns with the first one."""
-        return self._stream(prompt_request(prompt, model, options), timeout)
+    def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Stream:
+        """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
+        return self._stream(prompt_request(prompt, options), timeout)
 
     @takes(ChatArguments)
-    def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Generation:
-        """A conversation's next turn."""
-        return self._generate(chat_request(messages, model, options), timeout)
+    def chat(self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any) -> Generation:
+        """Return the next turn of a conversation. Raises any of :mod:`errors`."""
+        return self._generate(chat_request(messages, options), timeout)
 
     @takes(ChatArguments)
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        model: str | None = None,
-        timeout: float | None = None,
-        **options: Any,
-    ) -> Stream:
-        """The same, piece by piece. Returns with the first one."""
-        return self._stream(chat_request(messages, model, options), timeout)
+    def stream_chat(self, messages: Sequence[Message], *, timeout: float | None = None, **options: Any) -> Stream:
+        """Like the method without ``stream``, but return a stream of chunks, once the first has arrived."""
+        return self._stream(chat_request(messages, options), timeout)
 
     def session(self, *, timeout: float | None = None) -> Session:
-        """A prompt that goes on after it was answered. ``timeout``: seconds for all of it; None: no end."""
+        """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""
         return Session(lambda turns: self._stub.GenerateSession(turns, timeout=timeout, metadata=self._metadata))
 
     def close(self) -> None:
-        """Ends every call. Idempotent."""
+        """End every call. Idempotent."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -164,7 +136,7 @@ class Client:
                 for response in call:
                     collector.add(response)
             finally:
-                call.cancel()  # of an exception from elsewhere: nobody waits any more
+                call.cancel()  # after an exception elsewhere no caller waits any more
             return collector.result()
 
         return self._retrying(attempt, timeout)
@@ -179,7 +151,7 @@ class Client:
         return self._retrying(attempt, timeout)
 
     def _retrying(self, attempt: Callable[[float], T], timeout: float | None) -> T:
-        """``attempt`` gets the seconds that are left."""
+        """Retry ``attempt``, which receives the seconds that are left."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         for failures in itertools.count():
             try:

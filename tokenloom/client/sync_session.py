@@ -32,8 +32,8 @@ class Session:
 
     @takes(TurnArguments)
     def generate(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Generation:
-        """Continues with a text, or token ids, and waits for the whole answer. Raises any of :mod:`errors`."""
-        request = prompt_request(prompt, model, options)
+        """Continue with a text or token ids and wait for the whole answer. Raises any of :mod:`errors`."""
+        request = prompt_request(prompt, options)
         collector = Collector(request)
         for response in self._turn(request):
             collector.add(response)
@@ -41,13 +41,13 @@ class Session:
 
     @takes(TurnArguments)
     def stream(self, prompt: str | Sequence[int], *, model: str | None = None, **options: Any) -> Iterator[Chunk]:
-        """The same, piece by piece. What is not read to its end goes on, and is skipped by the next turn."""
-        request = prompt_request(prompt, model, options)
+        """Like :meth:`generate`, but yield chunks. If they are not read to the end, the next turn skips the rest."""
+        request = prompt_request(prompt, options)
         check_streamed(request)
         return map(ChunkReader(request).read, self._turn(request))
 
     def close(self) -> None:
-        """Ends the session, and cancels a turn that is not answered yet. Idempotent."""
+        """End the session and cancel a turn that is not answered yet. Idempotent."""
         if self._is_answering:
             self._call.cancel()
         self._turns.put(None)
@@ -74,6 +74,6 @@ class Session:
             raise errors.from_rpc(cast(grpc.Call, error)) from error
         except StopIteration:
             self._is_answering = False
-            raise errors.Unavailable("the gateway has ended the session") from None
+            raise errors.Unavailable("the gateway ended the session") from None
         self._is_answering = response.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED
         return response

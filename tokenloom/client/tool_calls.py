@@ -1,4 +1,4 @@
-"""Tools as callers give them, and the calls that a model makes."""
+"""Converts tools and the calls that a model makes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2
 
 Tool = Mapping[str, Any]
-"""``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``, as OpenAI's API takes them."""
+"""``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``, as in OpenAI's API."""
 ToolChoice = str | Mapping[str, Any]
 """``none``, ``auto``, ``required`` or ``{"type": "function", "function": {"name": …}}``."""
 
@@ -25,20 +25,20 @@ class ToolCall:
     """A call that the model has made."""
 
     id: str
-    """To be repeated as ``tool_call_id`` with its result."""
+    """Repeat it as ``tool_call_id`` with the result of the call."""
     name: str
     arguments: str
-    """JSON, as the model wrote it; of an output that was cut off, as far as it came."""
+    """JSON as the model wrote it; incomplete if the output was cut off."""
 
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """What is new of a call."""
+    """New part of a call."""
 
     index: int
-    """Counts the calls of one sample."""
+    """Number of the call within its sample."""
     id: str
-    """Empty but in the first piece of the call, like the name."""
+    """Only in the first part of the call, like the name; otherwise empty."""
     name: str
     arguments: str
 
@@ -48,7 +48,7 @@ def read_delta(delta: inference_pb2.ToolCallDelta) -> ToolCallDelta:
 
 
 def add_delta(calls: list[ToolCall], delta: ToolCallDelta) -> None:
-    """Puts it to the calls so far."""
+    """Add a part to the calls so far."""
     if delta.index == len(calls):
         calls.append(ToolCall(delta.id, delta.name, delta.arguments))
     else:
@@ -62,14 +62,14 @@ def write_call(call: ToolCall) -> inference_pb2.ToolCall:
 
 
 def write_tools(tools: Sequence[Tool]) -> list[inference_pb2.Tool]:
-    """Raises ``InvalidArgument`` for what is no tool, naming it."""
+    """Convert tools. Raises ``InvalidArgument`` naming the tool that is wrong."""
     return [
         inference_pb2.Tool(function=_function(f"tools[{index}].function", tool)) for index, tool in enumerate(tools)
     ]
 
 
 def write_choice(choice: ToolChoice) -> inference_pb2.ToolChoice:
-    """Raises ``InvalidArgument``."""
+    """Convert a tool choice. Raises ``InvalidArgument``."""
     if isinstance(choice, str) and choice in _MODES:
         return inference_pb2.ToolChoice(mode=_MODES[choice])
     function = choice.get("function") if isinstance(choice, Mapping) else None

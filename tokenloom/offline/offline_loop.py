@@ -1,4 +1,4 @@
-"""The offline API's requests in flight: whoever steps the engine moves all of them."""
+"""Steps the engine of the offline API; each step advances all requests in flight."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from .offline_sample import OfflineSample
 
 
 class OfflineLoop:
-    """Requests of several calls may be in flight at once: a stream that is being read, and a call in between."""
+    """Holds the requests in flight. They may belong to several calls: a call may begin while a stream is being read."""
 
     def __init__(self, client: InprocClient) -> None:
         self._client = client
@@ -18,12 +18,12 @@ class OfflineLoop:
         self._enqueued: list[OfflineRequest] = []
 
     def enqueue(self, request: OfflineRequest) -> None:
-        """Adds a request for `next_ended` to bring."""
+        """Add a request that `next_ended` will return."""
         self._add(request)
         self._enqueued.append(request)
 
     def next_ended(self) -> list[OfflineRequest]:
-        """Steps until some of the enqueued have ended; empty when there are none."""
+        """Step until some of the enqueued requests have ended, and return them; empty if none is enqueued."""
         while self._enqueued:
             ended = [request for request in self._enqueued if request.output.finished]
             if ended:
@@ -34,7 +34,7 @@ class OfflineLoop:
 
     @contextmanager
     def running(self, requests: Sequence[OfflineRequest]) -> Iterator[None]:
-        """Adds requests; at the end those that have not ended are aborted."""
+        """Add requests; when the context ends, abort those that have not ended."""
         try:
             for request in requests:
                 self._add(request)
@@ -43,10 +43,10 @@ class OfflineLoop:
             self._abort([request for request in requests if not request.output.finished])
 
     def step(self) -> list[OfflineRequest]:
-        """Computes a step; returns the requests that ended with it. After an exception none is in flight."""
+        """Compute a step and return the requests that it ended. After an exception no request is in flight."""
         try:
             return self._step()
-        except BaseException:  # an interrupt from the keyboard included: the next call finds an idle engine
+        except BaseException:  # keyboard interrupts included: the next call finds an idle engine
             self._abort([request for request, _ in self._live.values()])
             self._enqueued.clear()
             # The step may have ended before it filled the blocks that it announced.

@@ -1,4 +1,4 @@
-"""One prompt of the offline API with its samples, from the first step to the last."""
+"""Follows one prompt of the offline API and its samples from the first step to the last."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from .outputs import RequestOutput, RequestOutputKind
 
 
 class OfflineRequest:
-    """Collects what its samples gain into its ``output``."""
+    """Collects the results of its samples in its ``output``."""
 
     def __init__(
         self,
@@ -21,11 +21,11 @@ class OfflineRequest:
         output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE,
         stream_interval: int = 1,
     ) -> None:
-        """``output_kind`` and ``stream_interval``, in tokens, decide what :meth:`news` tells and when."""
+        """``output_kind`` and ``stream_interval``, in tokens, decide what :meth:`news` yields, and when."""
         self.samples = samples
         self._output_kind = output_kind
         self._stream_interval = stream_interval
-        self._told: set[int] = set()  # samples whose end was told
+        self._reported: set[int] = set()  # samples whose end was yielded
         self.output = RequestOutput(
             request_id=request_id,
             prompt=prompt,
@@ -36,12 +36,12 @@ class OfflineRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens so far, of all samples."""
+        """Return the number of output tokens of all samples so far."""
         return sum(len(completion.token_ids) for completion in self.output.outputs)
 
     def accept(self, sample: OfflineSample, step: EngineCoreOutput) -> bool:
-        """Takes what a step produced for a sample; returns whether a stop string ended it, which the core does not
-        know. Raises ``RuntimeError`` when the core failed it."""
+        """Add a step's result to a sample. Returns whether a stop string ended the sample, which the core does not
+        know. Raises ``RuntimeError`` if the core failed the request."""
         if step.prefill_stats is not None and self.output.num_cached_tokens is None:
             self.output.num_cached_tokens = step.prefill_stats.num_cached_tokens
         if step.new_prompt_logprobs is not None:
@@ -51,13 +51,13 @@ class OfflineRequest:
         return is_stopped
 
     def abort(self) -> None:
-        """Ends the samples that have not ended."""
+        """End the samples that have not ended."""
         for completion in self.output.outputs:
             completion.finish_reason = completion.finish_reason or "abort"
         self.output.finished = True
 
     def news(self) -> Iterator[RequestOutput]:
-        """What a stream is to tell now: an output for each sample that gained enough, or one at the end of all."""
+        """Yield the outputs that are due in a stream: one for each sample with enough new tokens, or one at the end."""
         if self._output_kind is RequestOutputKind.FINAL_ONLY:
             if self.output.finished:
                 yield self.output
@@ -70,8 +70,8 @@ class OfflineRequest:
     def _is_due(self, sample: OfflineSample) -> bool:
         index = sample.completion.index
         if sample.completion.finished():
-            is_news = index not in self._told
-            self._told.add(index)
+            is_news = index not in self._reported
+            self._reported.add(index)
             return is_news
-        num_untold = sample.num_untold_tokens
-        return num_untold >= self._stream_interval or (num_untold > 0 and sample.is_untold)
+        num_new = sample.num_new_tokens
+        return num_new >= self._stream_interval or (num_new > 0 and sample.is_new)

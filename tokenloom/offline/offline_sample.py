@@ -1,4 +1,4 @@
-"""One continuation of a prompt on its way through the engine core."""
+"""Follows one continuation of a prompt through the engine core."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +19,17 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True)
 class TextSettings:
-    """How tokens become text."""
+    """Holds what turns tokens into text."""
 
     detokenizer: Detokenizer
     vocabulary: Vocabulary | None
-    """What the tokens of log probabilities are decoded with; None: no text is wanted."""
+    """Decodes the tokens of log probabilities; None: the caller wants no text."""
     eos_token_ids: Collection[int] = ()
-    """The model's own, which are no stop reason."""
+    """The model's own end tokens, which are not reported as stop reasons."""
 
 
 class OfflineSample:
-    """Collects one continuation's tokens, text and log probabilities into its ``completion``."""
+    """Collects one continuation's tokens, text and log probabilities in its ``completion``."""
 
     def __init__(self, core_request: EngineCoreRequest, index: int, text: TextSettings) -> None:
         self.core_request = core_request
@@ -39,22 +39,22 @@ class OfflineSample:
         self.completion = CompletionOutput(index=index, text="", token_ids=[])
         if params.logprobs is not None:
             self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
-        self._num_told_chars = self._num_told_tokens = 0
+        self._num_reported_chars = self._num_reported_tokens = 0
 
     @property
-    def num_untold_tokens(self) -> int:
-        """Since the last :meth:`news`."""
-        return len(self.completion.token_ids) - self._num_told_tokens
+    def num_new_tokens(self) -> int:
+        """Return the number of tokens since the last :meth:`news`."""
+        return len(self.completion.token_ids) - self._num_reported_tokens
 
     @property
-    def is_untold(self) -> bool:
-        """Whether nothing was told yet."""
-        return not self._num_told_tokens
+    def is_new(self) -> bool:
+        """Return whether :meth:`news` has not been called yet."""
+        return not self._num_reported_tokens
 
     def accept(self, step: EngineCoreOutput) -> bool:
-        """Takes what a step produced; returns whether a stop string ended the output, which the core does not know.
+        """Add a step's result. Returns whether a stop string ended the output, which the core does not know.
 
-        Raises ``ValueError`` when the request was at fault, ``RuntimeError`` when the core failed it.
+        Raises ``ValueError`` if the request was at fault, ``RuntimeError`` if the core failed it.
         """
         if step.error_field:
             raise ValueError(step.error)
@@ -77,15 +77,15 @@ class OfflineSample:
         return False
 
     def prompt_logprobs(self, columns: Logprobs) -> list[dict[int, Logprob] | None]:
-        """Of the whole prompt, from the columns of all its tokens but the first."""
+        """Return the log probabilities of the prompt; ``columns`` has all its tokens except the first."""
         prompt = self.core_request.prompt_token_ids
         return [None, *token_logprobs(columns, prompt[1:], 0, self._text.vocabulary)]
 
     def news(self, *, whole: bool) -> CompletionOutput:
-        """A copy of the whole so far, or of what was not told before."""
+        """Return a copy of the whole output so far, or of what is new since the last call."""
         full = self.completion
-        chars, tokens = (0, 0) if whole else (self._num_told_chars, self._num_told_tokens)
-        self._num_told_chars, self._num_told_tokens = len(full.text), len(full.token_ids)
+        chars, tokens = (0, 0) if whole else (self._num_reported_chars, self._num_reported_tokens)
+        self._num_reported_chars, self._num_reported_tokens = len(full.text), len(full.token_ids)
         logprobs = None if full.logprobs is None else full.logprobs[tokens:]
         return replace(full, text=full.text[chars:], token_ids=full.token_ids[tokens:], logprobs=logprobs)
 
@@ -108,9 +108,10 @@ class OfflineSample:
 def token_logprobs(
     columns: Logprobs, token_ids: Sequence[int], num_also: int, vocabulary: Vocabulary | None
 ) -> list[dict[int, Logprob]]:
-    """Of each of ``token_ids``, [n], first itself, then the best, best first, then ``num_also`` that were asked for.
+    """Return a dict for each of ``token_ids``, [n]: first the token itself, then the best in descending order, then
+    the ``num_also`` that the request named.
 
-    ``vocabulary``: what tokens are decoded with; None: they are not.
+    ``vocabulary`` decodes the tokens; None: they are not decoded.
     """
     top = columns.top
 
@@ -121,11 +122,11 @@ def token_logprobs(
 
     positions = []
     for index, token_id in enumerate(token_ids):
-        told = {token_id: logprob(token_id, columns.sampled[index], columns.rank[index])}
+        found = {token_id: logprob(token_id, columns.sampled[index], columns.rank[index])}
         for place in range(top):
             other = columns.token_ids[index * top + place]
-            if other not in told:
+            if other not in found:
                 rank = place + 1 if place < top - num_also else None
-                told[other] = logprob(other, columns.logprobs[index * top + place], rank)
-        positions.append(told)
+                found[other] = logprob(other, columns.logprobs[index * top + place], rank)
+        positions.append(found)
     return positions

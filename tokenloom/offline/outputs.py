@@ -1,30 +1,30 @@
-"""What the offline API returns, with vLLM's names."""
+"""Defines the results of the offline API, with vLLM's names."""
 
 import enum
 from dataclasses import dataclass
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of :meth:`tokenloom.LLM.stream` holds."""
+    """Selects what each output of :meth:`tokenloom.LLM.stream` holds."""
 
     CUMULATIVE = 0
     """Everything so far."""
     DELTA = 1
-    """What is new."""
+    """Only what is new."""
     FINAL_ONLY = 2
-    """Everything; there is one output, at the end."""
+    """Everything, in a single output at the end."""
 
 
 @dataclass
 class Logprob:
-    """A token at one position, in the model's own distribution."""
+    """The log probability of a token at one position, in the model's own distribution."""
 
     logprob: float
-    """Natural."""
+    """Natural logarithm of the probability."""
     rank: int | None = None
     """1 is the best; None for tokens that the request names and that are not among the best."""
     decoded_token: str | None = None
-    """What the token alone stands for; None without ``detokenize``."""
+    """The token's text; None without ``detokenize``."""
 
 
 @dataclass
@@ -32,14 +32,14 @@ class CompletionOutput:
     """One continuation of a prompt."""
 
     index: int
-    """Among the outputs of its request."""
+    """Position among the outputs of the request."""
     text: str
     token_ids: list[int]
-    """The token that ended the output included."""
+    """Includes the token that ended the output."""
     cumulative_logprob: float | None = None
-    """Of all tokens so far; None unless ``logprobs`` was set, like the next."""
+    """Sum over all tokens so far; None unless ``logprobs`` was set, like the next field."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token, by token id: itself first, then the others."""
+    """For each token a dict by token id: first the token itself, then the others."""
     finish_reason: str | None = None
     """``stop``, ``length``, ``repetition`` or ``abort``."""
     stop_reason: int | str | None = None
@@ -62,4 +62,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token, as in ``logprobs``; None for the first, which follows nothing. None unless asked for."""
+    """For each prompt token, as in ``logprobs``, but None for the first. None unless ``prompt_logprobs`` was set."""

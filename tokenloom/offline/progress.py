@@ -1,4 +1,4 @@
-"""The offline API's progress bar."""
+"""Shows the progress bar of the offline API."""
 
 import time
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from tqdm.auto import tqdm
 
 
 class Progress:
-    """Counts finished prompts and estimates speeds. A context manager."""
+    """Counts finished prompts and estimates speeds. Use it as a context manager."""
 
     def __init__(self, num_prompts: int, use_tqdm: bool | Callable[..., Any]) -> None:
-        """``use_tqdm``: whether to show a bar, or what to make it with."""
+        """``use_tqdm``: whether to show a bar, or a function that makes it."""
         make = use_tqdm if callable(use_tqdm) else tqdm
         self._bar = make(
             total=num_prompts,
@@ -25,7 +25,7 @@ class Progress:
         self._input_tokens = self._output_tokens = 0
 
     def finished(self, input_tokens: int, output_tokens: int) -> None:
-        """One prompt is done."""
+        """Count one finished prompt."""
         self._input_tokens += input_tokens
         self._output_tokens += output_tokens
         self._bar.postfix = _speeds(self._input_tokens, self._output_tokens, time.perf_counter() - self._start)

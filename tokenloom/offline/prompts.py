@@ -1,4 +1,4 @@
-"""The forms in which the offline API takes prompts and conversations."""
+"""Reads the forms in which the offline API accepts prompts and conversations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from tokenloom.v1 import types_pb2
 
 
 class TextPrompt(TypedDict, total=False):
-    """``{"prompt": …}``"""
+    """A text: ``{"prompt": …}``."""
 
     prompt: str
     cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
-    """``{"prompt_token_ids": …}``, with the text it came from if there is one."""
+    """Token ids: ``{"prompt_token_ids": …}``, with their text if it is known."""
 
     prompt_token_ids: Sequence[int]
     prompt: str
@@ -27,7 +27,7 @@ class TokensPrompt(TypedDict, total=False):
 
 
 class EmbedsPrompt(TypedDict, total=False):
-    """``{"prompt_embeds": …}``: a tensor [n, hidden_size], or a list of such tensors and of lists of token ids."""
+    """Embeddings: ``{"prompt_embeds": …}``, a tensor [n, hidden_size] or a list of tensors and lists of token ids."""
 
     prompt_embeds: Any
     cache_salt: str
@@ -35,14 +35,14 @@ class EmbedsPrompt(TypedDict, total=False):
 
 Prompt: TypeAlias = str | TextPrompt | TokensPrompt | EmbedsPrompt | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
-"""A turn of a chat, in OpenAI's form."""
+"""A turn of a chat in OpenAI's form."""
 
 _KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
 
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
-    """A prompt of any form, read."""
+    """A prompt of any form as token ids."""
 
     text: str | None
     token_ids: list[int]
@@ -51,7 +51,7 @@ class TokenizedPrompt:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several. A list of ids is one prompt."""
+    """Return one prompt or several as a list. A list of token ids is one prompt."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
     several: list[Any] = list(prompts)
@@ -59,13 +59,13 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Message]]:
-    """One conversation or several, as several."""
+    """Return one conversation or several as a list."""
     turns: list[Any] = list(messages)
     return [turns] if turns and isinstance(turns[0], Mapping) else [list(conversation) for conversation in turns]
 
 
 def read_prompt(prompt: object, tokenizer: Tokenizer) -> TokenizedPrompt:
-    """Encodes a prompt unless it has ids. Raises ``ValueError`` or ``InvalidArgument`` for any other form."""
+    """Encode a prompt unless it holds token ids. Raises ``ValueError`` or ``InvalidArgument`` for any other form."""
     if isinstance(prompt, str):
         return TokenizedPrompt(prompt, tokenizer.encode(prompt).ids)
     if isinstance(prompt, Mapping):
@@ -84,7 +84,9 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedP
             raise ValueError(f"{key} must be a string, not {type(value).__name__}")
     if (embeds := prompt.get("prompt_embeds")) is not None:
         if text is not None or token_ids is not None:
-            raise ValueError("prompt_embeds excludes prompt and prompt_token_ids: it may be a list with token ids")
+            raise ValueError(
+                "prompt_embeds cannot be combined with prompt or prompt_token_ids; it may hold lists of token ids"
+            )
         return replace(_join(embeds if isinstance(embeds, list) else [embeds]), cache_salt=salt.encode())
     if token_ids is None:
         if text is None:
@@ -94,7 +96,7 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> TokenizedP
 
 
 def _join(parts: Sequence[object]) -> TokenizedPrompt:
-    """Tensors and lists of ids as one prompt, with 0 for the ids of rows."""
+    """Join tensors and lists of token ids into one prompt; rows of tensors have token id 0."""
     token_ids: list[int] = []
     embeds = []
     for part in parts:
@@ -113,7 +115,8 @@ def _join(parts: Sequence[object]) -> TokenizedPrompt:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """A turn as templates take it: parts of text joined by line breaks, as vLLM does. Raises ``ValueError``."""
+    """Return a turn in the form of chat templates: parts of text are joined by line breaks, as in vLLM. Raises
+    ``ValueError``."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("each message must be a mapping with a role")
     content = message.get("content")
@@ -126,5 +129,5 @@ def _part(part: object) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ValueError("content must be a string or a list of parts of type text: others are not supported yet")
+        raise ValueError("content must be a string or a list of parts of type text; other types are not supported yet")
     return str(part["text"])

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters of the offline API, checked, as requests of the engine core."""
+"""Turns prompts and sampling parameters of the offline API into checked requests of the engine core."""
 
 import itertools
 import random
@@ -24,12 +24,12 @@ from .sampling_params import SamplingParams
 
 
 class RequestBuilder:
-    """Raises ``InvalidArgument`` or ``ValueError`` naming what is wrong with a prompt or its parameters."""
+    """Builds requests. Raises ``InvalidArgument`` or ``ValueError`` naming what is wrong."""
 
     def __init__(
         self, info: CheckpointInfo, tokenizer: Tokenizer, limits: types_pb2.ModelLimits, seed: int | None
     ) -> None:
-        """``seed`` decides the outputs of requests that set none."""
+        """``seed`` decides the outputs of requests that set no seed."""
         self._info = info
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
@@ -38,14 +38,14 @@ class RequestBuilder:
         self._request_ids = map(str, itertools.count())
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's ``generation_config.json`` gives, and our defaults for the rest."""
+        """Return the defaults of the checkpoint's ``generation_config.json``, and ours for the rest."""
         stated = self._info.default_sampling_params.ListFields()
         return SamplingParams(**{field.name: value for field, value in stated})
 
     def build(
         self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[OfflineRequest]:
-        """A request for each prompt; ``params``: one for all, one for each, or None for the model's own."""
+        """Return a request for each prompt. ``params``: one for all, one for each, or None for the model's own."""
         if params is None:
             each = [self._defaults_for(prompt) for prompt in prompts]
         elif isinstance(params, SamplingParams):
@@ -57,7 +57,7 @@ class RequestBuilder:
         return [self._request(prompt, params) for prompt, params in zip(prompts, each, strict=True)]
 
     def _defaults_for(self, prompt: TokenizedPrompt) -> SamplingParams:
-        """The model's own parameters, with no more tokens than the prompt leaves room for."""
+        """Return the model's own parameters, with at most as many tokens as the prompt leaves room for."""
         params = self.default_sampling_params()
         rest = max(self._limits.max_model_len - len(prompt.token_ids), 1)
         return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
@@ -66,7 +66,7 @@ class RequestBuilder:
         wire = params.to_wire()
         spellings = bad_words.spellings(params.bad_words or ())
         bad_words.forbid(wire, [self._encode(text) for text in spellings])
-        # An id that the model cannot give (a tokenizer may have more tokens than the model) ends nothing.
+        # A tokenizer may have more tokens than the model, which cannot generate the others.
         eos = [id_ for id_ in self._info.eos_token_ids if id_ < self._limits.vocab_size and not params.ignore_eos]
         wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
         if not wire.HasField("seed"):
@@ -89,7 +89,8 @@ class RequestBuilder:
     def _samples(
         self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int
     ) -> list[EngineCoreRequest]:
-        """n requests that differ in their seeds and share the blocks of their prompt; the first tells of it."""
+        """Return n requests that differ in their seeds and share the blocks of their prompt; only the first returns the
+        prompt's log probabilities."""
         rest = self._limits.max_model_len - len(prompt.token_ids)
         first = to_core_sampling(wire, self._limits, rest)
         others = replace(first, prompt_logprobs=None)

@@ -1,26 +1,27 @@
-"""One error tree, and one table to gRPC and HTTP.
+"""Defines the errors that callers may see, with their gRPC and HTTP statuses.
 
     TokenloomError
-    ├── InvalidArgument        400  INVALID_ARGUMENT     the caller's; ``field`` names what is wrong
+    ├── InvalidArgument        400  the caller's fault; ``field`` names what is wrong
     │   └── PayloadTooLarge    413
     ├── Unauthenticated        401
     ├── PermissionDenied       403
     ├── NotFound               404
     │   └── ModelNotFound      404
     ├── FailedPrecondition     400  (409 would invite a blind retry)
-    ├── Aborted                409  overtaken by something newer
+    ├── Aborted                409  replaced by something newer
     ├── Unimplemented          400
     ├── Cancelled              499
-    ├── ResourceExhausted      503  full; ``retry_after`` says when to come again
-    ├── Unavailable            503  gone or going; ``retry_after`` likewise
+    ├── ResourceExhausted      503  full; ``retry_after`` says when to retry
+    ├── Unavailable            503  down or shutting down; ``retry_after`` says when to retry
     ├── DeadlineExceeded       504
-    └── Internal               500  our own bug; its cause is in the log only
+    └── Internal               500  a bug; only the log has its cause
 
-Messages reach clients: no path, address or traceback. Inside the mesh an error travels as ``types_pb2.Error`` (in a
-shared stream) or as a gRPC status with google.rpc details.
+Messages reach clients, so they hold no path, address or traceback. Inside the mesh an error travels as
+``types_pb2.Error`` (in a shared stream) or as a gRPC status with google.rpc details.
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -34,18 +35,18 @@ from tokenloom.v1 import types_pb2
 log = logging.getLogger(__name__)
 
 DOMAIN = "tokenloom"
-"""``ErrorInfo.domain`` of our own errors: other statuses are the transport's, whose text is not for clients."""
+"""``ErrorInfo.domain`` of our own errors. Other statuses come from the transport; clients do not see their text."""
 
 _STATUS_DETAILS = "grpc-status-details-bin"
 
 
 class TokenloomError(Exception):
-    """Base of all errors that a caller may see.
+    """The base class of all errors that a caller may see. Subclasses inherit what they do not state.
 
     Args:
-        message: What was wrong, where, and what would be right.
+        message: Says what was wrong, where, and what would be right.
         field: The offending field of the request, in the public API's spelling.
-        retry_after: Seconds after which trying again may help.
+        retry_after: Seconds after which a retry may succeed.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
@@ -53,136 +54,89 @@ class TokenloomError(Exception):
     openai_type: str = "server_error"
     reason: str = "INTERNAL"
 
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
+    def __init_subclass__(cls, *, code: grpc.StatusCode | None = None, http: int = 0, openai: str = "") -> None:
+        cls.code, cls.http_status, cls.openai_type = (
+            code or cls.code,
+            http or cls.http_status,
+            openai or cls.openai_type,
+        )
+        if "reason" not in cls.__dict__:
+            cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
+
+    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.retry_after = retry_after
 
 
-class InvalidArgument(TokenloomError):
-    """The request is wrong, and will be wrong again."""
-
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    http_status = 400
-    openai_type = "invalid_request_error"
-    reason = "INVALID_ARGUMENT"
-
-    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = None) -> None:
-        super().__init__(message, field=field, retry_after=retry_after)
+_Code = grpc.StatusCode
+_WRONG = "invalid_request_error"
 
 
-class PayloadTooLarge(InvalidArgument):
+class InvalidArgument(TokenloomError, code=_Code.INVALID_ARGUMENT, http=400, openai=_WRONG):
+    """The request is wrong; a retry will not help."""
+
+
+class PayloadTooLarge(InvalidArgument, http=413):
     """The body is over the size limit."""
 
-    http_status = 413
-    reason = "PAYLOAD_TOO_LARGE"
+
+class Unauthenticated(TokenloomError, code=_Code.UNAUTHENTICATED, http=401, openai="authentication_error"):
+    """The credentials are missing or wrong."""
 
 
-class Unauthenticated(TokenloomError):
-    """No credentials, or wrong ones."""
-
-    code = grpc.StatusCode.UNAUTHENTICATED
-    http_status = 401
-    openai_type = "authentication_error"
-    reason = "UNAUTHENTICATED"
+class PermissionDenied(TokenloomError, code=_Code.PERMISSION_DENIED, http=403, openai="permission_error"):
+    """The caller is known but not allowed to do this."""
 
 
-class PermissionDenied(TokenloomError):
-    """Known, but not allowed."""
-
-    code = grpc.StatusCode.PERMISSION_DENIED
-    http_status = 403
-    openai_type = "permission_error"
-    reason = "PERMISSION_DENIED"
+class NotFound(TokenloomError, code=_Code.NOT_FOUND, http=404, openai="not_found_error"):
+    """The requested object does not exist."""
 
 
-class NotFound(TokenloomError):
-    """No such thing."""
-
-    code = grpc.StatusCode.NOT_FOUND
-    http_status = 404
-    openai_type = "not_found_error"
-    reason = "NOT_FOUND"
+class ModelNotFound(NotFound, openai=_WRONG):
+    """No model of this name is served."""
 
 
-class ModelNotFound(NotFound):
-    """No model of that name is served."""
-
-    openai_type = "invalid_request_error"
-    reason = "MODEL_NOT_FOUND"
+class FailedPrecondition(TokenloomError, code=_Code.FAILED_PRECONDITION, http=400, openai=_WRONG):
+    """The call is not possible in the current state; a mere retry does not help."""
 
 
-class FailedPrecondition(TokenloomError):
-    """Not in this state; trying again alone does not help."""
-
-    code = grpc.StatusCode.FAILED_PRECONDITION
-    http_status = 400
-    openai_type = "invalid_request_error"
-    reason = "FAILED_PRECONDITION"
+class Aborted(TokenloomError, code=_Code.ABORTED, http=409):
+    """A newer caller of the same name has replaced this one."""
 
 
-class Aborted(TokenloomError):
-    """Overtaken: a newer one of the same name took its place."""
-
-    code = grpc.StatusCode.ABORTED
-    http_status = 409
-    reason = "ABORTED"
+class Unimplemented(TokenloomError, code=_Code.UNIMPLEMENTED, http=400, openai=_WRONG):
+    """This version does not implement this part of the contract."""
 
 
-class Unimplemented(TokenloomError):
-    """A part of the contract that this version does not fulfil."""
-
-    code = grpc.StatusCode.UNIMPLEMENTED
-    http_status = 400
-    openai_type = "invalid_request_error"
-    reason = "UNIMPLEMENTED"
+class Cancelled(TokenloomError, code=_Code.CANCELLED, http=499):
+    """The caller disconnected or cancelled the request."""
 
 
-class Cancelled(TokenloomError):
-    """The caller went away or asked for it."""
+class ResourceExhausted(TokenloomError, code=_Code.RESOURCE_EXHAUSTED, http=503):
+    """Every engine or queue that could take the request is full, or a limit is reached."""
 
-    code = grpc.StatusCode.CANCELLED
-    http_status = 499
-    reason = "CANCELLED"
-
-
-class ResourceExhausted(TokenloomError):
-    """Full: every engine, queue or limit that could take the request is taken."""
-
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    http_status = 503
-    reason = "RESOURCE_EXHAUSTED"
-
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = 1.0) -> None:
-        super().__init__(message, field=field, retry_after=retry_after)
+    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = 1.0) -> None:
+        super().__init__(message, field, retry_after=retry_after)
 
 
-class Unavailable(TokenloomError):
-    """Gone, going or not there yet; another try may find a live one."""
+class Unavailable(TokenloomError, code=_Code.UNAVAILABLE, http=503):
+    """A service is down, shutting down or not ready yet; a retry may find another one."""
 
-    code = grpc.StatusCode.UNAVAILABLE
-    http_status = 503
-    reason = "UNAVAILABLE"
-
-    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = 1.0) -> None:
-        super().__init__(message, field=field, retry_after=retry_after)
+    def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = 1.0) -> None:
+        super().__init__(message, field, retry_after=retry_after)
 
 
-class DeadlineExceeded(TokenloomError):
-    """The request's time ran out."""
-
-    code = grpc.StatusCode.DEADLINE_EXCEEDED
-    http_status = 504
-    openai_type = "timeout_error"
-    reason = "DEADLINE_EXCEEDED"
+class DeadlineExceeded(TokenloomError, code=_Code.DEADLINE_EXCEEDED, http=504, openai="timeout_error"):
+    """The deadline of the request has passed."""
 
 
-class Internal(TokenloomError):
-    """A bug of ours; the caller learns nothing more than that."""
+class Internal(TokenloomError, code=_Code.INTERNAL):
+    """A bug in the server; the caller sees no details."""
 
     def __init__(self, message: str = "internal error", *, field: str | None = None) -> None:
-        super().__init__(message, field=field)
+        super().__init__(message, field)
 
 
 def _tree(cls: type[TokenloomError]) -> Iterator[type[TokenloomError]]:
@@ -192,34 +146,35 @@ def _tree(cls: type[TokenloomError]) -> Iterator[type[TokenloomError]]:
 
 
 _BY_REASON = {cls.reason: cls for cls in _tree(TokenloomError)}
-# A parent comes before its children in the tree, so that reversing leaves the parent under a code they share.
+# Parents come before their children in the tree; reversed, the parent is kept for a code that they share.
 _BY_CODE = {cls.code: cls for cls in reversed(list(_tree(TokenloomError)))}
 _CODE_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
-# What a client reads when the transport, not one of our services, ended a call.
+# Messages for calls that the transport ended, not one of our services.
 _TRANSPORT_MESSAGES = {
-    grpc.StatusCode.UNAVAILABLE: "a part of the service is unavailable; try again",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "the request's time ran out",
-    grpc.StatusCode.CANCELLED: "the request was cancelled",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "a message was over the size limit",
-    grpc.StatusCode.UNIMPLEMENTED: "this part of the service does not know the call",
+    grpc.StatusCode.UNAVAILABLE: "A service is unavailable; retry.",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "The deadline of the request has passed.",
+    grpc.StatusCode.CANCELLED: "The request was cancelled.",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "A message exceeds the size limit.",
+    grpc.StatusCode.UNIMPLEMENTED: "The service does not implement this call.",
 }
 
 
 def of_exception(error: BaseException) -> TokenloomError:
-    """The error a caller may see: ours as it is, a failed call translated, all else logged and made ``Internal``."""
+    """Return the error that a caller may see: our own errors as they are, failed calls translated, all others logged
+    and replaced by ``Internal``."""
     if isinstance(error, TokenloomError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc(error)
     if isinstance(error, NotImplementedError):  # what generated servicers raise
-        return Unimplemented("this version does not implement the call")
+        return Unimplemented("This version does not implement the call.")
     log.error("unexpected error", exc_info=error)
     return Internal()
 
 
 def to_proto(error: BaseException) -> types_pb2.Error:
-    """The error as it travels in a shared stream."""
+    """Return the error in the form that travels in a shared stream."""
     error = of_exception(error)
     proto = types_pb2.Error(
         code=error.code.value[0], message=error.message, reason=error.reason, field=error.field or ""
@@ -230,13 +185,13 @@ def to_proto(error: BaseException) -> types_pb2.Error:
 
 
 def from_proto(proto: types_pb2.Error) -> TokenloomError:
-    """Inverse of :func:`to_proto`; an unknown code or reason becomes the nearest known class, the reason stays."""
+    """Invert :func:`to_proto`; an unknown code or reason becomes the nearest known class and keeps its reason."""
     retry_after = _seconds(proto.retry_after) if proto.HasField("retry_after") else None
     return _make(_CODE_BY_NUMBER.get(proto.code), proto.reason, proto.message, proto.field or None, retry_after)
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """A google.rpc.Status with ErrorInfo, and BadRequest or RetryInfo where they apply."""
+    """Return a google.rpc.Status with ErrorInfo, and with BadRequest or RetryInfo if they apply."""
     error = of_exception(error)
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
@@ -249,7 +204,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BaseException) -> NoReturn:
-    """Ends the call with the error's status and details. Never returns."""
+    """End the call with the error's status and details. Never returns."""
     error = of_exception(error)
     details = ((_STATUS_DETAILS, to_status(error).SerializeToString()),)
     await context.abort(error.code, error.message, trailing_metadata=details)
@@ -257,8 +212,8 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BaseExcept
 
 
 def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
-    """What a failed call, awaited or blocking, means to our caller. A status that is not our own keeps its code but not
-    its text."""
+    """Return the error of a failed call, awaited or blocking. A status that is not ours keeps its code but not its
+    text."""
     status = _attached_status(error)
     reason, field, retry_after, ours = "", None, None, False
     for detail in status.details if status is not None else ():
@@ -277,7 +232,7 @@ def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
 
 
 def openai_body(error: BaseException) -> dict[str, dict[str, str | None]]:
-    """The JSON body of an HTTP error, in OpenAI's form."""
+    """Return the JSON body of an HTTP error in OpenAI's form."""
     error = of_exception(error)
     code = error.reason.lower()
     return {"error": {"message": error.message, "type": error.openai_type, "param": error.field, "code": code}}

@@ -1,21 +1,21 @@
-"""``Logprobs`` as columns that grow and are cut: positions stay whole."""
+"""Extends and cuts ``Logprobs`` columns by whole positions."""
 
 from tokenloom.v1.types_pb2 import Logprobs
 
 
 def num_positions(columns: Logprobs) -> int:
-    """Tokens that the columns tell of."""
+    """Return the number of tokens in the columns."""
     return len(columns.sampled)
 
 
 def fit_together(columns: Logprobs) -> bool:
-    """Whether every column has the length that the contract says."""
+    """Return whether every column has the length that the contract requires."""
     n = len(columns.sampled)
     return n == len(columns.rank) and n * columns.top == len(columns.token_id) == len(columns.logprob)
 
 
 def extend(columns: Logprobs, more: Logprobs) -> None:
-    """Appends the positions of ``more``, which tells as many alternatives."""
+    """Append the positions of ``more``, which has as many alternatives per position."""
     assert columns.top == more.top, "a request's columns are all of one kind"
     columns.sampled.extend(more.sampled)
     columns.rank.extend(more.rank)
@@ -24,7 +24,7 @@ def extend(columns: Logprobs, more: Logprobs) -> None:
 
 
 def part(columns: Logprobs, start: int, stop: int) -> Logprobs:
-    """The positions from ``start`` up to ``stop``."""
+    """Return the positions from ``start`` up to ``stop``."""
     top = columns.top
     return Logprobs(
         sampled=columns.sampled[start:stop],

@@ -1,6 +1,6 @@
-"""What an output must be: from plain values to the wire, and the limits that every entrance checks.
+"""Converts constraints on the output (``structured_outputs``) to the wire and checks their limits.
 
-The limits keep what is compiled small; whether it is a grammar at all only the engine's compiler can say.
+The limits bound the cost of compilation; only the engine's compiler finds out whether a constraint is valid.
 """
 
 import json
@@ -17,20 +17,20 @@ from .sampling_params import StructuredOutputsParams
 
 FIELD = "structured_outputs"
 MAX_SOURCE_BYTES = 32 << 10
-"""Of a schema, a regular expression, a grammar, or all choices together."""
+"""Limits a schema, a regular expression, a grammar, and all choices together."""
 MAX_DEPTH = 32
-"""Of a schema's objects and arrays."""
+"""Limits how deep the objects and arrays of a schema are nested."""
 MAX_ENUM = 1000
-"""Values of one ``enum``, and choices."""
+"""Limits the values of one ``enum``, and the choices."""
 KINDS = StructuredOutputsParams.__struct_fields__
 
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "whitespace_pattern")
-"""Further members of vLLM's ``structured_outputs``: taken when they ask for nothing."""
+"""Other members of vLLM's ``structured_outputs``, accepted when they have no effect."""
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
-    """vLLM's form, ``{"json": …}`` and the like, with one kind set. Raises ``InvalidArgument`` naming ``field``."""
+    """Convert vLLM's form, such as ``{"json": …}``, with one kind set. Raises ``InvalidArgument`` naming ``field``."""
     if isinstance(value, StructuredOutputsParams):
         value = structs.asdict(value)
     if not isinstance(value, Mapping):
@@ -40,7 +40,7 @@ def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.St
         if name in ("structural_tag", *_OPTIONS):
             raise InvalidArgument(f"{field}: {name} is not supported", field)
         if name not in KINDS:
-            raise InvalidArgument(f"{field}: {name!r:.64} is unknown; there are {', '.join(KINDS)}", field)
+            raise InvalidArgument(f"{field}: {name!r:.64} is unknown; expected one of {', '.join(KINDS)}", field)
     if len(asked) != 1:
         raise InvalidArgument(f"{field} must have exactly one of {', '.join(KINDS)}, not {len(asked)}", field)
     ((kind, part),) = asked.items()
@@ -57,7 +57,8 @@ def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.St
 
 
 def json_schema_constraint(schema: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
-    """JSON that obeys ``schema``, an object or its source. Raises ``InvalidArgument`` naming ``field``."""
+    """Return the constraint for JSON that obeys ``schema``, an object or its source. Raises ``InvalidArgument`` naming
+    ``field``."""
     if not isinstance(schema, str):
         try:
             schema = json.dumps(schema)
@@ -69,13 +70,13 @@ def json_schema_constraint(schema: object, field: str = FIELD) -> types_pb2.Stru
 
 
 def check_structured_outputs(constraint: types_pb2.StructuredOutputs, field: str = FIELD) -> None:
-    """Checks the limits of a constraint. Raises ``InvalidArgument`` naming ``field``."""
+    """Check the limits of a constraint. Raises ``InvalidArgument`` naming ``field``."""
     kind = constraint.WhichOneof("constraint")
     if kind is None:
         raise InvalidArgument(f"{field} must have one of {', '.join(KINDS)}", field)
     if kind == "json_object":
         if not constraint.json_object:
-            raise InvalidArgument(f"{field}: json_object must be true where it is set", field)
+            raise InvalidArgument(f"{field}: json_object must be true if it is set", field)
         return
     if kind == "choice":
         _check_choices(constraint.choice.texts, field)
@@ -99,14 +100,14 @@ def _check_schema(source: str, field: str) -> None:
     except ValueError as error:
         raise InvalidArgument(f"{field}: the schema is not JSON: {error}", field) from None
     if not isinstance(schema, dict):
-        raise InvalidArgument(f"{field}: a JSON schema is an object", field)
+        raise InvalidArgument(f"{field}: a JSON schema must be an object", field)
     for values in _enums(schema):
         if len(values) > MAX_ENUM:
             raise InvalidArgument(f"{field}: an enum has {len(values)} values; at most {MAX_ENUM} are allowed", field)
 
 
 def _enums(value: Any) -> Iterator[list[Any]]:
-    """Whatever is called ``enum`` in a schema, at any depth; the depth is checked."""
+    """Yield every ``enum`` of a schema, at any depth; the depth is already checked."""
     if isinstance(value, dict):
         if isinstance(values := value.get("enum"), list):
             yield values
@@ -142,9 +143,9 @@ def _text(value: object, kind: str, field: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{field}: {kind} holds half a surrogate pair, which is no character", field) from None
+        raise InvalidArgument(f"{field}: {kind} holds half of a surrogate pair, not a character", field) from None
     return value
 
 
 def _too_deep(field: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: the schema is nested more than {MAX_DEPTH} deep", field)
+    return InvalidArgument(f"{field}: the schema is nested more than {MAX_DEPTH} levels deep", field)

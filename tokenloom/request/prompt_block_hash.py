@@ -1,17 +1,30 @@
-"""Chained hashes of a prompt's full KV blocks, for placement. Engines compute their own, by the same rule."""
+"""Computes content hashes of full KV blocks, chained so that equal hashes mean equal prefixes.
+
+Engines index their KV blocks by them, and the coordinator places prompts by them; both use this one rule.
+"""
 
 import hashlib
 import struct
 from collections.abc import Sequence
+from functools import cache
+
+
+@cache
+def _token_packer(block_size: int) -> struct.Struct:
+    return struct.Struct(f"<{block_size}I")
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int], salt: bytes) -> bytes:
+    """Return SHA-256 over the parent's hash (first: the seed), the ids as little-endian u32, and the salt."""
+    return hashlib.sha256(parent + _token_packer(len(token_ids)).pack(*token_ids) + salt).digest()
 
 
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: bytes = b"", salt: bytes = b"") -> list[bytes]:
-    """One SHA-256 for each full block: over the parent's hash (``seed`` for the first), the block's ids as
-    little-endian u32, and ``salt``. Equal hashes mean equal prefixes under an equal salt."""
-    packer = struct.Struct(f"<{block_size}I")
+    """Return the hash of each full block of ``token_ids``. Equal hashes mean equal prefixes under an equal salt."""
+    pack = _token_packer(block_size).pack
     hashes: list[bytes] = []
     parent = seed
     for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + packer.pack(*token_ids[start : start + block_size]) + salt).digest()
+        parent = hashlib.sha256(parent + pack(*token_ids[start : start + block_size]) + salt).digest()
         hashes.append(parent)
     return hashes

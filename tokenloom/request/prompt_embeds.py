@@ -1,7 +1,7 @@
-"""Prompt embeddings at every entrance: read from safetensors bytes, joined with token ids, checked.
+"""Reads prompt embeddings from safetensors bytes, joins them with token ids, and checks them.
 
-Nothing is allocated for them before shape and size are known to be right. numpy is imported where it is needed: most
-gateways never see embeddings.
+Nothing is allocated before shape and size are known to be right. numpy is imported only where it is needed, because
+most gateways never receive embeddings.
 """
 
 import json
@@ -23,7 +23,7 @@ Part = Sequence[object] | bytes
 
 
 def join_parts(parts: Sequence[Part], limits: types_pb2.ModelLimits) -> types_pb2.Prompt:
-    """One prompt of token ids and embeddings in order. Raises ``InvalidArgument``."""
+    """Return one prompt of token ids and embeddings in order. Raises ``InvalidArgument``."""
     check_enabled(limits)
     prompt = types_pb2.Prompt()
     for part in parts:
@@ -39,8 +39,8 @@ def join_parts(parts: Sequence[Part], limits: types_pb2.ModelLimits) -> types_pb
 
 
 def read_safetensors(data: bytes, hidden_size: int, max_tokens: int) -> bytes:
-    """The rows of the one tensor in ``data`` as ``PromptEmbeds`` has them. Raises ``InvalidArgument`` for anything but
-    [1..max_tokens, hidden_size]."""
+    """Return the rows of the one tensor in ``data`` in the form of ``PromptEmbeds``. Raises ``InvalidArgument`` unless
+    its shape is [1..max_tokens, hidden_size]."""
     dtype, shape, body = _read_header(data)
     if len(shape) != 2 or shape[1] != hidden_size or not shape[0] >= 1:
         raise InvalidArgument(f"{FIELD} has shape {list(shape)}, expected [n >= 1, {hidden_size}]", FIELD)
@@ -56,12 +56,12 @@ def read_safetensors(data: bytes, hidden_size: int, max_tokens: int) -> bytes:
 
 
 def check_embeds(prompt: types_pb2.Prompt, params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits) -> None:
-    """Checks the embeddings of a prompt, if it has any. Raises ``InvalidArgument``."""
+    """Check the embeddings of a prompt, if it has any. Raises ``InvalidArgument``."""
     if not prompt.embeds:
         return
     check_enabled(limits)
     if params.HasField("prompt_logprobs"):
-        raise InvalidArgument(f"prompt_logprobs has no meaning with {FIELD}: rows have no ids", "prompt_logprobs")
+        raise InvalidArgument(f"prompt_logprobs is not available with {FIELD}", "prompt_logprobs")
     end = 0
     for span in prompt.embeds:
         if span.position < end or not span.num_tokens or span.position + span.num_tokens > len(prompt.token_ids):
@@ -75,15 +75,15 @@ def check_embeds(prompt: types_pb2.Prompt, params: types_pb2.SamplingParams, lim
 
 
 def check_enabled(limits: types_pb2.ModelLimits) -> None:
-    """Raises ``InvalidArgument`` where no engine takes embeddings."""
+    """Raise ``InvalidArgument`` if no engine accepts embeddings."""
     if not limits.hidden_size:
-        raise InvalidArgument(f"{FIELD} is off: the engine needs --enable-prompt-embeds", FIELD)
+        raise InvalidArgument(f"{FIELD} is disabled: start the engine with --enable-prompt-embeds", FIELD)
 
 
 def _read_header(data: bytes) -> tuple[str, tuple[int, ...], bytes]:
     """(dtype, shape, content) of the file's only tensor."""
     if data[:2] == b"PK":
-        raise InvalidArgument(f"{FIELD} must be a safetensors file; what torch.save writes is not read", FIELD)
+        raise InvalidArgument(f"{FIELD} must be a safetensors file; torch.save files are not accepted", FIELD)
     header_bytes = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else 0
     if not 2 <= header_bytes <= min(_MAX_HEADER_BYTES, len(data) - 8):
         raise InvalidArgument(f"{FIELD} is not a safetensors file", FIELD)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorStub:
-    """Knows the engines and places requests: lowest waiting * 4 + running. Soft state only: engines re-join and rebuild it.
+    """Knows the engines and places requests on the one with the lowest waiting * 4 + running. Its state is soft: engines re-join and rebuild it.
     """
 
     def __init__(self, channel):
@@ -58,37 +58,37 @@ class CoordinatorStub:
 
 
 class CoordinatorServicer:
-    """Knows the engines and places requests: lowest waiting * 4 + running. Soft state only: engines re-join and rebuild it.
+    """Knows the engines and places requests on the one with the lowest waiting * 4 + running. Its state is soft: engines re-join and rebuild it.
     """
 
     def Join(self, request_iterator, context):
-        """One stream for each engine, for its lifetime. Hello first, then a report whenever a count changed (at most every 10 ms) and at least
-        every second. The newest accepted join of a name wins; an older one ends with ABORTED.
+        """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
+        newest accepted join of a name wins; an older one ends with ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pick(self, request, context):
-        """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick counts at once in the engine's score, with its prompt
-        tokens, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo when no engine may take it; UNAVAILABLE when there is none.
-        Callers: output processors.
+        """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
+        engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+        UNAVAILABLE if none is registered. Callers: output processors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PickStream(self, request_iterator, context):
-        """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
-        sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
+        """Places legs like Pick, over one stream for the lifetime of an output processor. The coordinator sends an empty message first; then picks
+        may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The registry, now and at each change: what output processors place by (adding their own picks) while the coordinator is away, how engines
-        resolve each other's names, and what people watch.
+        """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
+        resolve each other's names with it, and operators watch it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +126,7 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator:
-    """Knows the engines and places requests: lowest waiting * 4 + running. Soft state only: engines re-join and rebuild it.
+    """Knows the engines and places requests on the one with the lowest waiting * 4 + running. Its state is soft: engines re-join and rebuild it.
     """
 
     @staticmethod

@@ -27,55 +27,55 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorStub:
-    """Knows the engines and places requests: lowest waiting * 4 + running. Soft state only: engines re-join and rebuild it."""
+    """Knows the engines and places requests on the one with the lowest waiting * 4 + running. Its state is soft: engines re-join and rebuild it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorAsyncStub: ...
     Join: _grpc.StreamStreamMultiCallable[_coordinator_pb2.EngineReport, _coordinator_pb2.EngineCommand]
-    """One stream for each engine, for its lifetime. Hello first, then a report whenever a count changed (at most every 10 ms) and at least
-    every second. The newest accepted join of a name wins; an older one ends with ABORTED.
+    """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
+    newest accepted join of a name wins; an older one ends with ABORTED.
     """
     Pick: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]
-    """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick counts at once in the engine's score, with its prompt
-    tokens, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo when no engine may take it; UNAVAILABLE when there is none.
-    Callers: output processors.
+    """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
+    engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+    UNAVAILABLE if none is registered. Callers: output processors.
     """
     PickStream: _grpc.StreamStreamMultiCallable[_coordinator_pb2.PickBatch, _coordinator_pb2.PickResults]
-    """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
-    sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
+    """Places legs like Pick, over one stream for the lifetime of an output processor. The coordinator sends an empty message first; then picks
+    may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]
-    """The registry, now and at each change: what output processors place by (adding their own picks) while the coordinator is away, how engines
-    resolve each other's names, and what people watch.
+    """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
+    resolve each other's names with it, and operators watch it.
     """
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
-    """Knows the engines and places requests: lowest waiting * 4 + running. Soft state only: engines re-join and rebuild it."""
+    """Knows the engines and places requests on the one with the lowest waiting * 4 + running. Its state is soft: engines re-join and rebuild it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_coordinator_pb2.EngineReport, _coordinator_pb2.EngineCommand]  # type: ignore[assignment]
-    """One stream for each engine, for its lifetime. Hello first, then a report whenever a count changed (at most every 10 ms) and at least
-    every second. The newest accepted join of a name wins; an older one ends with ABORTED.
+    """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
+    newest accepted join of a name wins; an older one ends with ABORTED.
     """
     Pick: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]  # type: ignore[assignment]
-    """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick counts at once in the engine's score, with its prompt
-    tokens, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo when no engine may take it; UNAVAILABLE when there is none.
-    Callers: output processors.
+    """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
+    engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+    UNAVAILABLE if none is registered. Callers: output processors.
     """
     PickStream: _aio.StreamStreamMultiCallable[_coordinator_pb2.PickBatch, _coordinator_pb2.PickResults]  # type: ignore[assignment]
-    """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
-    sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
+    """Places legs like Pick, over one stream for the lifetime of an output processor. The coordinator sends an empty message first; then picks
+    may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
     """
     Watch: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchRequest, _coordinator_pb2.Snapshot]  # type: ignore[assignment]
-    """The registry, now and at each change: what output processors place by (adding their own picks) while the coordinator is away, how engines
-    resolve each other's names, and what people watch.
+    """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
+    resolve each other's names with it, and operators watch it.
     """
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
-    """Knows the engines and places requests: lowest waiting * 4 + running. Soft state only: engines re-join and rebuild it."""
+    """Knows the engines and places requests on the one with the lowest waiting * 4 + running. Its state is soft: engines re-join and rebuild it."""
 
     @_abc_1.abstractmethod
     def Join(
@@ -83,8 +83,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.EngineReport],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.EngineCommand], _abc.AsyncIterator[_coordinator_pb2.EngineCommand]]:
-        """One stream for each engine, for its lifetime. Hello first, then a report whenever a count changed (at most every 10 ms) and at least
-        every second. The newest accepted join of a name wins; an older one ends with ABORTED.
+        """Registers an engine with one stream for its lifetime: a Hello, then a report whenever a count has changed and at least every second. The
+        newest accepted join of a name wins; an older one ends with ABORTED.
         """
 
     @_abc_1.abstractmethod
@@ -93,9 +93,9 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.PickRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PickResponse, _abc.Awaitable[_coordinator_pb2.PickResponse]]:
-        """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick counts at once in the engine's score, with its prompt
-        tokens, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo when no engine may take it; UNAVAILABLE when there is none.
-        Callers: output processors.
+        """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
+        engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+        UNAVAILABLE if none is registered. Callers: output processors.
         """
 
     @_abc_1.abstractmethod
@@ -104,8 +104,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_coordinator_pb2.PickBatch],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.PickResults], _abc.AsyncIterator[_coordinator_pb2.PickResults]]:
-        """The same without a call for each: one stream for each output processor, for its lifetime. An empty message comes first; from then on picks may be
-        sent. Each is answered in its turn with what Pick would return or fail with; those of one moment share a message, both ways.
+        """Places legs like Pick, over one stream for the lifetime of an output processor. The coordinator sends an empty message first; then picks
+        may be sent. They are answered in order, with what Pick would return or fail with. Picks made at one moment share a message, both ways.
         """
 
     @_abc_1.abstractmethod
@@ -114,8 +114,8 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.Snapshot], _abc.AsyncIterator[_coordinator_pb2.Snapshot]]:
-        """The registry, now and at each change: what output processors place by (adding their own picks) while the coordinator is away, how engines
-        resolve each other's names, and what people watch.
+        """Streams the registry, now and at each change. Output processors place by it while the coordinator is away (adding their own picks), engines
+        resolve each other's names with it, and operators watch it.
         """
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

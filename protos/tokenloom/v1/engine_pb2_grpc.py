@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EngineStub:
-    """One engine: continuous batching over a paged KV cache. Callers: output processors only.
+    """Serves one engine: continuous batching over a paged KV cache. Callers: output processors.
     """
 
     def __init__(self, channel):
@@ -43,20 +43,20 @@ class EngineStub:
 
 
 class EngineServicer:
-    """One engine: continuous batching over a paged KV cache. Callers: output processors only.
+    """Serves one engine: continuous batching over a paged KV cache. Callers: output processors.
     """
 
     def Connect(self, request_iterator, context):
-        """The only hot stream: one for each (output processor, engine). Hello first, both ways.
+        """Carries all requests and tokens: one stream per pair of output processor and engine. Both sides send a Hello first.
 
-        The caller names each attempt at a request by a slot: an integer from 1 that only grows and is never used twice on a stream,
-        so that (stream, slot) is the attempt's epoch. Within a message: add, then stop_at, then abort. Unknown or finished slots
-        are ignored. Every Add is answered by exactly one Finished, after abort and stop_at too. A bad request never ends the stream.
+        The caller names each attempt at a request by a slot: an integer from 1 that grows and is never reused on a stream. Within a message,
+        add comes first, then accept, stop_at and abort. Unknown or finished slots are ignored. Every Add is answered by exactly one Finished,
+        also after abort and stop_at. A bad request never ends the stream.
 
-        The engine answers with at most one frame a step (several when one would be too large), each slot at most once in it. Without credit it
-        merges steps; after 5 s without credit while data waits it ends the stream. With live slots and nothing to say it sends an
-        empty frame every 500 ms, whatever the credit, with the loop's own step number: silence means dead, a step that stands still means hung.
-        The caller's half-close means no more input; a reset or cancel aborts every slot.
+        The engine sends at most one frame per step (several if one would be too large), with each slot at most once per frame. Without credit it
+        merges steps; after 5 s without credit while data waits it ends the stream. With live slots and no data it sends an empty frame with the
+        step number every 500 ms, regardless of credit: a silent engine is dead, and one whose step does not grow hangs.
+        After the caller's half-close there is no more input; a reset or a cancellation aborts every slot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,7 +79,7 @@ def add_EngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Engine:
-    """One engine: continuous batching over a paged KV cache. Callers: output processors only.
+    """Serves one engine: continuous batching over a paged KV cache. Callers: output processors.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class Engine:
 
 
 class EngineAdminStub:
-    """Operations of one engine. Callers: operators.
+    """Operates one engine. Callers: operators.
     """
 
     def __init__(self, channel):
@@ -183,34 +183,34 @@ class EngineAdminStub:
 
 
 class EngineAdminServicer:
-    """Operations of one engine. Callers: operators.
+    """Operates one engine. Callers: operators.
     """
 
     def GetEngineInfo(self, request, context):
-        """Configuration as it came out (KV blocks, context length, fingerprint), load and state.
+        """Returns the effective configuration (KV blocks, context length, fingerprint), load and state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
-        leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
-        resumed while this call waited.
+        """Stops scheduling: aborts, waits for, or freezes running requests, and answers when none runs any more. The engine gets no more picks;
+        heartbeats and leases continue. Cancelling the call does not end the pause. FAILED_PRECONDITION if the engine is paused in another mode,
+        is draining, or was resumed while this call waited.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Schedules again; not paused, nothing happens.
+        """Resumes scheduling. Does nothing if the engine is not paused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
         their readers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -218,62 +218,61 @@ class EngineAdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchKVEvents(self, request, context):
-        """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
-        naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
-        cache is then to be built anew.
+        """Streams the changes of the prefix cache, one batch per step. FAILED_PRECONDITION if the engine runs without --kv-events. ABORTED, with
+        the missing batches named, if the reader was away too long or reads too slowly; it must then rebuild its view of the cache.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call.
+        """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-        FAILED_PRECONDITION when asleep in another level, or as Pause.
+        """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+        FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeUp(self, request, context):
-        """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
-        weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+        """Restores released memory; requests continue once everything is awake. Does nothing if the engine is awake. FAILED_PRECONDITION if the
+        weights cannot be restored: the files changed, or level 2 dropped them and ReloadWeights was not called.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def IsSleeping(self, request, context):
-        """Whether the engine sleeps, from the call of Sleep on until all is awake.
+        """Returns whether the engine sleeps, from the call of Sleep until everything is awake.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReloadWeights(self, request, context):
-        """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
-        streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
-        does not fit: the old weights stay.
+        """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
+        and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
+        not fit; then the old weights stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already.
+        """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded.
+        """Writes the profile to that directory. FAILED_PRECONDITION if none is being recorded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -351,7 +350,7 @@ def add_EngineAdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EngineAdmin:
-    """Operations of one engine. Callers: operators.
+    """Operates one engine. Callers: operators.
     """
 
     @staticmethod

@@ -27,45 +27,45 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EngineStub:
-    """One engine: continuous batching over a paged KV cache. Callers: output processors only."""
+    """Serves one engine: continuous batching over a paged KV cache. Callers: output processors."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_engine_pb2.EngineInput, _engine_pb2.EngineFrame]
-    """The only hot stream: one for each (output processor, engine). Hello first, both ways.
+    """Carries all requests and tokens: one stream per pair of output processor and engine. Both sides send a Hello first.
 
-    The caller names each attempt at a request by a slot: an integer from 1 that only grows and is never used twice on a stream,
-    so that (stream, slot) is the attempt's epoch. Within a message: add, then stop_at, then abort. Unknown or finished slots
-    are ignored. Every Add is answered by exactly one Finished, after abort and stop_at too. A bad request never ends the stream.
+    The caller names each attempt at a request by a slot: an integer from 1 that grows and is never reused on a stream. Within a message,
+    add comes first, then accept, stop_at and abort. Unknown or finished slots are ignored. Every Add is answered by exactly one Finished,
+    also after abort and stop_at. A bad request never ends the stream.
 
-    The engine answers with at most one frame a step (several when one would be too large), each slot at most once in it. Without credit it
-    merges steps; after 5 s without credit while data waits it ends the stream. With live slots and nothing to say it sends an
-    empty frame every 500 ms, whatever the credit, with the loop's own step number: silence means dead, a step that stands still means hung.
-    The caller's half-close means no more input; a reset or cancel aborts every slot.
+    The engine sends at most one frame per step (several if one would be too large), with each slot at most once per frame. Without credit it
+    merges steps; after 5 s without credit while data waits it ends the stream. With live slots and no data it sends an empty frame with the
+    step number every 500 ms, regardless of credit: a silent engine is dead, and one whose step does not grow hangs.
+    After the caller's half-close there is no more input; a reset or a cancellation aborts every slot.
     """
 
 @_typing.type_check_only
 class EngineAsyncStub(EngineStub):
-    """One engine: continuous batching over a paged KV cache. Callers: output processors only."""
+    """Serves one engine: continuous batching over a paged KV cache. Callers: output processors."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_engine_pb2.EngineInput, _engine_pb2.EngineFrame]  # type: ignore[assignment]
-    """The only hot stream: one for each (output processor, engine). Hello first, both ways.
+    """Carries all requests and tokens: one stream per pair of output processor and engine. Both sides send a Hello first.
 
-    The caller names each attempt at a request by a slot: an integer from 1 that only grows and is never used twice on a stream,
-    so that (stream, slot) is the attempt's epoch. Within a message: add, then stop_at, then abort. Unknown or finished slots
-    are ignored. Every Add is answered by exactly one Finished, after abort and stop_at too. A bad request never ends the stream.
+    The caller names each attempt at a request by a slot: an integer from 1 that grows and is never reused on a stream. Within a message,
+    add comes first, then accept, stop_at and abort. Unknown or finished slots are ignored. Every Add is answered by exactly one Finished,
+    also after abort and stop_at. A bad request never ends the stream.
 
-    The engine answers with at most one frame a step (several when one would be too large), each slot at most once in it. Without credit it
-    merges steps; after 5 s without credit while data waits it ends the stream. With live slots and nothing to say it sends an
-    empty frame every 500 ms, whatever the credit, with the loop's own step number: silence means dead, a step that stands still means hung.
-    The caller's half-close means no more input; a reset or cancel aborts every slot.
+    The engine sends at most one frame per step (several if one would be too large), with each slot at most once per frame. Without credit it
+    merges steps; after 5 s without credit while data waits it ends the stream. With live slots and no data it sends an empty frame with the
+    step number every 500 ms, regardless of credit: a silent engine is dead, and one whose step does not grow hangs.
+    After the caller's half-close there is no more input; a reset or a cancellation aborts every slot.
     """
 
 class EngineServicer(metaclass=_abc_1.ABCMeta):
-    """One engine: continuous batching over a paged KV cache. Callers: output processors only."""
+    """Serves one engine: continuous batching over a paged KV cache. Callers: output processors."""
 
     @_abc_1.abstractmethod
     def Connect(
@@ -73,114 +73,112 @@ class EngineServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_engine_pb2.EngineInput],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.EngineFrame], _abc.AsyncIterator[_engine_pb2.EngineFrame]]:
-        """The only hot stream: one for each (output processor, engine). Hello first, both ways.
+        """Carries all requests and tokens: one stream per pair of output processor and engine. Both sides send a Hello first.
 
-        The caller names each attempt at a request by a slot: an integer from 1 that only grows and is never used twice on a stream,
-        so that (stream, slot) is the attempt's epoch. Within a message: add, then stop_at, then abort. Unknown or finished slots
-        are ignored. Every Add is answered by exactly one Finished, after abort and stop_at too. A bad request never ends the stream.
+        The caller names each attempt at a request by a slot: an integer from 1 that grows and is never reused on a stream. Within a message,
+        add comes first, then accept, stop_at and abort. Unknown or finished slots are ignored. Every Add is answered by exactly one Finished,
+        also after abort and stop_at. A bad request never ends the stream.
 
-        The engine answers with at most one frame a step (several when one would be too large), each slot at most once in it. Without credit it
-        merges steps; after 5 s without credit while data waits it ends the stream. With live slots and nothing to say it sends an
-        empty frame every 500 ms, whatever the credit, with the loop's own step number: silence means dead, a step that stands still means hung.
-        The caller's half-close means no more input; a reset or cancel aborts every slot.
+        The engine sends at most one frame per step (several if one would be too large), with each slot at most once per frame. Without credit it
+        merges steps; after 5 s without credit while data waits it ends the stream. With live slots and no data it sends an empty frame with the
+        step number every 500 ms, regardless of credit: a silent engine is dead, and one whose step does not grow hangs.
+        After the caller's half-close there is no more input; a reset or a cancellation aborts every slot.
         """
 
 def add_EngineServicer_to_server(servicer: EngineServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class EngineAdminStub:
-    """Operations of one engine. Callers: operators."""
+    """Operates one engine. Callers: operators."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EngineAdminAsyncStub: ...
     GetEngineInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetEngineInfoRequest, _engine_pb2.GetEngineInfoResponse]
-    """Configuration as it came out (KV blocks, context length, fingerprint), load and state."""
+    """Returns the effective configuration (KV blocks, context length, fingerprint), load and state."""
     Pause: _grpc.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]
-    """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
-    leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
-    resumed while this call waited.
+    """Stops scheduling: aborts, waits for, or freezes running requests, and answers when none runs any more. The engine gets no more picks;
+    heartbeats and leases continue. Cancelling the call does not end the pause. FAILED_PRECONDITION if the engine is paused in another mode,
+    is draining, or was resumed while this call waited.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]
-    """Schedules again; not paused, nothing happens."""
+    """Resumes scheduling. Does nothing if the engine is not paused."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]
-    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
     their readers.
     """
     WatchKVEvents: _grpc.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]
-    """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
-    naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
-    cache is then to be built anew.
+    """Streams the changes of the prefix cache, one batch per step. FAILED_PRECONDITION if the engine runs without --kv-events. ABORTED, with
+    the missing batches named, if the reader was away too long or reads too slowly; it must then rebuild its view of the cache.
     """
     SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
-    """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
+    """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
-    """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-    FAILED_PRECONDITION when asleep in another level, or as Pause.
+    """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+    FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
     """
     WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
-    """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
-    weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+    """Restores released memory; requests continue once everything is awake. Does nothing if the engine is awake. FAILED_PRECONDITION if the
+    weights cannot be restored: the files changed, or level 2 dropped them and ReloadWeights was not called.
     """
     IsSleeping: _grpc.UnaryUnaryMultiCallable[_engine_pb2.IsSleepingRequest, _engine_pb2.IsSleepingResponse]
-    """Whether the engine sleeps, from the call of Sleep on until all is awake."""
+    """Returns whether the engine sleeps, from the call of Sleep until everything is awake."""
     ReloadWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]
-    """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
-    streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
-    does not fit: the old weights stay.
+    """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
+    and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
+    not fit; then the old weights stay.
     """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]
-    """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already."""
+    """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]
-    """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded."""
+    """Writes the profile to that directory. FAILED_PRECONDITION if none is being recorded."""
 
 @_typing.type_check_only
 class EngineAdminAsyncStub(EngineAdminStub):
-    """Operations of one engine. Callers: operators."""
+    """Operates one engine. Callers: operators."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetEngineInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetEngineInfoRequest, _engine_pb2.GetEngineInfoResponse]  # type: ignore[assignment]
-    """Configuration as it came out (KV blocks, context length, fingerprint), load and state."""
+    """Returns the effective configuration (KV blocks, context length, fingerprint), load and state."""
     Pause: _aio.UnaryUnaryMultiCallable[_engine_pb2.PauseRequest, _engine_pb2.PauseResponse]  # type: ignore[assignment]
-    """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
-    leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
-    resumed while this call waited.
+    """Stops scheduling: aborts, waits for, or freezes running requests, and answers when none runs any more. The engine gets no more picks;
+    heartbeats and leases continue. Cancelling the call does not end the pause. FAILED_PRECONDITION if the engine is paused in another mode,
+    is draining, or was resumed while this call waited.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResumeRequest, _engine_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Schedules again; not paused, nothing happens."""
+    """Resumes scheduling. Does nothing if the engine is not paused."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_engine_pb2.ResetPrefixCacheRequest, _engine_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+    """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
     their readers.
     """
     WatchKVEvents: _aio.UnaryStreamMultiCallable[_engine_pb2.WatchKVEventsRequest, _engine_pb2.WatchKVEventsResponse]  # type: ignore[assignment]
-    """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
-    naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
-    cache is then to be built anew.
+    """Streams the changes of the prefix cache, one batch per step. FAILED_PRECONDITION if the engine runs without --kv-events. ABORTED, with
+    the missing batches named, if the reader was away too long or reads too slowly; it must then rebuild its view of the cache.
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
+    """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
     Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
-    """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-    FAILED_PRECONDITION when asleep in another level, or as Pause.
+    """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+    FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
-    """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
-    weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+    """Restores released memory; requests continue once everything is awake. Does nothing if the engine is awake. FAILED_PRECONDITION if the
+    weights cannot be restored: the files changed, or level 2 dropped them and ReloadWeights was not called.
     """
     IsSleeping: _aio.UnaryUnaryMultiCallable[_engine_pb2.IsSleepingRequest, _engine_pb2.IsSleepingResponse]  # type: ignore[assignment]
-    """Whether the engine sleeps, from the call of Sleep on until all is awake."""
+    """Returns whether the engine sleeps, from the call of Sleep until everything is awake."""
     ReloadWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]  # type: ignore[assignment]
-    """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
-    streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
-    does not fit: the old weights stay.
+    """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
+    and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
+    not fit; then the old weights stay.
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]  # type: ignore[assignment]
-    """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already."""
+    """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
     StopProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StopProfileRequest, _engine_pb2.StopProfileResponse]  # type: ignore[assignment]
-    """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded."""
+    """Writes the profile to that directory. FAILED_PRECONDITION if none is being recorded."""
 
 class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
-    """Operations of one engine. Callers: operators."""
+    """Operates one engine. Callers: operators."""
 
     @_abc_1.abstractmethod
     def GetEngineInfo(
@@ -188,7 +186,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GetEngineInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetEngineInfoResponse, _abc.Awaitable[_engine_pb2.GetEngineInfoResponse]]:
-        """Configuration as it came out (KV blocks, context length, fingerprint), load and state."""
+        """Returns the effective configuration (KV blocks, context length, fingerprint), load and state."""
 
     @_abc_1.abstractmethod
     def Pause(
@@ -196,9 +194,9 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.PauseResponse, _abc.Awaitable[_engine_pb2.PauseResponse]]:
-        """Stops scheduling: aborts, waits for, or freezes what runs; answers when nothing runs any more. The engine takes no more picks, heartbeats and
-        leases go on. Cancelling the call does not end the pause. FAILED_PRECONDITION when already paused in another mode, when draining, or when
-        resumed while this call waited.
+        """Stops scheduling: aborts, waits for, or freezes running requests, and answers when none runs any more. The engine gets no more picks;
+        heartbeats and leases continue. Cancelling the call does not end the pause. FAILED_PRECONDITION if the engine is paused in another mode,
+        is draining, or was resumed while this call waited.
         """
 
     @_abc_1.abstractmethod
@@ -207,7 +205,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ResumeResponse, _abc.Awaitable[_engine_pb2.ResumeResponse]]:
-        """Schedules again; not paused, nothing happens."""
+        """Resumes scheduling. Does nothing if the engine is not paused."""
 
     @_abc_1.abstractmethod
     def ResetPrefixCache(
@@ -215,7 +213,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_engine_pb2.ResetPrefixCacheResponse]]:
-        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Blocks that are leased stay with
+        """Forgets cached prefixes. FAILED_PRECONDITION while requests hold blocks, unless they may be preempted. Leased blocks stay available to
         their readers.
         """
 
@@ -225,9 +223,8 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.WatchKVEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.WatchKVEventsResponse], _abc.AsyncIterator[_engine_pb2.WatchKVEventsResponse]]:
-        """What the prefix cache gains and loses, step by step, as it happens. FAILED_PRECONDITION when the engine does not tell (--kv-events). ABORTED,
-        naming the batches, when some that are wanted are not kept any more: the reader was away too long, or reads too slowly. Its picture of the
-        cache is then to be built anew.
+        """Streams the changes of the prefix cache, one batch per step. FAILED_PRECONDITION if the engine runs without --kv-events. ABORTED, with
+        the missing batches named, if the reader was away too long or reads too slowly; it must then rebuild its view of the cache.
         """
 
     @_abc_1.abstractmethod
@@ -236,7 +233,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SetRoleResponse, _abc.Awaitable[_engine_pb2.SetRoleResponse]]:
-        """Changes what legs the engine takes once its leases have ended; requests go on. DEADLINE_EXCEEDED when leases outlast the call."""
+        """Changes which legs the engine takes, once its leases have ended; requests continue. DEADLINE_EXCEEDED if leases outlast the call."""
 
     @_abc_1.abstractmethod
     def Sleep(
@@ -244,8 +241,8 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
-        """Pauses, then gives memory back; answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
-        FAILED_PRECONDITION when asleep in another level, or as Pause.
+        """Pauses, releases memory, and answers when that is done. Leases end, cached prefixes are forgotten, new requests queue.
+        FAILED_PRECONDITION if the engine sleeps at another level, or as for Pause.
         """
 
     @_abc_1.abstractmethod
@@ -254,8 +251,8 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.WakeUpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.WakeUpResponse, _abc.Awaitable[_engine_pb2.WakeUpResponse]]:
-        """Takes into use again what was given back; once everything is awake, requests go on. Awake, nothing happens. FAILED_PRECONDITION when the
-        weights cannot be the same again: the files changed, or level 2 dropped them for good and ReloadWeights did not bring others.
+        """Restores released memory; requests continue once everything is awake. Does nothing if the engine is awake. FAILED_PRECONDITION if the
+        weights cannot be restored: the files changed, or level 2 dropped them and ReloadWeights was not called.
         """
 
     @_abc_1.abstractmethod
@@ -264,7 +261,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.IsSleepingRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.IsSleepingResponse, _abc.Awaitable[_engine_pb2.IsSleepingResponse]]:
-        """Whether the engine sleeps, from the call of Sleep on until all is awake."""
+        """Returns whether the engine sleeps, from the call of Sleep until everything is awake."""
 
     @_abc_1.abstractmethod
     def ReloadWeights(
@@ -272,9 +269,9 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ReloadWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.ReloadWeightsResponse, _abc.Awaitable[_engine_pb2.ReloadWeightsResponse]]:
-        """Takes the weights of another checkpoint of the same architecture, awake or asleep: the fingerprint changes, cached prefixes are forgotten,
-        streams end so that peers learn of it. FAILED_PRECONDITION when requests are live and the engine is not paused, or when the checkpoint
-        does not fit: the old weights stay.
+        """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
+        and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
+        not fit; then the old weights stay.
         """
 
     @_abc_1.abstractmethod
@@ -283,7 +280,7 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.StartProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.StartProfileResponse, _abc.Awaitable[_engine_pb2.StartProfileResponse]]:
-        """Records what the worker computes, which slows it down. FAILED_PRECONDITION without a configured directory, or when recording already."""
+        """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
 
     @_abc_1.abstractmethod
     def StopProfile(
@@ -291,6 +288,6 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.StopProfileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.StopProfileResponse, _abc.Awaitable[_engine_pb2.StopProfileResponse]]:
-        """Writes what was recorded to that directory. FAILED_PRECONDITION when nothing is being recorded."""
+        """Writes the profile to that directory. FAILED_PRECONDITION if none is being recorded."""
 
 def add_EngineAdminServicer_to_server(servicer: EngineAdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """The public API over gRPC. The deadline is the call's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to come again.
+    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    BadRequest names the field, RetryInfo says when to retry.
     """
 
     def __init__(self, channel):
@@ -54,29 +54,29 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """The public API over gRPC. The deadline is the call's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to come again.
+    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    BadRequest names the field, RetryInfo says when to retry.
     """
 
     def Generate(self, request, context):
-        """Generates and streams text as it comes. Each index ends with its finish reason; the usage is in the last message.
+        """Generates text and streams it. Each index ends with its finish reason; the last message has the usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateSession(self, request_iterator, context):
-        """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
-        its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
-        ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
-        DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
+        """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
+        before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
+        with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
+        DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Models that can be named in a request.
+        """Lists the models that a request can name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,8 +109,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """The public API over gRPC. The deadline is the call's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to come again.
+    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    BadRequest names the field, RetryInfo says when to retry.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceStub:
-    """The public API over gRPC. The deadline is the call's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to come again.
+    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    BadRequest names the field, RetryInfo says when to retry.
     """
 
     @_typing.overload
@@ -36,37 +36,37 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates and streams text as it comes. Each index ends with its finish reason; the usage is in the last message."""
+    """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
     GenerateSession: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
-    its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
-    ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
-    DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
+    """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
+    before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
+    with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
+    DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """Models that can be named in a request."""
+    """Lists the models that a request can name."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
-    """The public API over gRPC. The deadline is the call's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to come again.
+    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    BadRequest names the field, RetryInfo says when to retry.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates and streams text as it comes. Each index ends with its finish reason; the usage is in the last message."""
+    """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
     GenerateSession: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
-    its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
-    ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
-    DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
+    """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
+    before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
+    with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
+    DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """Models that can be named in a request."""
+    """Lists the models that a request can name."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
-    """The public API over gRPC. The deadline is the call's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to come again.
+    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    BadRequest names the field, RetryInfo says when to retry.
     """
 
     @_abc_1.abstractmethod
@@ -75,7 +75,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Generates and streams text as it comes. Each index ends with its finish reason; the usage is in the last message."""
+        """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
 
     @_abc_1.abstractmethod
     def GenerateSession(
@@ -83,10 +83,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Streaming input: a prompt that goes on after it was answered. Each request is a turn, which continues all that was said before it with
-        its own text or token_ids; it may come while the turn before is answered, and waits. The last token of a turn is not continued. A turn
-        ends with its finish reason and its usage, the session with the caller's half-close, once all turns are answered, or with a turn that fails.
-        DEADLINE_EXCEEDED when no turn comes for as long as a request may take, RESOURCE_EXHAUSTED when the gateway holds too many sessions.
+        """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
+        before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
+        with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
+        DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
         """
 
     @_abc_1.abstractmethod
@@ -95,6 +95,6 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
-        """Models that can be named in a request."""
+        """Lists the models that a request can name."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

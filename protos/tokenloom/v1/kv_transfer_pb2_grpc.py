@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class KVTransferStub:
-    """The contract of moving KV blocks. The bytes go by shared memory, sockets or nixl; this service says who may read what, until when.
-    Callers: engines only; the reader's name is its certificate's. Served by an engine's front; leases and generations are owned by the KV thread
-    of its core process (never the step loop: answers within 5 ms while a step runs). A block's generation changes before it is used again.
+    """Controls the transfer of KV blocks: which engine may read which blocks until when. The bytes move over shared memory, sockets or nixl.
+    Callers: engines, named by their certificates. An engine's front serves it; the KV thread of its core process owns leases and generations, so
+    calls are answered within 5 ms while a step runs. A block's generation changes before the block is used again.
     """
 
     def __init__(self, channel):
@@ -60,35 +60,35 @@ class KVTransferStub:
 
 
 class KVTransferServicer:
-    """The contract of moving KV blocks. The bytes go by shared memory, sockets or nixl; this service says who may read what, until when.
-    Callers: engines only; the reader's name is its certificate's. Served by an engine's front; leases and generations are owned by the KV thread
-    of its core process (never the step loop: answers within 5 ms while a step runs). A block's generation changes before it is used again.
+    """Controls the transfer of KV blocks: which engine may read which blocks until when. The bytes move over shared memory, sockets or nixl.
+    Callers: engines, named by their certificates. An engine's front serves it; the KV thread of its core process owns leases and generations, so
+    calls are answered within 5 ms while a step runs. A block's generation changes before the block is used again.
     """
 
     def Acquire(self, request, context):
-        """Takes up a lease and says how to read. A later Acquire supersedes an earlier one. NOT_FOUND when the lease ended; FAILED_PRECONDITION
-        when epoch, layout or prompt digest differ.
+        """Acquires a lease and returns how to read its blocks. A later Acquire supersedes an earlier one. NOT_FOUND if the lease has ended;
+        FAILED_PRECONDITION if epoch, layout or prompt digest differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Progress(self, request, context):
-        """How far the prefill is, until it is complete: for reading layer by layer while later ones are computed.
+        """Streams the progress of the prefill until it is complete, for reading while the rest is computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Keeps a lease alive. NOT_FOUND when it ended.
+        """Extends a lease. NOT_FOUND if it has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Asked after the copy: still the same blocks? Then ends the lease. A reader that gets anything but valid throws the copy away and
+        """Checks after the copy that the blocks stayed unchanged, and ends the lease. Unless the answer is valid, the reader discards the copy and
         recomputes. Idempotent: the answer is kept for 60 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -127,9 +127,9 @@ def add_KVTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVTransfer:
-    """The contract of moving KV blocks. The bytes go by shared memory, sockets or nixl; this service says who may read what, until when.
-    Callers: engines only; the reader's name is its certificate's. Served by an engine's front; leases and generations are owned by the KV thread
-    of its core process (never the step loop: answers within 5 ms while a step runs). A block's generation changes before it is used again.
+    """Controls the transfer of KV blocks: which engine may read which blocks until when. The bytes move over shared memory, sockets or nixl.
+    Callers: engines, named by their certificates. An engine's front serves it; the KV thread of its core process owns leases and generations, so
+    calls are answered within 5 ms while a step runs. A block's generation changes before the block is used again.
     """
 
     @staticmethod

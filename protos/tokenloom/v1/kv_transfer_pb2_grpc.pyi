@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class KVTransferStub:
-    """The contract of moving KV blocks. The bytes go by shared memory, sockets or nixl; this service says who may read what, until when.
-    Callers: engines only; the reader's name is its certificate's. Served by an engine's front; leases and generations are owned by the KV thread
-    of its core process (never the step loop: answers within 5 ms while a step runs). A block's generation changes before it is used again.
+    """Controls the transfer of KV blocks: which engine may read which blocks until when. The bytes move over shared memory, sockets or nixl.
+    Callers: engines, named by their certificates. An engine's front serves it; the KV thread of its core process owns leases and generations, so
+    calls are answered within 5 ms while a step runs. A block's generation changes before the block is used again.
     """
 
     @_typing.overload
@@ -37,43 +37,43 @@ class KVTransferStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> KVTransferAsyncStub: ...
     Acquire: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.AcquireRequest, _kv_transfer_pb2.AcquireResponse]
-    """Takes up a lease and says how to read. A later Acquire supersedes an earlier one. NOT_FOUND when the lease ended; FAILED_PRECONDITION
-    when epoch, layout or prompt digest differ.
+    """Acquires a lease and returns how to read its blocks. A later Acquire supersedes an earlier one. NOT_FOUND if the lease has ended;
+    FAILED_PRECONDITION if epoch, layout or prompt digest differ.
     """
     Progress: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.ProgressRequest, _kv_transfer_pb2.ProgressResponse]
-    """How far the prefill is, until it is complete: for reading layer by layer while later ones are computed."""
+    """Streams the progress of the prefill until it is complete, for reading while the rest is computed."""
     Renew: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewResponse]
-    """Keeps a lease alive. NOT_FOUND when it ended."""
+    """Extends a lease. NOT_FOUND if it has ended."""
     Release: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseResponse]
-    """Asked after the copy: still the same blocks? Then ends the lease. A reader that gets anything but valid throws the copy away and
+    """Checks after the copy that the blocks stayed unchanged, and ends the lease. Unless the answer is valid, the reader discards the copy and
     recomputes. Idempotent: the answer is kept for 60 s.
     """
 
 @_typing.type_check_only
 class KVTransferAsyncStub(KVTransferStub):
-    """The contract of moving KV blocks. The bytes go by shared memory, sockets or nixl; this service says who may read what, until when.
-    Callers: engines only; the reader's name is its certificate's. Served by an engine's front; leases and generations are owned by the KV thread
-    of its core process (never the step loop: answers within 5 ms while a step runs). A block's generation changes before it is used again.
+    """Controls the transfer of KV blocks: which engine may read which blocks until when. The bytes move over shared memory, sockets or nixl.
+    Callers: engines, named by their certificates. An engine's front serves it; the KV thread of its core process owns leases and generations, so
+    calls are answered within 5 ms while a step runs. A block's generation changes before the block is used again.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Acquire: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.AcquireRequest, _kv_transfer_pb2.AcquireResponse]  # type: ignore[assignment]
-    """Takes up a lease and says how to read. A later Acquire supersedes an earlier one. NOT_FOUND when the lease ended; FAILED_PRECONDITION
-    when epoch, layout or prompt digest differ.
+    """Acquires a lease and returns how to read its blocks. A later Acquire supersedes an earlier one. NOT_FOUND if the lease has ended;
+    FAILED_PRECONDITION if epoch, layout or prompt digest differ.
     """
     Progress: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.ProgressRequest, _kv_transfer_pb2.ProgressResponse]  # type: ignore[assignment]
-    """How far the prefill is, until it is complete: for reading layer by layer while later ones are computed."""
+    """Streams the progress of the prefill until it is complete, for reading while the rest is computed."""
     Renew: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.RenewRequest, _kv_transfer_pb2.RenewResponse]  # type: ignore[assignment]
-    """Keeps a lease alive. NOT_FOUND when it ended."""
+    """Extends a lease. NOT_FOUND if it has ended."""
     Release: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.ReleaseRequest, _kv_transfer_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Asked after the copy: still the same blocks? Then ends the lease. A reader that gets anything but valid throws the copy away and
+    """Checks after the copy that the blocks stayed unchanged, and ends the lease. Unless the answer is valid, the reader discards the copy and
     recomputes. Idempotent: the answer is kept for 60 s.
     """
 
 class KVTransferServicer(metaclass=_abc_1.ABCMeta):
-    """The contract of moving KV blocks. The bytes go by shared memory, sockets or nixl; this service says who may read what, until when.
-    Callers: engines only; the reader's name is its certificate's. Served by an engine's front; leases and generations are owned by the KV thread
-    of its core process (never the step loop: answers within 5 ms while a step runs). A block's generation changes before it is used again.
+    """Controls the transfer of KV blocks: which engine may read which blocks until when. The bytes move over shared memory, sockets or nixl.
+    Callers: engines, named by their certificates. An engine's front serves it; the KV thread of its core process owns leases and generations, so
+    calls are answered within 5 ms while a step runs. A block's generation changes before the block is used again.
     """
 
     @_abc_1.abstractmethod
@@ -82,8 +82,8 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.AcquireRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.AcquireResponse, _abc.Awaitable[_kv_transfer_pb2.AcquireResponse]]:
-        """Takes up a lease and says how to read. A later Acquire supersedes an earlier one. NOT_FOUND when the lease ended; FAILED_PRECONDITION
-        when epoch, layout or prompt digest differ.
+        """Acquires a lease and returns how to read its blocks. A later Acquire supersedes an earlier one. NOT_FOUND if the lease has ended;
+        FAILED_PRECONDITION if epoch, layout or prompt digest differ.
         """
 
     @_abc_1.abstractmethod
@@ -92,7 +92,7 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.ProgressRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.ProgressResponse], _abc.AsyncIterator[_kv_transfer_pb2.ProgressResponse]]:
-        """How far the prefill is, until it is complete: for reading layer by layer while later ones are computed."""
+        """Streams the progress of the prefill until it is complete, for reading while the rest is computed."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -100,7 +100,7 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.RenewRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.RenewResponse, _abc.Awaitable[_kv_transfer_pb2.RenewResponse]]:
-        """Keeps a lease alive. NOT_FOUND when it ended."""
+        """Extends a lease. NOT_FOUND if it has ended."""
 
     @_abc_1.abstractmethod
     def Release(
@@ -108,7 +108,7 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_transfer_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_transfer_pb2.ReleaseResponse, _abc.Awaitable[_kv_transfer_pb2.ReleaseResponse]]:
-        """Asked after the copy: still the same blocks? Then ends the lease. A reader that gets anything but valid throws the copy away and
+        """Checks after the copy that the blocks stayed unchanged, and ends the lease. Unless the answer is valid, the reader discards the copy and
         recomputes. Idempotent: the answer is kept for 60 s.
         """
 

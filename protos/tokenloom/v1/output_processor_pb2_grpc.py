@@ -26,9 +26,8 @@ if _version_not_supported:
 
 
 class OutputProcessorStub:
-    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of
-    accepted tokens, and going on elsewhere when an engine dies (the only retry layer for engines; the gateway is the one for output
-    processors). Callers: gateways only.
+    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of accepted tokens,
+    and retries on another engine when one dies (the gateway retries when an output processor dies). Callers: gateways.
     """
 
     def __init__(self, channel):
@@ -45,14 +44,13 @@ class OutputProcessorStub:
 
 
 class OutputProcessorServicer:
-    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of
-    accepted tokens, and going on elsewhere when an engine dies (the only retry layer for engines; the gateway is the one for output
-    processors). Callers: gateways only.
+    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of accepted tokens,
+    and retries on another engine when one dies (the gateway retries when an output processor dies). Callers: gateways.
     """
 
     def Process(self, request_iterator, context):
-        """One stream for each (gateway, output processor); hello, slots, credit, frames and heartbeats as in Engine.Connect. When the stream
-        ends unasked, its requests are kept for the resume window, then aborted.
+        """Carries requests and text: one stream per pair of gateway and output processor, with hello, slots, credit, frames and heartbeats as in
+        Engine.Connect. If the stream breaks, its requests are kept for the resume window, then aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -75,9 +73,8 @@ def add_OutputProcessorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OutputProcessor:
-    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of
-    accepted tokens, and going on elsewhere when an engine dies (the only retry layer for engines; the gateway is the one for output
-    processors). Callers: gateways only.
+    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of accepted tokens,
+    and retries on another engine when one dies (the gateway retries when an output processor dies). Callers: gateways.
     """
 
     @staticmethod

@@ -27,9 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OutputProcessorStub:
-    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of
-    accepted tokens, and going on elsewhere when an engine dies (the only retry layer for engines; the gateway is the one for output
-    processors). Callers: gateways only.
+    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of accepted tokens,
+    and retries on another engine when one dies (the gateway retries when an output processor dies). Callers: gateways.
     """
 
     @_typing.overload
@@ -37,27 +36,25 @@ class OutputProcessorStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OutputProcessorAsyncStub: ...
     Process: _grpc.StreamStreamMultiCallable[_output_processor_pb2.ProcessInput, _output_processor_pb2.ProcessFrame]
-    """One stream for each (gateway, output processor); hello, slots, credit, frames and heartbeats as in Engine.Connect. When the stream
-    ends unasked, its requests are kept for the resume window, then aborted.
+    """Carries requests and text: one stream per pair of gateway and output processor, with hello, slots, credit, frames and heartbeats as in
+    Engine.Connect. If the stream breaks, its requests are kept for the resume window, then aborted.
     """
 
 @_typing.type_check_only
 class OutputProcessorAsyncStub(OutputProcessorStub):
-    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of
-    accepted tokens, and going on elsewhere when an engine dies (the only retry layer for engines; the gateway is the one for output
-    processors). Callers: gateways only.
+    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of accepted tokens,
+    and retries on another engine when one dies (the gateway retries when an output processor dies). Callers: gateways.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Process: _aio.StreamStreamMultiCallable[_output_processor_pb2.ProcessInput, _output_processor_pb2.ProcessFrame]  # type: ignore[assignment]
-    """One stream for each (gateway, output processor); hello, slots, credit, frames and heartbeats as in Engine.Connect. When the stream
-    ends unasked, its requests are kept for the resume window, then aborted.
+    """Carries requests and text: one stream per pair of gateway and output processor, with hello, slots, credit, frames and heartbeats as in
+    Engine.Connect. If the stream breaks, its requests are kept for the resume window, then aborted.
     """
 
 class OutputProcessorServicer(metaclass=_abc_1.ABCMeta):
-    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of
-    accepted tokens, and going on elsewhere when an engine dies (the only retry layer for engines; the gateway is the one for output
-    processors). Callers: gateways only.
+    """Owns a request from its token ids to its text: placement, detokenizing, stop strings, log probabilities, the journal of accepted tokens,
+    and retries on another engine when one dies (the gateway retries when an output processor dies). Callers: gateways.
     """
 
     @_abc_1.abstractmethod
@@ -66,8 +63,8 @@ class OutputProcessorServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_output_processor_pb2.ProcessInput],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_output_processor_pb2.ProcessFrame], _abc.AsyncIterator[_output_processor_pb2.ProcessFrame]]:
-        """One stream for each (gateway, output processor); hello, slots, credit, frames and heartbeats as in Engine.Connect. When the stream
-        ends unasked, its requests are kept for the resume window, then aborted.
+        """Carries requests and text: one stream per pair of gateway and output processor, with hello, slots, credit, frames and heartbeats as in
+        Engine.Connect. If the stream breaks, its requests are kept for the resume window, then aborted.
         """
 
 def add_OutputProcessorServicer_to_server(servicer: OutputProcessorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TokenizerStub:
-    """Text to token ids and back. Stateless: any replica answers, any call may be retried. Callers: gateways.
+    """Converts text to token ids and back. Stateless: any replica can answer, and every call can be retried. Callers: gateways.
     """
 
     def __init__(self, channel):
@@ -58,33 +58,33 @@ class TokenizerStub:
 
 
 class TokenizerServicer:
-    """Text to token ids and back. Stateless: any replica answers, any call may be retried. Callers: gateways.
+    """Converts text to token ids and back. Stateless: any replica can answer, and every call can be retried. Callers: gateways.
     """
 
     def Encode(self, request, context):
-        """Encodes texts. INVALID_ARGUMENT when one is over the size limit; the length against the context is the gateway's check.
+        """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EncodeChat(self, request, context):
-        """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT when the template refuses the
-        messages; RESOURCE_EXHAUSTED when rendering grows past its cap; DEADLINE_EXCEEDED when it is cut off.
+        """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
+        messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Decodes complete sequences (streams are the output processor's work).
+        """Decodes complete sequences; the output processor decodes streams.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizerInfo(self, request, context):
-        """What callers must know of the tokenizer.
+        """Returns what callers need to know about the tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,7 +122,7 @@ def add_TokenizerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Tokenizer:
-    """Text to token ids and back. Stateless: any replica answers, any call may be retried. Callers: gateways.
+    """Converts text to token ids and back. Stateless: any replica can answer, and every call can be retried. Callers: gateways.
     """
 
     @staticmethod

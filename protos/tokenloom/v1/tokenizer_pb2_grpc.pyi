@@ -27,41 +27,41 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TokenizerStub:
-    """Text to token ids and back. Stateless: any replica answers, any call may be retried. Callers: gateways."""
+    """Converts text to token ids and back. Stateless: any replica can answer, and every call can be retried. Callers: gateways."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TokenizerAsyncStub: ...
     Encode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]
-    """Encodes texts. INVALID_ARGUMENT when one is over the size limit; the length against the context is the gateway's check."""
+    """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length."""
     EncodeChat: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeChatRequest, _tokenizer_pb2.EncodeChatResponse]
-    """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT when the template refuses the
-    messages; RESOURCE_EXHAUSTED when rendering grows past its cap; DEADLINE_EXCEEDED when it is cut off.
+    """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
+    messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
     """
     Decode: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]
-    """Decodes complete sequences (streams are the output processor's work)."""
+    """Decodes complete sequences; the output processor decodes streams."""
     GetTokenizerInfo: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerInfoRequest, _tokenizer_pb2.GetTokenizerInfoResponse]
-    """What callers must know of the tokenizer."""
+    """Returns what callers need to know about the tokenizer."""
 
 @_typing.type_check_only
 class TokenizerAsyncStub(TokenizerStub):
-    """Text to token ids and back. Stateless: any replica answers, any call may be retried. Callers: gateways."""
+    """Converts text to token ids and back. Stateless: any replica can answer, and every call can be retried. Callers: gateways."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Encode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeRequest, _tokenizer_pb2.EncodeResponse]  # type: ignore[assignment]
-    """Encodes texts. INVALID_ARGUMENT when one is over the size limit; the length against the context is the gateway's check."""
+    """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length."""
     EncodeChat: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.EncodeChatRequest, _tokenizer_pb2.EncodeChatResponse]  # type: ignore[assignment]
-    """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT when the template refuses the
-    messages; RESOURCE_EXHAUSTED when rendering grows past its cap; DEADLINE_EXCEEDED when it is cut off.
+    """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
+    messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
     """
     Decode: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.DecodeRequest, _tokenizer_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Decodes complete sequences (streams are the output processor's work)."""
+    """Decodes complete sequences; the output processor decodes streams."""
     GetTokenizerInfo: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenizerInfoRequest, _tokenizer_pb2.GetTokenizerInfoResponse]  # type: ignore[assignment]
-    """What callers must know of the tokenizer."""
+    """Returns what callers need to know about the tokenizer."""
 
 class TokenizerServicer(metaclass=_abc_1.ABCMeta):
-    """Text to token ids and back. Stateless: any replica answers, any call may be retried. Callers: gateways."""
+    """Converts text to token ids and back. Stateless: any replica can answer, and every call can be retried. Callers: gateways."""
 
     @_abc_1.abstractmethod
     def Encode(
@@ -69,7 +69,7 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.EncodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.EncodeResponse, _abc.Awaitable[_tokenizer_pb2.EncodeResponse]]:
-        """Encodes texts. INVALID_ARGUMENT when one is over the size limit; the length against the context is the gateway's check."""
+        """Encodes texts. INVALID_ARGUMENT if one exceeds the size limit; the gateway checks the context length."""
 
     @_abc_1.abstractmethod
     def EncodeChat(
@@ -77,8 +77,8 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.EncodeChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.EncodeChatResponse, _abc.Awaitable[_tokenizer_pb2.EncodeChatResponse]]:
-        """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT when the template refuses the
-        messages; RESOURCE_EXHAUSTED when rendering grows past its cap; DEADLINE_EXCEEDED when it is cut off.
+        """Renders a conversation with the model's chat template, then encodes it. INVALID_ARGUMENT if the template rejects the
+        messages; RESOURCE_EXHAUSTED if the rendered text exceeds its limit; DEADLINE_EXCEEDED if rendering takes too long.
         """
 
     @_abc_1.abstractmethod
@@ -87,7 +87,7 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.DecodeResponse, _abc.Awaitable[_tokenizer_pb2.DecodeResponse]]:
-        """Decodes complete sequences (streams are the output processor's work)."""
+        """Decodes complete sequences; the output processor decodes streams."""
 
     @_abc_1.abstractmethod
     def GetTokenizerInfo(
@@ -95,6 +95,6 @@ class TokenizerServicer(metaclass=_abc_1.ABCMeta):
         request: _tokenizer_pb2.GetTokenizerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tokenizer_pb2.GetTokenizerInfoResponse, _abc.Awaitable[_tokenizer_pb2.GetTokenizerInfoResponse]]:
-        """What callers must know of the tokenizer."""
+        """Returns what callers need to know about the tokenizer."""
 
 def add_TokenizerServicer_to_server(servicer: TokenizerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

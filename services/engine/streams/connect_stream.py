@@ -17,8 +17,7 @@ from tokenloom.request.errors import (
     Unavailable,
 )
 from tokenloom.services.runtime.host.tasks import first_of
-from tokenloom.services.runtime.peers.credit import Credit
-from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS
+from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, Credit
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1 import engine_pb2, types_pb2
 

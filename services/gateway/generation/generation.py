@@ -201,7 +201,7 @@ class Generator:
         if self._draining:
             raise errors.Unavailable("the gateway is shutting down; retry")
         if self._num_live + num_outputs > self._max_live and self._num_live:
-            raise errors.ResourceExhausted("too many requests are in work; retry later")
+            raise errors.ResourceExhausted("too many requests are running; retry later")
         self._num_live += num_outputs
         self._idle.clear()
         try:

@@ -72,7 +72,9 @@ class App:
             keys.authorize(exchange.headers.get(b"authorization"))
         methods = methods or self._routes.get(exchange.path)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
-            raise errors.ModelNotFound("this model is not served; GET /v1/models lists what is", field="model")
+            raise errors.ModelNotFound(
+                "this model is not served; GET /v1/models lists the served models", field="model"
+            )
         if methods is None:
             raise errors.NotFound("Not found; see /docs for the available endpoints.")
         # An ASGI server drops the body of a response to HEAD.

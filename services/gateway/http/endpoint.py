@@ -60,7 +60,9 @@ def check_model(name: object, served: str) -> None:
         return
     if not isinstance(name, str):
         raise errors.InvalidArgument("model must be a string", "model")
-    raise errors.ModelNotFound(f"model {name[:128]!r} is not served; GET /v1/models lists what is", field="model")
+    raise errors.ModelNotFound(
+        f"model {name[:128]!r} is not served; GET /v1/models lists the served models", field="model"
+    )
 
 
 def _trace_headers(exchange: Exchange) -> Headers:

@@ -6,20 +6,27 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
 from tokenloom.request import errors
 
 from . import sse
-from .uvicorn_protocol import EXTENSION, DirectWriter
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
+Watchers: TypeAlias = set[Callable[[], None]]
+"""Called when a connection is lost; one for each of its requests in work, so one unless the client pipelines."""
 
 JSON = b"application/json"
+DIRECT_WRITER = "tokenloom.direct_writer"
+"""Name of the ASGI extension under which a scope offers its :class:`DirectWriter`."""
 BODY_SECONDS = 60.0
 """Limit on the time from the end of a request's head to the end of its body."""
 FAREWELL_SECONDS = 1.0
@@ -56,6 +63,52 @@ class ClientDisconnected(Exception):
     """Raised when the client has left; no response is possible any more."""
 
 
+class DirectWriter:
+    """Does what uvicorn's ``receive`` and ``send`` would do, for one request, without a task or a message.
+
+    A streamed token that goes through ASGI costs a wake-up of the request's task, a coroutine and a message; here it
+    costs one call (docs/decisions.md has the figures).
+
+    Attributes:
+        cycle: uvicorn's state of the request, a private part; its ``disconnected`` says whether the client has left.
+    """
+
+    def __init__(self, cycle: "RequestResponseCycle", watchers: Watchers) -> None:
+        self.cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+        self._watchers = watchers
+
+    def take_body(self) -> bytes | None:
+        """Return the request's body, once; None while it is incomplete or when the client has left."""
+        cycle = self.cycle
+        if cycle.more_body or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
+
+    def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
+        """Call ``on_lost`` when the client leaves, until the returned function is called.
+
+        Raises :class:`ClientDisconnected` when the client has left already.
+        """
+        if self.cycle.disconnected:
+            raise ClientDisconnected
+        self._flow.resume_reading()  # a paused connection does not notice that the client has left
+        self._watchers.add(on_lost)
+        return partial(self._watchers.discard, on_lost)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`write` may be called: a chunked response has begun and its client keeps up."""
+        cycle = self.cycle
+        return not self._flow.write_paused and not cycle.disconnected and bool(cycle.chunked_encoding)
+
+    def write(self, body: bytes) -> None:
+        """Send a piece of the response's body. ``body`` must not be empty: an empty chunk would end the response."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
+
 class Exchange:
     """Holds a request and the state of its response, so that an error is reported in a form that is still possible.
 
@@ -72,7 +125,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.direct: DirectWriter | None = scope["extensions"].get(EXTENSION) if "extensions" in scope else None
+        self.direct: DirectWriter | None = scope["extensions"].get(DIRECT_WRITER) if "extensions" in scope else None
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
@@ -113,13 +166,10 @@ class Exchange:
             gone = True
             task.cancel()
 
-        watcher = None
-        if self.direct is None:
-            watcher = asyncio.create_task(self._watch(leave), name="disconnect watch")
-        elif self.direct.cycle.disconnected:
-            raise ClientDisconnected
+        if self.direct is not None:
+            stop = self.direct.watch(leave)
         else:
-            self.direct.watch(leave)
+            stop = asyncio.create_task(self._watch(leave), name="disconnect watch").cancel
         try:
             yield
         except asyncio.CancelledError:
@@ -128,10 +178,7 @@ class Exchange:
                 raise ClientDisconnected from None
             raise
         finally:
-            if watcher is not None:
-                watcher.cancel()
-            elif self.direct is not None:
-                self.direct.unwatch(leave)
+            stop()
 
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers."""

@@ -14,7 +14,6 @@ import uvicorn
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import addresses
 
-from . import uvicorn_protocol
 from .app import App
 
 log = logging.getLogger(__name__)
@@ -44,21 +43,7 @@ class HttpServer:
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
-        config = uvicorn.Config(
-            app,
-            http=_protocol(),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # the client's address is not used
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            ssl_certfile=tls_cert,
-            ssl_keyfile=tls_key,
-        )
-        self._server = _Server(config)
+        self._server = _Server(_config(app, tls_cert, tls_key))
         self._served = asyncio.Event()
 
     async def serve(self) -> None:
@@ -85,10 +70,33 @@ class HttpServer:
                 os.unlink(self._path)
 
 
+def _config(app: App, tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_protocol(),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # the client's address is not used
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_certfile=tls_cert,
+        ssl_keyfile=tls_key,
+    )
+
+
 def _protocol() -> "type[asyncio.Protocol] | Literal['httptools']":
     """Return our extension of uvicorn's protocol, or uvicorn's own when the installed version does not fit ours."""
-    if not (missing := uvicorn_protocol.missing_names()):
-        return uvicorn_protocol.GatewayProtocol
+    try:
+        from . import uvicorn_protocol  # fails when uvicorn lacks a class or a method
+
+        missing = uvicorn_protocol.missing_names()
+        if not missing:
+            return uvicorn_protocol.GatewayProtocol
+    except (ImportError, AttributeError) as error:
+        missing = [str(error)]
     log.warning(
         "uvicorn %s lacks what direct writing needs (%s): streams go through plain ASGI, and request heads have no "
         "limit of size and time",

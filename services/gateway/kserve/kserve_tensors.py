@@ -29,7 +29,7 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
         if expected is None:
             raise InvalidArgument(f"inputs: unknown tensor {name!r}; known are {', '.join(datatypes)}", "inputs")
         if tensor.datatype != expected:
-            raise InvalidArgument(f"{name} must be of {expected}, not {tensor.datatype[:16]!r}", name)
+            raise InvalidArgument(f"{name} must have the datatype {expected}, not {tensor.datatype[:16]!r}", name)
         values = _raw(name, expected, raw[index]) if raw else _typed(tensor)
         if min(tensor.shape, default=1) < 0 or math.prod(tensor.shape) != len(values):
             raise InvalidArgument(f"{name} has {len(values)} elements, but shape {list(tensor.shape)[:8]}", name)
@@ -69,5 +69,5 @@ def _split(name: str, data: bytes) -> Iterator[bytes]:
         start = at + _LENGTH.size
         at = start + _LENGTH.unpack_from(data, at)[0] if start <= len(data) else start
         if at > len(data):
-            raise InvalidArgument(f"{name}: its raw contents end within an element", name)
+            raise InvalidArgument(f"{name}: the raw contents end within an element", name)
         yield data[start:at]

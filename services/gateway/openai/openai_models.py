@@ -1,4 +1,4 @@
-"""The parts of OpenAI's request bodies that chat and completions share, narrowed from JSON by name and type."""
+"""Reads the parts of OpenAI's request bodies that chat and completions share."""
 
 import functools
 import logging
@@ -49,12 +49,12 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "cache_salt": (None,),
     "kv_transfer_params": (None,),
 }
-"""Fields whose effect would be missed, with the values that ask for nothing."""
+"""Unsupported fields, with the values that are accepted because they have no effect."""
 
 RENAMED: Mapping[str, str] = {
     f"guided_{kind}": f'structured_outputs: {{"{kind}": …}}' for kind in ("json", "regex", "choice", "grammar")
 }
-"""Old names of fields whose effect would be missed, and what is to be sent instead."""
+"""Unsupported old names of fields, and what to send instead."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -68,7 +68,7 @@ WITHOUT_EFFECT = frozenset(
         "request_id",
     }
 )
-"""Known fields that change nothing here."""
+"""Known fields that have no effect here."""
 
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -76,7 +76,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How the answer is to be shaped."""
+    """How to shape the answer."""
 
     stream: bool
     include_usage: bool
@@ -85,24 +85,24 @@ class Options:
     return_timeline: bool
     stop: tuple[str, ...]
     stop_token_ids: frozenset[int]
-    """The client's own, to tell its stop reason from an end of sequence."""
+    """The client's own, to distinguish its stop reason from an end of sequence."""
     num_logprobs: int | None = None
-    """Alternatives to tell beside each token; None: no log probabilities."""
+    """Alternatives to return for each token; None: no log probabilities."""
     num_prompt_logprobs: int | None = None
-    """The same for the prompt; None: the client did not ask."""
+    """Alternatives for each prompt token; None: the client did not request any."""
     tokens_as_ids: bool = False
-    """Tokens are told as ``token_id:…``."""
+    """Write tokens as ``token_id:…``."""
     echo: bool = False
-    """The prompt comes before the text."""
+    """Put the prompt before the text."""
     echo_only: bool = False
-    """Nothing comes after it."""
+    """Return only the prompt."""
     plan: MessagePlan | None = None
-    """How a chat's turns are read; None: they are text."""
+    """How to parse a chat's turns; None: as text."""
 
     @classmethod
     def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "Options":
-        """``own``: what only the endpoint has. Raises :class:`errors.InvalidArgument` for options of a stream without a
-        stream."""
+        """``own`` holds options of the endpoint. Raises :class:`errors.InvalidArgument` for options of a stream without
+        a stream."""
         stream = bool(fields.stream)
         if fields.stream_options is not None and not stream:
             raise errors.InvalidArgument("stream_options is only allowed with stream", "stream_options")
@@ -125,14 +125,14 @@ class Options:
 
 
 class BodyReader:
-    """Narrows bodies, and says once what it does not know."""
+    """Reads bodies; logs each unknown field once."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
         self._warned: set[str] = set()  # bounded below
 
     def read(self, body: Body, model: type[Fields]) -> Fields:
-        """The gateway's own fields. Raises :class:`errors.InvalidArgument` naming the field."""
+        """Return the gateway's own fields. Raises :class:`errors.InvalidArgument` naming the field."""
         if others := body.keys() - _known_fields(model):
             self._check_others(body, [name for name in body if name in others])
         try:
@@ -141,7 +141,7 @@ class BodyReader:
             raise _invalid(error) from None
 
     def _check_others(self, body: Body, names: Iterable[str]) -> None:
-        """Fields of other endpoints, of other times, or of nobody."""
+        """Check fields of other endpoints, obsolete fields and unknown ones."""
         for name in names:
             if name in NOT_SUPPORTED_YET:
                 _check_neutral(name, body[name], NOT_SUPPORTED_YET[name])
@@ -151,19 +151,20 @@ class BodyReader:
                     raise errors.InvalidArgument(f"{name} is not supported; send {RENAMED[name]}", name)
                 continue
             if self._strict:
-                raise errors.InvalidArgument(f"{name[:64]}: no such field", name[:64])
+                raise errors.InvalidArgument(f"{name[:64]}: unknown field", name[:64])
             if name not in self._warned and len(self._warned) < 256:
                 self._warned.add(name)
-                log.warning("request field %r is ignored: no such field", name[:64])
+                log.warning("ignoring the unknown request field %r", name[:64])
 
 
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
-    """The sampling parameters of a body, ``response_format`` among them; ``own``: those that the endpoint spells in its
-    own way."""
+    """Return the sampling parameters of a body, ``response_format`` included; ``own`` holds those that the endpoint
+    spells in its own way."""
     sampling = narrow_sampling({name: body[name] for name in body if name in _SAMPLING_FIELDS} | own)
-    if (constraint := read_response_format(body.get("response_format"))) is not None:
+    form = body.get("response_format")
+    if form is not None and (constraint := read_response_format(form)) is not None:
         if sampling.HasField("structured_outputs"):
-            raise errors.InvalidArgument("response_format and structured_outputs exclude each other", "response_format")
+            raise errors.InvalidArgument("response_format and structured_outputs cannot be combined", "response_format")
         sampling.structured_outputs.CopyFrom(constraint)
     return sampling
 
@@ -205,7 +206,7 @@ def stop_strings(fields: CommonFields) -> list[str]:
     return [fields.stop] if isinstance(fields.stop, str) else fields.stop
 
 
-@functools.cache  # there are two
+@functools.cache  # once for each endpoint
 def _known_fields(model: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(model.__struct_fields__) | _SAMPLING_FIELDS | WITHOUT_EFFECT
 
@@ -217,7 +218,7 @@ def _check_neutral(name: str, value: object, neutral: tuple[object, ...]) -> Non
 
 
 def _invalid(error: msgspec.ValidationError) -> errors.InvalidArgument:
-    """msgspec says where: ``Expected `str`, got `int` - at `$.stop[0]```; the field is ``stop``."""
+    """Split msgspec's message: ``Expected `str`, got `int` - at `$.stop[0]```; the field is ``stop``."""
     message, _, path = str(error).partition(" - at `$.")
     where = path.rstrip("`").replace("[...]", "")
     field = re.sub(r"\[\d+\]$", "", where) or None

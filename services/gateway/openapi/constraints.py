@@ -1,4 +1,4 @@
-"""What the API's description says of bodies beyond the types of their fields, as JSON schema."""
+"""Holds JSON schemas of request bodies that types of fields cannot express."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -106,16 +106,16 @@ def _given(name: str) -> dict[str, Any]:
 
 NO_EMBEDS: Mapping[str, Any] = {
     "type": "null",
-    "description": "Not here: no engine takes any (--enable-prompt-embeds).",
+    "description": "Not available: no engine accepts embeddings (--enable-prompt-embeds).",
 }
-"""``prompt_embeds`` where there is no way to send them."""
+"""Describes ``prompt_embeds`` if no engine accepts embeddings."""
 
 
 _OF_CHATS: dict[str, Any] = {"add_special_tokens": {"enum": [False, None]}}
 
 
 def of_bodies(*, embeds: bool) -> Mapping[str, Mapping[str, Any]]:
-    """By name: what holds of several fields together. ``embeds``: engines take prompts that have embeddings."""
+    """Return, by the name of the body, rules about several of its fields. ``embeds``: engines accept embeddings."""
     prompt = {"anyOf": [_given("prompt"), _given("prompt_embeds")]} if embeds else _given("prompt")
     chat = _given("messages")
     chat["properties"] |= _OF_CHATS

@@ -1,4 +1,4 @@
-"""The description of the HTTP API, OpenAPI 3.1, generated from the types of its bodies."""
+"""Generates the OpenAPI 3.1 document of the HTTP API from the types of its bodies."""
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -17,7 +17,7 @@ _ADMIN_KEY: list[dict[str, list[str]]] = [{"adminKey": []}]
 
 
 def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
-    """The whole description. ``admin``: with the admin routes; ``embeds``: engines take embeddings as prompts."""
+    """Return the document. ``admin``: include the admin routes; ``embeds``: engines accept embeddings as prompts."""
     operations = OPERATIONS + ADMIN_OPERATIONS if admin else OPERATIONS
     types = {type_ for each in operations for type_ in (each.answer, each.body) if type_ is not None}
     types.add(response_schemas.ErrorResponse)
@@ -34,8 +34,8 @@ def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
         "info": {
             "title": TITLE,
             "version": version("tokenloom"),
-            "description": "OpenAI's API with vLLM's further fields. Every answer carries `x-request-id`, the client's "
-            "own when it sent one. Errors have OpenAI's form.",
+            "description": "OpenAI's API with vLLM's additional fields. Every response carries `x-request-id`, the "
+            "client's own if it sent one. Errors have OpenAI's form.",
         },
         "paths": paths,
         "components": {
@@ -44,12 +44,12 @@ def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
                 "key": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "An API key, where the gateway asks for one.",
+                    "description": "An API key, if the gateway requires one.",
                 },
                 "adminKey": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "An admin key; there are no admin routes without one.",
+                    "description": "An admin key; a gateway without one has no admin routes.",
                 },
             },
         },
@@ -57,7 +57,7 @@ def document(*, admin: bool, embeds: bool) -> dict[str, Any]:
 
 
 def _add(schema: dict[str, Any], constraint: Mapping[str, Any]) -> None:
-    """Beside what it says already."""
+    """Add a rule to a schema."""
     schema.setdefault("allOf", []).append(constraint)
 
 
@@ -83,7 +83,7 @@ def _parameters(each: Operation) -> Iterator[dict[str, Any]]:
             "name": each.path_parameter,
             "in": "path",
             "required": True,
-            "description": "Its name; a name may hold slashes.",
+            "description": "Name of the object; it may hold slashes.",
             "schema": {"type": "string"},
         }
     for name, schema in each.query.items():
@@ -99,15 +99,15 @@ def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
         content["text/event-stream"] = {
             "schema": {
                 "type": "object",
-                "description": "Each event: a piece of the answer or an error, as JSON; at last [DONE].",
+                "description": "Each event holds a part of the answer, or an error, as JSON; the last is [DONE].",
                 "properties": {"data": {"type": "string"}},
                 "required": ["data"],
             }
         }
     yield "200", {"description": each.summary, "content": content}
     if each.may_be_away and each.answer is not None:
-        yield "503", {"description": "It would not be", "content": {_JSON: {"schema": _ref(each.answer)}}}
-    yield "default", {"description": "A failure", "content": {_JSON: {"schema": _ref(response_schemas.ErrorResponse)}}}
+        yield "503", {"description": "Not available", "content": {_JSON: {"schema": _ref(each.answer)}}}
+    yield "default", {"description": "An error", "content": {_JSON: {"schema": _ref(response_schemas.ErrorResponse)}}}
 
 
 def _ref(type_: type[msgspec.Struct]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""``/openapi.json`` and the page that shows it."""
+"""Serves ``/openapi.json`` and the page that shows it."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -22,14 +22,14 @@ def _page() -> bytes:
 
 
 async def _docs(exchange: Exchange) -> None:
-    # The page runs its own script and asks its own server, nobody else.
+    # The page runs only its own script and connects only to its own server.
     policy = b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
     headers = [(b"content-security-policy", policy)]
     await exchange.respond(200, _page(), b"text/html; charset=utf-8", headers)
 
 
 def document_routes(health: MeshHealth, *, admin: bool) -> Mapping[str, Mapping[str, Handler]]:
-    """``admin``: there are admin routes."""
+    """Return the routes by path. ``admin``: the gateway has admin routes."""
 
     async def openapi(exchange: Exchange) -> None:
         limits = health.limits()

@@ -1,4 +1,4 @@
-"""Answers as the API's description tells them."""
+"""Defines the response bodies of the HTTP API for its OpenAPI document."""
 
 from typing import Annotated, Any, Literal
 
@@ -12,77 +12,77 @@ class ErrorObject(msgspec.Struct):
     """What went wrong."""
 
     message: Annotated[str, Meta(description="What was wrong, where, and what would be right.")]
-    type: Annotated[str, Meta(description="Whose fault: invalid_request_error, server_error, …")]
+    type: Annotated[str, Meta(description="Kind of error: invalid_request_error, server_error, …")]
     param: Annotated[str | None, Meta(description="The field that is wrong.")]
-    code: Annotated[str, Meta(description="Which error, for programs.")]
+    code: Annotated[str, Meta(description="Machine-readable code of the error.")]
 
 
 class ErrorResponse(msgspec.Struct):
-    """Any failure, in OpenAI's form."""
+    """An error in OpenAI's form."""
 
     error: Annotated[ErrorObject, Meta(description="What went wrong.")]
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Of the prompt's tokens."""
+    """Counts of prompt tokens."""
 
-    cached_tokens: Annotated[int, Meta(description="Found in a prefix cache.")]
+    cached_tokens: Annotated[int, Meta(description="Prompt tokens found in a prefix cache.")]
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all prompts and outputs."""
+    """Counts of tokens in all prompts and outputs."""
 
-    prompt_tokens: Annotated[int, Meta(description="Of the prompts.")]
-    completion_tokens: Annotated[int, Meta(description="Of the outputs.")]
-    total_tokens: Annotated[int, Meta(description="Of both.")]
-    prompt_tokens_details: Annotated[PromptTokensDetails, Meta(description="Of the prompts.")]
+    prompt_tokens: Annotated[int, Meta(description="Tokens of the prompts.")]
+    completion_tokens: Annotated[int, Meta(description="Tokens of the outputs.")]
+    total_tokens: Annotated[int, Meta(description="Sum of both.")]
+    prompt_tokens_details: Annotated[PromptTokensDetails, Meta(description="Details of the prompt tokens.")]
 
 
 class FunctionCall(msgspec.Struct):
-    """What the model calls."""
+    """A function that the model calls."""
 
-    name: Annotated[str, Meta(description="The function.")]
-    arguments: Annotated[str, Meta(description="JSON, as the model wrote it.")]
+    name: Annotated[str, Meta(description="Name of the function.")]
+    arguments: Annotated[str, Meta(description="JSON as the model wrote it.")]
 
 
 class ToolCall(msgspec.Struct):
-    """A call of a tool."""
+    """One call of a tool."""
 
-    id: Annotated[str, Meta(description="To be named by the tool's answer.")]
+    id: Annotated[str, Meta(description="Repeat it as tool_call_id in the tool's answer.")]
     type: Annotated[Literal["function"], Meta(description="Always function.")]
-    function: Annotated[FunctionCall, Meta(description="The call.")]
+    function: Annotated[FunctionCall, Meta(description="Function and arguments.")]
 
 
 class AssistantMessage(msgspec.Struct, omit_defaults=True):
-    """The model's turn."""
+    """The model's turn of the conversation."""
 
     role: Annotated[Literal["assistant"], Meta(description="Always assistant.")]
-    content: Annotated[str | None, Meta(description="The text; null beside tool calls without any.")]
-    reasoning: Annotated[str | None, Meta(description="What came before the answer.")] = None
-    reasoning_content: Annotated[str | None, Meta(description="The same under its older name.")] = None
-    tool_calls: Annotated[list[ToolCall] | None, Meta(description="What the model calls.")] = None
+    content: Annotated[str | None, Meta(description="The text; null if there are only tool calls.")]
+    reasoning: Annotated[str | None, Meta(description="Reasoning before the answer.")] = None
+    reasoning_content: Annotated[str | None, Meta(description="Older name of reasoning.")] = None
+    tool_calls: Annotated[list[ToolCall] | None, Meta(description="Calls that the model makes.")] = None
 
 
 class ChatChoice(msgspec.Struct):
     """One sample."""
 
-    index: Annotated[int, Meta(description="Which sample.")]
+    index: Annotated[int, Meta(description="Number of the sample.")]
     message: Annotated[AssistantMessage, Meta(description="The model's turn.")]
-    logprobs: Annotated[dict[str, Any] | None, Meta(description="Log probabilities, when asked for.")]
-    finish_reason: Annotated[FinishReason, Meta(description="Why it ended.")]
-    stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that was met.")]
-    token_ids: Annotated[list[int] | None, Meta(description="Of the output, when asked for.")] = None
+    logprobs: Annotated[dict[str, Any] | None, Meta(description="Log probabilities, if requested.")]
+    finish_reason: Annotated[FinishReason, Meta(description="Why the output ended.")]
+    stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that ended the output.")]
+    token_ids: Annotated[list[int] | None, Meta(description="Token ids of the output, if requested.")] = None
 
 
 class ChatCompletion(msgspec.Struct):
-    """A whole answer."""
+    """A complete answer."""
 
-    id: Annotated[str, Meta(description="Of the response.")]
-    object: Annotated[Literal["chat.completion"], Meta(description="What this is.")]
+    id: Annotated[str, Meta(description="Id of the response.")]
+    object: Annotated[Literal["chat.completion"], Meta(description="Kind of this object.")]
     created: Annotated[int, Meta(description="Unix time, seconds.")]
     model: Annotated[str, Meta(description="The served model.")]
-    choices: Annotated[list[ChatChoice], Meta(description="One for each sample.")]
-    usage: Annotated[Usage, Meta(description="Tokens.")]
+    choices: Annotated[list[ChatChoice], Meta(description="One choice for each sample.")]
+    usage: Annotated[Usage, Meta(description="Token counts.")]
 
 
 class TextChoice(msgspec.Struct):
@@ -90,77 +90,77 @@ class TextChoice(msgspec.Struct):
 
     index: Annotated[int, Meta(description="Sample `index % n` of prompt `index / n`.")]
     text: Annotated[str, Meta(description="The continuation.")]
-    logprobs: Annotated[dict[str, Any] | None, Meta(description="Log probabilities, when asked for.")]
-    finish_reason: Annotated[FinishReason, Meta(description="Why it ended.")]
-    stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that was met.")]
+    logprobs: Annotated[dict[str, Any] | None, Meta(description="Log probabilities, if requested.")]
+    finish_reason: Annotated[FinishReason, Meta(description="Why the output ended.")]
+    stop_reason: Annotated[str | int | None, Meta(description="The stop string or token id that ended the output.")]
 
 
 class Completion(msgspec.Struct):
-    """All continuations."""
+    """The continuations of all prompts."""
 
-    id: Annotated[str, Meta(description="Of the response.")]
-    object: Annotated[Literal["text_completion"], Meta(description="What this is.")]
+    id: Annotated[str, Meta(description="Id of the response.")]
+    object: Annotated[Literal["text_completion"], Meta(description="Kind of this object.")]
     created: Annotated[int, Meta(description="Unix time, seconds.")]
     model: Annotated[str, Meta(description="The served model.")]
-    choices: Annotated[list[TextChoice], Meta(description="One for each sample of each prompt.")]
-    usage: Annotated[Usage, Meta(description="Tokens.")]
+    choices: Annotated[list[TextChoice], Meta(description="One choice for each sample of each prompt.")]
+    usage: Annotated[Usage, Meta(description="Token counts.")]
 
 
 class Model(msgspec.Struct):
     """A served model."""
 
     id: Annotated[str, Meta(description="Its name in requests.")]
-    object: Annotated[Literal["model"], Meta(description="What this is.")]
-    created: Annotated[int, Meta(description="Unix time at which the gateway came up.")]
-    owned_by: Annotated[str, Meta(description="Who serves it.")]
-    max_model_len: Annotated[int | None, Meta(description="Tokens of prompt and output; null: no engine yet.")]
+    object: Annotated[Literal["model"], Meta(description="Kind of this object.")]
+    created: Annotated[int, Meta(description="Unix time at which the gateway started.")]
+    owned_by: Annotated[str, Meta(description="Owner of the model.")]
+    max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens; null without engines.")]
 
 
 class ModelList(msgspec.Struct):
     """The served models."""
 
-    object: Annotated[Literal["list"], Meta(description="What this is.")]
-    data: Annotated[list[Model], Meta(description="One.")]
+    object: Annotated[Literal["list"], Meta(description="Kind of this object.")]
+    data: Annotated[list[Model], Meta(description="The one served model.")]
 
 
 class TokenizeResponse(msgspec.Struct):
-    """Encoded."""
+    """The encoded prompt."""
 
-    count: Annotated[int, Meta(description="Tokens.")]
-    max_model_len: Annotated[int | None, Meta(description="What the model takes.")]
+    count: Annotated[int, Meta(description="Token counts.")]
+    max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens.")]
     tokens: Annotated[list[int], Meta(description="Token ids.")]
-    token_strs: Annotated[list[str] | None, Meta(description="As the vocabulary spells them, when asked for.")]
+    token_strs: Annotated[list[str] | None, Meta(description="The tokens in the vocabulary's spelling, if requested.")]
 
 
 class DetokenizeResponse(msgspec.Struct):
-    """Decoded."""
+    """The decoded text."""
 
     prompt: Annotated[str, Meta(description="The text.")]
 
 
 class Status(msgspec.Struct, omit_defaults=True):
-    """Whether a request would be answered."""
+    """Reports whether the gateway can answer requests."""
 
-    status: Annotated[Literal["ok", "unavailable"], Meta(description="Whether it would.")]
-    missing: Annotated[list[str] | None, Meta(description="Parts of the mesh that are missing.")] = None
+    status: Annotated[Literal["ok", "unavailable"], Meta(description="ok if requests can be answered.")]
+    missing: Annotated[list[str] | None, Meta(description="Services that are not available.")] = None
 
 
 class Version(msgspec.Struct):
-    """Of the gateway."""
+    """The version of the gateway."""
 
-    version: Annotated[str, Meta(description="Of the tokenloom package.")]
+    version: Annotated[str, Meta(description="Version of the tokenloom package.")]
 
 
 class Load(msgspec.Struct):
-    """Of this gateway."""
+    """The load of this gateway."""
 
-    server_load: Annotated[int, Meta(description="Outputs that clients wait for.")]
+    server_load: Annotated[int, Meta(description="Number of outputs in progress.")]
 
 
 class EngineInfo(msgspec.Struct):
-    """An engine's last report."""
+    """The last report of an engine."""
 
-    engine_id: Annotated[str, Meta(description="Its name.")]
+    engine_id: Annotated[str, Meta(description="Name of the engine.")]
     role: Annotated[str, Meta(description="both, prefill or decode.")]
     state: Annotated[str, Meta(description="starting, serving, draining, paused or dead.")]
     running: Annotated[int, Meta(description="Requests in its batch.")]
@@ -172,38 +172,38 @@ class EngineInfo(msgspec.Struct):
 class ServerInfo(msgspec.Struct):
     """The mesh behind this gateway."""
 
-    version: Annotated[str, Meta(description="Of the tokenloom package.")]
+    version: Annotated[str, Meta(description="Version of the tokenloom package.")]
     model: Annotated[str, Meta(description="The served model.")]
-    max_model_len: Annotated[int | None, Meta(description="Tokens of prompt and output.")]
-    vocab_size: Annotated[int | None, Meta(description="Token ids are below it.")]
-    server_load: Annotated[int, Meta(description="Outputs that clients wait for.")]
-    engines: Annotated[list[EngineInfo], Meta(description="As the coordinator tells.")]
+    max_model_len: Annotated[int | None, Meta(description="Limit of prompt and output tokens.")]
+    vocab_size: Annotated[int | None, Meta(description="Token ids are below this number.")]
+    server_load: Annotated[int, Meta(description="Number of outputs in progress.")]
+    engines: Annotated[list[EngineInfo], Meta(description="Engines that the coordinator knows.")]
 
 
 class ModelInfo(msgspec.Struct):
-    """As SGLang's servers tell routers."""
+    """The model in the form in which SGLang's servers report it to routers."""
 
     model_path: Annotated[str, Meta(description="The served model.")]
-    tokenizer_path: Annotated[str, Meta(description="The same.")]
+    tokenizer_path: Annotated[str, Meta(description="The served model.")]
     is_generation: Annotated[bool, Meta(description="Always true.")]
 
 
 class EnginesDone(msgspec.Struct):
-    """What was asked of every engine is done."""
+    """Every engine has done what was requested."""
 
-    status: Annotated[str, Meta(description="What they are now.")]
-    engines: Annotated[list[str], Meta(description="Their names.")]
+    status: Annotated[str, Meta(description="State of the engines now.")]
+    engines: Annotated[list[str], Meta(description="Names of the engines.")]
 
 
 class EnginesPaused(msgspec.Struct):
-    """Whether engines are paused."""
+    """Reports whether engines are paused."""
 
-    is_paused: Annotated[bool, Meta(description="All of them.")]
-    engines: Annotated[dict[str, bool], Meta(description="By name.")]
+    is_paused: Annotated[bool, Meta(description="True if all of them are.")]
+    engines: Annotated[dict[str, bool], Meta(description="State by name of the engine.")]
 
 
 class EnginesSleeping(msgspec.Struct):
-    """Whether engines sleep."""
+    """Reports whether engines sleep."""
 
-    is_sleeping: Annotated[bool, Meta(description="All of them.")]
-    engines: Annotated[dict[str, bool], Meta(description="By name.")]
+    is_sleeping: Annotated[bool, Meta(description="True if all of them are.")]
+    engines: Annotated[dict[str, bool], Meta(description="State by name of the engine.")]

@@ -74,7 +74,7 @@ def read_tools(tools: object) -> Sequence[Tool]:
         raise InvalidArgument(f"tools may hold at most {MAX_TOOLS}, not {len(tools)}", "tools")
     known = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
     if len({tool.name for tool in known}) < len(known):
-        raise InvalidArgument("tools holds two functions of one name", "tools")
+        raise InvalidArgument("two functions in tools have the same name", "tools")
     return known
 
 

@@ -23,7 +23,7 @@ _ABORT, _ERROR, _STOP = (
 class SampleOutput:
     """Turns the tokens of a sample's attempts into text, and puts both into the outbox of the gateway's stream.
 
-    Exactly one of ``finish``, ``lose``, ``abort`` and ``fail`` ends it. Nothing may be added after that.
+    Exactly one of ``finish``, ``stop``, ``lose``, ``abort`` and ``fail`` ends it. Nothing may be added after that.
 
     Attributes:
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
-from tokenloom.services.runtime.peers.credit import Credit
-from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, check_hello
+from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, Credit, check_hello
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 

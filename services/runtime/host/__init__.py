@@ -1,1 +1,1 @@
-"""What a service runs on: lifecycle, gRPC server, health, settings and owned tasks."""
+"""Hosts a service: lifecycle, gRPC server, health, settings and background tasks."""

@@ -1,6 +1,7 @@
 """grpc.health.v1: one state for the whole process, published under "" and under every service's name."""
 
 import asyncio
+from collections.abc import Iterable
 
 import grpc
 import grpc.aio
@@ -44,13 +45,10 @@ class Health:
         await self._probes.start()
         return address
 
-    def add_names(self, names: list[str]) -> None:
-        """Publish the state under these names too, from the next :meth:`set_serving`."""
-        self._names += names
-
-    async def set_serving(self, serving: bool) -> None:
-        """Set the state, and send it to the callers of ``Watch``."""
+    async def set_serving(self, serving: bool, names: Iterable[str] = ()) -> None:
+        """Set the state, under these further names too, and send it to the callers of ``Watch``."""
         self.serving = serving
+        self._names += names
         status = _Status.SERVING if serving else _Status.NOT_SERVING
         await asyncio.gather(*(self._servicer.set(name, status) for name in self._names))
 

@@ -53,7 +53,9 @@ class Host:
         self.health = Health()
         process_metrics.observe_part(self.metrics, settings.service, settings.instance_id, lambda: self.health.serving)
         self.tls: MeshTLS | None = None
-        self.tracer = _open_tracer(settings)
+        self.tracer = (
+            Tracer(settings.otlp_endpoint, settings.service, settings.instance_id) if settings.otlp_endpoint else None
+        )
         self.channels = Channels()
         self.failure = Failure()
         checks_callers = settings.certificate is not None and not settings.is_public
@@ -117,10 +119,10 @@ class Host:
     async def ready(self) -> None:
         """Set SERVING under the names of all servicers that were added, and describe them by reflection."""
         self._edge.is_ready = True
-        self.health.add_names(list(self._edge.services))
-        reflected = reflection.aio.ReflectionServicer([*self._edge.services, reflection.SERVICE_NAME])
+        names = list(self._edge.services)
+        reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
         self.add_servicer(reflection_pb2_grpc.add_ServerReflectionServicer_to_server, reflected)
-        await self.health.set_serving(not self.failure.happened)
+        await self.health.set_serving(not self.failure.happened, names)
 
     async def close(self, grace: float) -> None:
         """End calls after ``grace`` seconds, then tasks, metrics and the state file."""
@@ -132,11 +134,3 @@ class Host:
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
         self._state.remove()
-
-
-def _open_tracer(settings: ServiceSettings) -> Tracer | None:
-    if not settings.otlp_endpoint:
-        return None
-    from ..telemetry.otlp import OtlpTracer  # several MB, loaded only where traces are on
-
-    return OtlpTracer(settings.otlp_endpoint, settings.service, settings.instance_id)

@@ -10,7 +10,7 @@ from tokenloom.request.errors import Unavailable
 from ..local_streams import sockets
 from ..local_streams.server import LocalServer
 from ..peers import addresses
-from ..peers.channels import MAX_MESSAGE_BYTES
+from ..peers.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from ..peers.tls import MeshTLS
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge
@@ -18,11 +18,7 @@ from .servicer_edge import Edge
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # on by default: a second server would silently share the port
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.ping_timeout_ms", 1500),
+    *KEEPALIVE_OPTIONS,
     # Without it our clients' pings end in GOAWAY too_many_pings, which kills every call.
     ("grpc.http2.min_ping_interval_without_data_ms", 300),
 ]

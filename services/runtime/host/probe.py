@@ -1,7 +1,7 @@
-"""Health checks of containers.
+"""Checks the health of a container's service.
 
-``python -m tokenloom.services.runtime.host.probe [ADDRESS]`` exits with status 0 if a part serves. ADDRESS is that of
-the part's health port; without one it is what ``TOKENLOOM_HEALTH_LISTEN`` says.
+``python -m tokenloom.services.runtime.host.probe [ADDRESS]`` exits with status 0 if the service is SERVING. ADDRESS is
+its health port, by default ``TOKENLOOM_HEALTH_LISTEN``.
 """
 
 import os
@@ -14,7 +14,7 @@ _SECONDS = 3.0
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 SERVING, 1 not, 2 for a wrong call."""
+    """Return the exit status: 0 for SERVING, 1 otherwise, 2 for wrong arguments."""
     address = arguments[0] if arguments else os.environ.get("TOKENLOOM_HEALTH_LISTEN", "")
     if len(arguments) > 1 or not address:
         sys.stderr.write("usage: python -m tokenloom.services.runtime.host.probe HOST:PORT\n")

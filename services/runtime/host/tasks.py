@@ -1,34 +1,34 @@
-"""Owned background tasks: none outlives its owner, none fails unseen."""
+"""Owns background tasks: none outlives its owner, none fails unseen."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 _CANCEL_SECONDS = 1.0
-"""For a cancelled task to clean up, before it is cancelled again."""
+"""Time for a cancelled task to clean up before it is cancelled again."""
 
 
 class Tasks:
-    """Owns tasks until :meth:`close`. Unlike ``asyncio.TaskGroup`` it is not bound to one ``async with`` block, and a
-    failure is reported to ``on_failure`` rather than cancelling the code that happens to wait."""
+    """Owns tasks until :meth:`close`. Unlike ``asyncio.TaskGroup`` it is not bound to one ``async with`` block, and it
+    reports a failure to ``on_failure`` instead of cancelling the code that waits."""
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         self._on_failure = on_failure
-        self._tasks: set[asyncio.Task[Any]] = set()  # as many as the owner spawns; each leaves when done
+        self._tasks: set[asyncio.Task[Any]] = set()  # each leaves when done
 
     def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
-        """Starts a task; an exception other than cancellation goes to ``on_failure``."""
+        """Start a task; an exception other than cancellation goes to ``on_failure``."""
         task = asyncio.get_running_loop().create_task(coro, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     async def close(self) -> None:
-        """Cancels what still runs and waits for it."""
+        """Cancel the tasks that still run and wait for them."""
         while tasks := [task for task in self._tasks if task is not asyncio.current_task()]:
             for task in tasks:
                 task.cancel()
-            # Once may not be enough: a TaskGroup raises a child's failure, not the cancellation that came with it.
+            # Cancelling once may not suffice: a TaskGroup raises a child's failure instead of the cancellation.
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
             self._tasks.difference_update(task for task in tasks if task.done())
 

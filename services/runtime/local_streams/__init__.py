@@ -1,4 +1,2 @@
-"""Streams between parts of one host, over unix sockets of their own beside gRPC's: what gRPC's threads cost is saved.
-
-Messages, servicers and statuses are gRPC's. ``docs/decisions.md`` says why, and what stays gRPC.
-"""
+"""Bidirectional calls between processes of one host over unix sockets of their own, without gRPC's threads. Servicers,
+messages and statuses are gRPC's. ``docs/local-streams.md`` describes the protocol."""

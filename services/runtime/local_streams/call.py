@@ -11,13 +11,13 @@ from google.protobuf.message import DecodeError
 from tokenloom.request.errors import TokenloomError
 
 from .connection import Connection
-from .frames import Kind, Status, decode_status
+from .frames import Kind, decode_status, status
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
-_CANCELLED = Status.of(grpc.StatusCode.CANCELLED, "the caller cancelled the call")
-_LOST = Status.of(grpc.StatusCode.UNAVAILABLE, "the connection to the peer was lost")
+_CANCELLED = status(grpc.StatusCode.CANCELLED, "the caller cancelled the call")
+_LOST = status(grpc.StatusCode.UNAVAILABLE, "the connection to the peer was lost")
 
 
 class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
@@ -41,7 +41,7 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         self.connection = Connection(self, max_message_bytes)
         self.connection.takes_messages = True
         self._half_closed = False
-        self._status: Status | None = None
+        self._status: grpc.aio.AioRpcError | None = None
         self._ended = asyncio.Event()
         self._callbacks: list[Callable[[Any], None]] = []
 
@@ -109,16 +109,16 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         return None  # calls with a deadline use gRPC
 
     async def code(self) -> grpc.StatusCode:
-        return (await self._wait_ended()).status_code
+        return (await self._wait_ended()).code()
 
     async def details(self) -> str:
-        return (await self._wait_ended()).details
+        return (await self._wait_ended()).details() or ""
 
     async def initial_metadata(self) -> grpc.aio.Metadata:
         return grpc.aio.Metadata()
 
     async def trailing_metadata(self) -> grpc.aio.Metadata:
-        return (await self._wait_ended()).metadata
+        return (await self._wait_ended()).trailing_metadata()
 
     async def wait_for_connection(self) -> None:
         await self.connection.writable()
@@ -142,13 +142,13 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         self._end(_LOST)
 
     def _fail(self, code: grpc.StatusCode, details: str) -> None:
-        self._end(Status.of(code, details))
+        self._end(status(code, details))
 
-    def _end(self, status: Status) -> None:
+    def _end(self, ended: grpc.aio.AioRpcError) -> None:
         """Set the status; only the first one counts."""
         if self._status is not None:
             return
-        self._status = status
+        self._status = ended
         self.connection.end_messages()
         self._ended.set()
         self.connection.abort()
@@ -156,15 +156,14 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         for callback in callbacks:
             callback(self)
 
-    async def _wait_ended(self) -> Status:
+    async def _wait_ended(self) -> grpc.aio.AioRpcError:
         await self._ended.wait()
         assert self._status is not None
         return self._status
 
     def _raise_error(self) -> None:
-        status = self._status
-        if status is None or status.status_code is grpc.StatusCode.OK:
-            return
-        if status is _CANCELLED:
-            raise asyncio.CancelledError(status.details)
-        raise grpc.aio.AioRpcError(status.status_code, grpc.aio.Metadata(), status.metadata, details=status.details)
+        if (ended := self._status) is _CANCELLED:
+            raise asyncio.CancelledError(ended.details())
+        if ended is not None and ended.code() is not grpc.StatusCode.OK:
+            # A new exception each time: one that the call kept would hold on to the frames that it passed.
+            raise status(ended.code(), ended.details() or "", ended.trailing_metadata())

@@ -1,4 +1,4 @@
-"""A channel to a part of this host: its bidirectional calls are local streams, all others gRPC's."""
+"""A channel to a process of this host: its bidirectional calls are local streams, all others use gRPC."""
 
 import asyncio
 import contextlib
@@ -17,25 +17,31 @@ log = logging.getLogger(__name__)
 
 
 class LocalChannel(grpc.aio.Channel):
-    """Behaves as the gRPC channel that it wraps, and closes that with itself."""
+    """Behaves as the gRPC channel that it wraps, and closes that channel with itself."""
 
     def __init__(self, channel: grpc.aio.Channel, path: str, max_message_bytes: int) -> None:
-        """``path``: where the peer serves local streams, if it does: each call looks anew."""
+        """``path``: where the peer serves local streams, if it does; each call checks again."""
         self._grpc = channel
         self._path = path
         self._max_message_bytes = max_message_bytes
-        self._calls: set[LocalCall[Any, Any]] = set()  # as many as the owner makes; each leaves when it ends
+        self._calls: set[LocalCall[Any, Any]] = set()  # each leaves when it ends
         self._tasks = Tasks(lambda error: log.error("a local stream could not be opened", exc_info=error))
         self._is_closed = False
 
     def stream_stream(
         self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **options: Any
-    ) -> "LocalOrGrpc":
+    ) -> Any:
         through_grpc = self._grpc.stream_stream(method, request_serializer, response_deserializer, **options)
-        return LocalOrGrpc(self, method, request_serializer, response_deserializer, through_grpc)
+
+        def begin(*args: Any, **kwargs: Any) -> "grpc.aio.StreamStreamCall[Any, Any]":
+            """Begin a call. One with arguments that a local stream does not carry (a deadline, metadata) uses gRPC."""
+            call = None if args or kwargs else self.open_call(method, request_serializer, response_deserializer)
+            return call or through_grpc(*args, **kwargs)
+
+        return begin
 
     def open_call(self, method: str, serialize: Any, deserialize: Any) -> LocalCall[Any, Any] | None:
-        """Begins a call; None when the peer serves no local streams now."""
+        """Begin a call; return None when the peer serves no local streams now."""
         if self._is_closed or (connected := sockets.connect(self._path)) is None:
             return None
         call = LocalCall(method, serialize or bytes, deserialize or bytes, self._max_message_bytes)
@@ -51,7 +57,7 @@ class LocalChannel(grpc.aio.Channel):
         return call
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancels its calls, those of gRPC after ``grace`` seconds."""
+        """Cancel its calls, those of gRPC after ``grace`` seconds."""
         self._is_closed = True
         for call in list(self._calls):
             call.cancel()
@@ -64,7 +70,7 @@ class LocalChannel(grpc.aio.Channel):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # gRPC's alone
+    # These use gRPC only.
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> "grpc.aio.UnaryUnaryMultiCallable[Any, Any]":
         return self._grpc.unary_unary(*args, **kwargs)
@@ -83,28 +89,6 @@ class LocalChannel(grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         await self._grpc.channel_ready()
-
-
-class LocalOrGrpc(grpc.aio.StreamStreamMultiCallable[Any, Any]):
-    """A method of a stub."""
-
-    def __init__(
-        self,
-        channel: LocalChannel,
-        method: str,
-        serialize: Any,
-        deserialize: Any,
-        through_grpc: "grpc.aio.StreamStreamMultiCallable[Any, Any]",
-    ) -> None:
-        self._channel = channel
-        self._codec = method, serialize, deserialize
-        self._grpc = through_grpc
-
-    def __call__(self, *args: Any, **kwargs: Any) -> "grpc.aio.StreamStreamCall[Any, Any]":
-        """Begins a call. One with anything that a local stream does not carry (a deadline, metadata) is gRPC's."""
-        if not args and not kwargs and (call := self._channel.open_call(*self._codec)) is not None:
-            return call
-        return self._grpc(*args, **kwargs)
 
 
 async def _attach(call: LocalCall[Any, Any], connected: socket.socket) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol, cast
 
 from tokenloom.request.errors import TokenloomError
 
-from .frames import FrameDecoder, Kind, encode
+from .frames import HEADER, FrameDecoder, Kind
 
 TICK_SECONDS = 0.5
 SILENT_TICKS = 5
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
         """Send a frame without waiting; drop it when nothing can be sent any more."""
         if self._transport is not None and not self.is_finished:
             self._has_sent = True
-            self._transport.write(encode(kind, payload))
+            self._transport.write(HEADER.pack(len(payload), kind) + payload)
 
     def finish(self, kind: Kind, payload: bytes) -> None:
         """Send the last frame. The socket stays open until the peer has read the frame and closes it: closing it here

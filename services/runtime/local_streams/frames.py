@@ -17,7 +17,8 @@ from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
-_HEADER = struct.Struct("<IB")
+HEADER = struct.Struct("<IB")
+"""A payload's length in bytes, and the kind."""
 
 
 class Kind(enum.IntEnum):
@@ -30,7 +31,7 @@ class Kind(enum.IntEnum):
     HALF_CLOSE = 3
     """To the server: no message follows. The payload is empty."""
     STATUS = 4
-    """The last frame to the client: a :class:`Status`."""
+    """The last frame to the client: see :func:`encode_status`."""
     BEAT = 5
     """Sent in either direction after a tick without another frame: the sender is alive. The payload is empty."""
 
@@ -38,59 +39,33 @@ class Kind(enum.IntEnum):
 _KINDS = {kind.value: kind for kind in Kind}
 
 
-class Status(msgspec.Struct, frozen=True, array_like=True):
-    """How a call ended, as a gRPC status.
-
-    Attributes:
-        code: A number of ``grpc.StatusCode``.
-        details: The message for people.
-        trailing: The trailing metadata, as bytes.
-    """
-
-    code: int
-    details: str = ""
-    trailing: tuple[tuple[str, bytes], ...] = ()
-
-    @classmethod
-    def of(cls, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> "Status":
-        """Make a status from the arguments of ``ServicerContext.abort``."""
-        trailing = ((key, value if isinstance(value, bytes) else value.encode()) for key, value in metadata)
-        return cls(code.value[0], details, tuple(trailing))
-
-    @property
-    def status_code(self) -> grpc.StatusCode:
-        return _CODES.get(self.code, grpc.StatusCode.UNKNOWN)
-
-    @property
-    def metadata(self) -> grpc.aio.Metadata:
-        """The trailing metadata as gRPC shows it: bytes under keys that end with ``-bin``, text under others."""
-        pairs = (
-            (key, value if key.endswith("-bin") else value.decode(errors="replace")) for key, value in self.trailing
-        )
-        return grpc.aio.Metadata(*pairs)
-
-
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Status)
+_STATUS = msgspec.msgpack.Decoder(tuple[int, str, tuple[tuple[str, bytes], ...]])
 
 
-def encode_status(status: Status) -> bytes:
-    """Return the payload of a STATUS frame."""
-    return _encoder.encode(status)
+def encode_status(code: grpc.StatusCode, details: str = "", trailing: Metadata = ()) -> bytes:
+    """Return the payload of a STATUS frame. ``trailing``: metadata of the call's end."""
+    pairs = [(key, value if isinstance(value, bytes) else value.encode()) for key, value in trailing]
+    return msgspec.msgpack.encode((code.value[0], details, pairs))
 
 
-def decode_status(payload: bytes) -> Status:
-    """Read the payload of a STATUS frame. Raises ``Internal`` for a payload that is no status."""
+def decode_status(payload: bytes) -> grpc.aio.AioRpcError:
+    """Read the payload of a STATUS frame; the result holds code OK for a call that succeeded. Metadata are bytes under
+    keys that end with ``-bin`` and text under others, as in gRPC.
+
+    Raises ``Internal`` for a payload that is no status.
+    """
     try:
-        return _decoder.decode(payload)
+        code, details, trailing = _STATUS.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise Internal("the status of a local stream cannot be decoded") from None
+    pairs = ((key, value if key.endswith("-bin") else value.decode(errors="replace")) for key, value in trailing)
+    return status(_CODES.get(code, grpc.StatusCode.UNKNOWN), details, grpc.aio.Metadata(*pairs))
 
 
-def encode(kind: Kind, payload: bytes = b"") -> bytes:
-    """Return one frame."""
-    return _HEADER.pack(len(payload), kind) + payload
+def status(code: grpc.StatusCode, details: str, trailing: grpc.aio.Metadata | None = None) -> grpc.aio.AioRpcError:
+    """Return how a call ended."""
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing or grpc.aio.Metadata(), details=details)
 
 
 class FrameDecoder:
@@ -114,14 +89,14 @@ class FrameDecoder:
             view = self._rest
         frames: list[tuple[Kind, bytes]] = []
         start, end = 0, len(view)
-        while end - start >= _HEADER.size:
-            size, number = _HEADER.unpack_from(view, start)
+        while end - start >= HEADER.size:
+            size, number = HEADER.unpack_from(view, start)
             if (kind := _KINDS.get(number)) is None or size > self._max_payload_bytes:
                 self.error = self._refuse(size, number)
                 break
-            if (stop := start + _HEADER.size + size) > end:
+            if (stop := start + HEADER.size + size) > end:
                 break
-            frames.append((kind, bytes(memoryview(view)[start + _HEADER.size : stop])))
+            frames.append((kind, bytes(memoryview(view)[start + HEADER.size : stop])))
             start = stop
         if view is self._rest:
             del self._rest[:start]

@@ -13,7 +13,7 @@ from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 from ..host.tasks import Tasks
 from . import sockets
 from .connection import Connection
-from .frames import Kind, Metadata, Status, encode_status
+from .frames import Kind, Metadata, encode_status
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class _ServerCall:
 
 def _send_status(connection: Connection, code: grpc.StatusCode, details: str = "", metadata: Metadata = ()) -> None:
     """Send the caller how the call ended; only the first status counts."""
-    connection.finish(Kind.STATUS, encode_status(Status.of(code, details, metadata)))
+    connection.finish(Kind.STATUS, encode_status(code, details, metadata))
 
 
 def _log_failure(error: BaseException) -> None:

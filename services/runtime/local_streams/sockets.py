@@ -1,4 +1,4 @@
-"""The sockets of local streams: each beside the unix socket on which the same part serves gRPC."""
+"""The sockets of local streams. Each stands next to the unix socket on which the same process serves gRPC."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ _BACKLOG = 128
 
 
 def path_beside(address: str) -> str | None:
-    """Where who serves gRPC at ``address`` serves local streams. None: not at all, since it is no unix socket, or its
-    path is so long that another does not fit beside it."""
+    """Return where a process that serves gRPC at ``address`` serves local streams. None: nowhere, because the address
+    is no unix socket or its path is too long for the suffix."""
     if not address.startswith("unix:"):
         return None
     path = addresses.parse(address).path + SUFFIX
@@ -21,7 +21,7 @@ def path_beside(address: str) -> str | None:
 
 
 def listen(path: str) -> socket.socket:
-    """A listening socket; one that a killed process left there makes room. ``OSError`` when it cannot be had."""
+    """Return a listening socket, replacing one that a killed process left. Raises ``OSError``."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
             os.unlink(path)
@@ -37,12 +37,12 @@ def listen(path: str) -> socket.socket:
 
 
 def connect(path: str) -> socket.socket | None:
-    """A connected socket, at once; None when nobody serves there."""
+    """Return a connected socket without waiting; None when no process listens there."""
     connected = socket.socket(socket.AF_UNIX)
     try:
         connected.setblocking(False)
         connected.connect(path)
-    except OSError:  # also BlockingIOError: its queue of connections is full
+    except OSError:  # also BlockingIOError: the queue of connections is full
         connected.close()
         return None
     return connected

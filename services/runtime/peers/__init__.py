@@ -1,1 +1,1 @@
-"""How parts of a mesh reach each other: addresses, channels, credit, TLS and who may call."""
+"""Connects the services of a mesh: addresses, channels, handshake, credit, TLS and permissions."""

@@ -1,4 +1,4 @@
-"""Addresses as users write them: ``host:port``, ``[::1]:port`` or ``unix:/path``."""
+"""Parses addresses: ``host:port``, ``[::1]:port`` or ``unix:/path``."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from tokenloom.request.errors import InvalidArgument
 
 MAX_UNIX_PATH = 107
-"""``sun_path`` of Linux, without the closing zero."""
+"""Bytes that Linux allows for a socket's path, without the closing zero."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen or connect: a unix socket's path, or a host and a port."""
+    """Names where to listen or connect: a unix socket's path, or a host and a port."""
 
     path: str = ""
     host: str = ""
@@ -24,7 +24,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach the address."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -34,28 +34,28 @@ class Address:
 
 
 def parse(text: str, *, field: str = "address") -> Address:
-    """Reads an address; ``InvalidArgument`` names ``field`` when it is none."""
+    """Parse an address. Raises ``InvalidArgument`` naming ``field``."""
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         path = path[2:] if path.startswith("///") else path
         if not path or len(path.encode()) > MAX_UNIX_PATH:
-            raise InvalidArgument(f"a unix socket's path has 1 to {MAX_UNIX_PATH} bytes, not {text!r}", field)
+            raise InvalidArgument(f"the path of a unix socket must have 1 to {MAX_UNIX_PATH} bytes: {text!r}", field)
         return Address(path=path)
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidArgument(f"expected an address, host:port or unix:/path, not {text!r}", field)
+        raise InvalidArgument(f"expected host:port or unix:/path, not {text!r}", field)
     return Address(host=host, port=int(port))
 
 
 def check_closed(address: Address, *, insecure: bool, field: str = "listen", remedy: str = "give --tls-cert") -> None:
-    """Refuses to open a port without encryption to other machines unless the operator said so.
+    """Raise ``InvalidArgument`` for an address that other machines can reach without encryption, unless ``insecure``.
 
-    ``remedy``: what would close it, for the message.
+    ``remedy``: how to encrypt it, for the message.
     """
     if not address.is_local and not insecure:
         raise InvalidArgument(
-            f"{field}: {address} is open to other machines without encryption; "
+            f"{field}: other machines could reach {address} without encryption; "
             f"listen on loopback or a unix socket, {remedy}, or pass --insecure",
             field,
         )

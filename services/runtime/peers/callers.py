@@ -1,4 +1,4 @@
-"""Who may call whom: the arrows of ``docs/architecture.md``, checked by the name in the caller's certificate."""
+"""Checks, by the name in the caller's certificate, which service may call which (``docs/architecture.md``)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from tokenloom.request.errors import PermissionDenied, Unauthenticated
 from .tls import service_of
 
 OPERATOR = "operator"
-"""Whoever runs the mesh: a certificate for tools, of no service."""
+"""The name in certificates for the operator's tools, which are no service."""
 
 _V1 = "/tokenloom.v1."
 
-# By the beginning of a method's full name; the longest that fits counts.
+# Allowed callers by prefix of a method's full name; the longest matching prefix counts.
 CALLERS: Mapping[str, frozenset[str]] = {
     f"{_V1}Tokenizer/": frozenset({"gateway", OPERATOR}),
     f"{_V1}OutputProcessor/": frozenset({"gateway"}),
@@ -29,15 +29,15 @@ CALLERS: Mapping[str, frozenset[str]] = {
 
 
 def check_caller(method: str, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-    """Raises ``Unauthenticated`` or ``PermissionDenied`` unless the peer's certificate may call the method.
+    """Raise ``Unauthenticated`` or ``PermissionDenied`` unless the peer's certificate may call the method.
 
-    Args:
-        method: ``/package.Service/Method``. One that is not in the table is nobody's.
+    ``method``: ``/package.Service/Method``; one that is not in the table may not be called at all.
     """
     names = context.auth_context().get("x509_subject_alternative_name", ())
     caller = service_of(name.decode() for name in names)
     if caller is None:
-        raise Unauthenticated("the certificate is of no part of a mesh")
-    allowed = max(((prefix, who) for prefix, who in CALLERS.items() if method.startswith(prefix)), default=("", ()))[1]
+        raise Unauthenticated("the client certificate names no service of a mesh")
+    longest = max((prefix for prefix in CALLERS if method.startswith(prefix)), key=len, default="")
+    allowed = CALLERS.get(longest, frozenset())
     if caller not in allowed:
         raise PermissionDenied(f"{caller} may not call {method.rpartition('/')[0].rpartition('.')[2]}")

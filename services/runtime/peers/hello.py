@@ -1,5 +1,10 @@
-"""The first message of every long-lived stream, both ways: who, which incarnation, what it serves."""
+"""What both ends of a long-lived stream agree on: the first message, the heartbeat and the flow control.
 
+The first message in each direction is a Hello: name, incarnation and what the sender serves. Then the receiver grants
+frames, and the sender takes one credit per frame.
+"""
+
+import asyncio
 from collections.abc import Iterable
 
 from tokenloom.request.errors import FailedPrecondition
@@ -9,9 +14,9 @@ from .channels import MAX_MESSAGE_BYTES
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_SECONDS = 0.5
-"""A sender with live slots and nothing to say sends an empty frame this often."""
+"""How often a sender with live slots and no data sends an empty frame."""
 SILENCE_SECONDS = 2.0
-"""A peer with live slots that says nothing for so long is dead."""
+"""A peer with live slots is considered dead when it has sent nothing for this long."""
 
 _COMPARED = ("model", "weights", "tokenizer", "block_hash_seed", "block_size", "kv_layout", "numerics")
 
@@ -26,7 +31,7 @@ def make_hello(
     initial_credit: int = 0,
     features: Iterable[str] = (),
 ) -> types_pb2.Hello:
-    """A Hello of this process. ``expected_*`` name whom it means to talk to; empty: whoever answers."""
+    """Return this process's Hello. ``expected_*`` name the peer that it expects; empty: any peer."""
     return types_pb2.Hello(
         protocol=PROTOCOL_VERSION,
         peer_id=peer_id,
@@ -49,11 +54,11 @@ def check_hello(
     expected_epoch: int | None = None,
     fingerprint: types_pb2.Fingerprint | None = None,
 ) -> None:
-    """Checks a peer's Hello; ``FailedPrecondition`` names the first difference.
+    """Check a peer's Hello. Raises ``FailedPrecondition`` naming the first difference.
 
     Args:
-        peer_id, epoch: Who we are: the peer may say whom it expects. Empty: not compared.
-        expected_peer, expected_epoch: Who the peer should be. None: not compared.
+        peer_id, epoch: Our own, to be what the peer expects, if it says so. Empty: not compared.
+        expected_peer, expected_epoch: The peer's. None: not compared.
         fingerprint: What we serve. None: not compared.
     """
     if hello.protocol != PROTOCOL_VERSION:
@@ -63,25 +68,58 @@ def check_hello(
     if peer_id and hello.expected_peer_id not in ("", peer_id):
         raise FailedPrecondition(f"hello: the peer expects {hello.expected_peer_id!r}, this is {peer_id!r}")
     if epoch and hello.expected_epoch not in (0, epoch):
-        raise FailedPrecondition(f"hello: the peer expects another incarnation of {peer_id!r}")
+        raise FailedPrecondition(f"hello: the peer expects an earlier or later incarnation of {peer_id!r}")
     if expected_peer is not None and hello.peer_id != expected_peer:
         raise FailedPrecondition(f"hello: expected {expected_peer!r}, found {hello.peer_id!r}")
     if expected_epoch is not None and hello.epoch != expected_epoch:
-        raise FailedPrecondition(f"hello: {hello.peer_id!r} is another incarnation than expected")
+        raise FailedPrecondition(f"hello: {hello.peer_id!r} was restarted: its epoch is not the expected one")
     if fingerprint is not None and (difference := fingerprint_difference(fingerprint, hello.fingerprint)):
-        raise FailedPrecondition(f"hello: {hello.peer_id!r} serves something else: {difference}")
+        raise FailedPrecondition(f"hello: {hello.peer_id!r} serves a different model: {difference}")
 
 
 def fingerprint_difference(
     ours: types_pb2.Fingerprint, theirs: types_pb2.Fingerprint, fields: Iterable[str] = _COMPARED
 ) -> str | None:
-    """Names the first field in which the two differ; a field that is empty on either side is not compared."""
+    """Return the first field that differs, with both values. A field that is empty on either side is not compared."""
     for field in fields:
         a, b = getattr(ours, field), getattr(theirs, field)
         if a and b and a != b:
-            return f"{field} {_show(a)} against {_show(b)}"
+            return f"{field} is {_show(b)}, expected {_show(a)}"
     return None
 
 
 def _show(value: object) -> str:
     return value.hex()[:12] if isinstance(value, bytes) else repr(value)
+
+
+class Credit:
+    """Counts the frames that the peer is ready to receive. It has one waiter at a time, the stream's writer."""
+
+    def __init__(self, initial: int = 0) -> None:
+        self._left = initial
+        self._granted = asyncio.Event()
+        if initial:
+            self._granted.set()
+
+    @property
+    def left(self) -> int:
+        return self._left
+
+    def grant(self, frames: int) -> None:
+        """Add ``frames`` that the peer granted."""
+        self._left += frames
+        if self._left > 0:
+            self._granted.set()
+
+    def take(self) -> bool:
+        """Take one; return False when none is left: the sender then merges what it has with what comes."""
+        if self._left <= 0:
+            return False
+        self._left -= 1
+        if self._left == 0:
+            self._granted.clear()
+        return True
+
+    async def wait(self) -> None:
+        """Return once there is credit, without taking any."""
+        await self._granted.wait()

@@ -1,4 +1,4 @@
-"""Which replicas of a service there are: addresses as given, and names that stand for as many as DNS says."""
+"""Finds the replicas of a service: given addresses, and DNS names with one entry per replica."""
 
 import asyncio
 import logging
@@ -13,15 +13,15 @@ from .addresses import Address
 log = logging.getLogger(__name__)
 
 DNS = "dns:///"
-"""Begins an address (``dns:///name:port``) whose name has an entry for each replica, as of a headless Service."""
+"""Prefix of an address (``dns:///name:port``) whose name has an entry per replica, as a headless Service's has."""
 REFRESH_SECONDS = 2.0
 
 Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
-"""Name and port → IP addresses. ``OSError``: not now."""
+"""Returns the IP addresses of a name and port. Raises ``OSError`` when they are not known now."""
 
 
 def parse_member(text: str, *, field: str = "address") -> str:
-    """The one spelling of an address that may be a name of many. Raises ``InvalidArgument`` naming ``field``."""
+    """Return an address or DNS name in its canonical form. Raises ``InvalidArgument`` naming ``field``."""
     if not text.startswith(DNS):
         return str(addresses.parse(text, field=field))
     named = addresses.parse(text.removeprefix(DNS), field=field)
@@ -31,7 +31,7 @@ def parse_member(text: str, *, field: str = "address") -> str:
 
 
 class Members:
-    """The addresses of the replicas now. One that left may still be used for what it has begun, not for more."""
+    """Holds the replicas' current addresses. One that left may finish what it has begun, but gets no new work."""
 
     def __init__(self, given: Sequence[str], resolve: Resolve | None = None) -> None:
         self._fixed = frozenset(address for address in given if not address.startswith(DNS))
@@ -43,7 +43,7 @@ class Members:
         return address in self._fixed or any(address in found for found in self._found.values())
 
     async def watch(self, joined: Callable[[str], None]) -> None:
-        """Calls ``joined`` for each address as it comes, or comes again, until cancelled."""
+        """Call ``joined`` for each address that appears, or appears again, until cancelled."""
         for address in sorted(self._fixed):
             joined(address)
         while self._names:
@@ -55,7 +55,7 @@ class Members:
     async def _look_up(self, name: Address, joined: Callable[[str], None]) -> None:
         try:
             hosts = await self._resolve(name.host, name.port)
-        except OSError as error:  # those that are known stay
+        except OSError as error:  # the known addresses stay
             log.debug("%s cannot be resolved: %s", name, error)
             return
         before, now = self._found.get(name, frozenset()), frozenset(str(Address(host=h, port=name.port)) for h in hosts)

@@ -1,5 +1,5 @@
-"""Who takes a leg of a request, and whether all of it: the one rule, by which the coordinator places and, while it is
-away, every output processor. No I/O."""
+"""Chooses the engine for a leg of a request, and whether it does the whole request. The coordinator uses this rule and,
+while the coordinator is unavailable, every output processor. No I/O."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,26 +12,27 @@ from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 from .hello import fingerprint_difference
 
 POOL_FIELDS = ("model", "weights", "tokenizer")
-"""Engines that are equal in these answer alike, and form a pool."""
+"""Engines that are equal in these fields give the same answers and form a pool."""
 PAIR_FIELDS = (*POOL_FIELDS, "kv_layout")
-"""Engines that are equal in these can read each other's KV."""
+"""Engines that are equal in these fields can read each other's KV."""
 
 _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
 
 T = TypeVar("T")
 
 _RANK = attrgetter("rank")
+_OPEN_RANK = attrgetter("is_full", "rank")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate(Generic[T]):
-    """An engine that could take the leg: it serves, it is in the pool, and its KV cache can hold the prompt.
+    """An engine that could run the leg: it serves, it is in the pool, and its KV cache can hold the prompt.
 
     Attributes:
-        engine: Whatever the caller knows it by.
-        rank: How it compares with others, the lowest is next.
-        uncached_tokens: Of the prompt, as far as is known.
-        is_full: It should get no new request.
+        engine: The caller's name for it.
+        rank: The candidate with the lowest rank is chosen.
+        uncached_tokens: Prompt tokens to compute there, as far as is known.
+        is_full: It accepts no new request.
     """
 
     engine: T
@@ -43,17 +44,18 @@ class Candidate(Generic[T]):
 
 
 def in_pool(asked: Fingerprint, engine: Fingerprint, leg: EngineRole) -> bool:
-    """Whether an engine may take this leg of a request of that pool; for a decode leg, from the KV of that engine."""
+    """Return whether ``engine`` may run this leg; for a decode leg, ``asked`` is the engine that has the KV."""
     return fingerprint_difference(asked, engine, PAIR_FIELDS if leg == _DECODE else POOL_FIELDS) is None
 
 
 def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: int) -> tuple[T, bool]:
-    """The engine for ``leg`` among ``candidates`` (at least one), and whether it does the whole request.
+    """Return the engine for ``leg`` among ``candidates`` (at least one), and whether it does the whole request.
 
-    An engine that decodes takes the whole of a request with fewer than ``pd_threshold`` tokens to compute there. Longer
-    ones begin on an engine that prefills, if it can hand over to another. Where a role is missing the others step in.
+    A request with fewer than ``pd_threshold`` tokens to compute runs whole on an engine that decodes. A longer one
+    begins on an engine that prefills, if that can hand over to another. If a role is
+    missing, engines of the other role replace it.
 
-    ``ResourceExhausted`` when all who should take a new request are full. A decode leg is never refused: the request
+    Raises ``ResourceExhausted`` when every engine for a new request is full. A decode leg is never refused: the request
     was admitted with its first leg.
     """
     decoders = [candidate for candidate in candidates if candidate.role in (_BOTH, _DECODE)]
@@ -71,7 +73,7 @@ def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: in
 
 
 def missing_role(roles: Iterable[EngineRole]) -> EngineRole | None:
-    """The role that engines of these ``roles`` lack to serve as pairs; None when they lack none or form no pairs."""
+    """Return the role that is missing for these ``roles`` to serve as pairs; None if none is, or they form no pairs."""
     present = set(roles)
     if _BOTH in present or not present or {_PREFILL, _DECODE} <= present:
         return None
@@ -79,8 +81,8 @@ def missing_role(roles: Iterable[EngineRole]) -> EngineRole | None:
 
 
 def _can_hand_over(prefill: Candidate[T], decoders: Iterable[Candidate[T]]) -> bool:
-    """Whether another engine can go on from its KV. One that does everything hands over only to one that is there to
-    decode: else nothing is gained."""
+    """Return whether another engine can continue from its KV. An engine of both roles hands over only to one that only
+    decodes: otherwise nothing is gained."""
     if prefill.role == _DECODE:
         return False
     return any(
@@ -91,10 +93,7 @@ def _can_hand_over(prefill: Candidate[T], decoders: Iterable[Candidate[T]]) -> b
 
 
 def _best_open(candidates: Sequence[Candidate[T]]) -> Candidate[T]:
-    best = None
-    for candidate in candidates:
-        if not candidate.is_full and (best is None or candidate.rank < best.rank):
-            best = candidate
-    if best is None:
-        raise ResourceExhausted("every engine's queue is full; try again later")
+    best = min(candidates, key=_OPEN_RANK)
+    if best.is_full:
+        raise ResourceExhausted("The queues of all engines are full; retry later.")
     return best

@@ -1,5 +1,5 @@
-"""Mutual TLS inside the mesh. A part is who its certificate says, wherever it listens: ``engine.tokenloom.internal`` is
-an engine's, so certificates hold no host names and need no change when a pod moves."""
+"""Mutual TLS inside the mesh. A certificate names a service, such as ``engine.tokenloom.internal``, and no host: it
+stays valid when a pod moves."""
 
 import asyncio
 import logging
@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 
 DOMAIN = "tokenloom.internal"
 WAIT_SECONDS = 60.0
-"""How long a part waits at its start for files that somebody else is making."""
+"""How long a service waits at its start for files that another process is making."""
 _POLL_SECONDS = 0.2
 
 
 def dns_name(service: str) -> str:
-    """What the certificate of a service (or of an ``operator``, or ``prometheus``) names as its subject."""
+    """Return the name in the certificate of a service, of an ``operator`` or of ``prometheus``."""
     return f"{service.replace('_', '-')}.{DOMAIN}"
 
 
 def service_of(names: Iterable[str]) -> str | None:
-    """The service that a certificate with these names is of; None: of no part of a mesh."""
+    """Return the service that these names of a certificate belong to; None for a certificate from outside the mesh."""
     for name in names:
         service, dot, domain = name.partition(".")
         if dot and domain == DOMAIN:
@@ -37,31 +37,30 @@ def service_of(names: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True)
 class CertificateFiles:
-    """Where a part's certificate is, in PEM."""
+    """Paths of a service's certificate and key, in PEM. ``ca`` signed the certificates of the whole mesh."""
 
     ca: Path
-    """Of the authority that signed everybody's."""
     cert: Path
     key: Path
 
     async def wait(self, seconds: float = WAIT_SECONDS) -> None:
-        """Returns once all files are there. Raises ``InvalidArgument`` naming the one that does not come."""
+        """Return once all files exist. Raises ``InvalidArgument`` naming the one that does not appear."""
         for path in (self.ca, self.cert, self.key):
             if not path.exists():
                 log.info("waiting for the certificate file %s", path)
             deadline = time.monotonic() + seconds
             while not path.exists():
                 if time.monotonic() > deadline:
-                    raise InvalidArgument(f"there is no certificate file {path}", "tls_cert")
+                    raise InvalidArgument(f"the certificate file {path} does not exist", "tls_cert")
                 await asyncio.sleep(_POLL_SECONDS)
 
 
 class MeshTLS:
-    """Both directions of a part's connections, from its certificate. Files are read once: a new certificate takes a
-    restart, as a rolling upgrade does."""
+    """Makes a service's TLS contexts, for both directions, from its certificate. Files are read once: a new certificate
+    needs a restart."""
 
     def __init__(self, files: CertificateFiles) -> None:
-        """Raises ``InvalidArgument`` for files that cannot be read or do not belong together."""
+        """Raises ``InvalidArgument`` for files that cannot be read or do not match."""
         self._files = files
         try:
             self._ca, self._cert, self._key = (path.read_bytes() for path in (files.ca, files.cert, files.key))
@@ -72,23 +71,23 @@ class MeshTLS:
             ) from None
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that talks only to who has a certificate of the same authority."""
+        """Return credentials of a server whose clients need a certificate of the same authority."""
         return grpc.ssl_server_credentials(
             [(self._key, self._cert)], root_certificates=self._ca, require_client_auth=True
         )
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel that shows our certificate."""
+        """Return credentials of a channel that presents our certificate."""
         return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
 
     def server_context(self) -> ssl.SSLContext:
-        """For sockets without gRPC."""
+        """Return the context of a server without gRPC."""
         context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         context.verify_mode = ssl.CERT_REQUIRED
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For sockets without gRPC; connections name the service that they expect (:func:`dns_name`)."""
+        """Return the context of a client without gRPC; connections name the service they expect (:func:`dns_name`)."""
         return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
@@ -99,7 +98,7 @@ class MeshTLS:
 
 
 def public_credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
-    """For the public edge: clients know us, we know them by their keys. Raises ``InvalidArgument``."""
+    """Return server-only TLS for the public edge, whose clients have API keys. Raises ``InvalidArgument``."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
         return grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])

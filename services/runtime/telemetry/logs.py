@@ -1,4 +1,4 @@
-"""Log lines for people or as JSON, one event a line whatever a client sends: control characters are escaped."""
+"""Writes log lines for people or as JSON. Control characters are escaped: one event is always one line."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from .tracing import CURRENT, Headers
 
 
 def setup(service: str, instance_id: str, *, level: str = "info", style: Literal["human", "json"] = "human") -> None:
-    """Sends all logging of this process to stderr. Called once, by ``main``."""
+    """Send all logging of this process to stderr. ``main`` calls this once."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service, instance_id) if style == "json" else HumanFormatter(instance_id))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -21,7 +21,7 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
     """Adds ``request_id`` to each line: ``RequestLog(log, request_id).info("placed on %s", engine)``."""
 
     def __init__(self, logger: logging.Logger, request_id: str, trace_headers: Headers | None = None) -> None:
-        """``trace_headers``: of the request's trace, where they are not those of the task (:data:`tracing.CURRENT`)."""
+        """``trace_headers``: the request's trace, if it differs from the current task's (:data:`tracing.CURRENT`)."""
         super().__init__(logger, {"request_id": request_id, "trace_headers": trace_headers})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -30,7 +30,7 @@ class RequestLog(logging.LoggerAdapter[logging.Logger]):
 
 
 class HumanFormatter(logging.Formatter):
-    """``12:00:00.123 INFO engine-0 services.engine [request] message``."""
+    """Formats a line as ``12:00:00.123 INFO engine-0 services.engine [request] message``."""
 
     def __init__(self, instance_id: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class HumanFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (s since the epoch), level, service, instance, logger, message and more."""
+    """Formats a line as a JSON object: time (s since the epoch), level, service, instance, logger, message and more."""
 
     def __init__(self, service: str, instance_id: str) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def _trace_ids(headers: Headers) -> Mapping[str, str]:
-    """Of the span that a line belongs to, as traces have them; empty when nobody traces it."""
+    """Return the ids of the trace and span that a line belongs to; empty without a trace."""
     ids = headers.get("traceparent", "").split("-")
     return {"trace_id": ids[1], "span_id": ids[2]} if len(ids) == 4 else {}
 
 
 def escape(text: str) -> str:
-    """Control characters and line separators as escapes: what a client sends can forge no line, move no cursor."""
+    """Escape control characters and line separators, so that a client can neither forge lines nor move the cursor."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one process, under vLLM's names where vLLM has one."""
+"""Prometheus metrics of one process, under vLLM's name if vLLM has the metric, and the server of /metrics."""
 
 import contextlib
 import os
@@ -28,10 +28,10 @@ from ..peers.tls import MeshTLS
 from . import fast_metrics
 
 VLLM = "vllm:"
-"""Prefix of the metrics that users' dashboards already read."""
+"""Prefix of the metrics that existing dashboards read."""
 
 LATENCY_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-"""Buckets of times to a first token, between tokens, and in a part."""
+"""Buckets of TTFT, ITL and times inside one service."""
 REQUEST_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 """Buckets of whole requests."""
 _PART_LABELS = ("service", "instance_id", "version")
@@ -39,11 +39,11 @@ _PART_LABELS = ("service", "instance_id", "version")
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _UTIME, _STIME = 11, 12  # columns of /proc/PID/stat behind the command's closing parenthesis
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # else a gauge beside each counter, which nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # otherwise each counter gets an unused gauge
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with this process's CPU time, memory and file descriptors."""
+    """Return a registry with this process's CPU time, memory and file descriptors."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -51,15 +51,22 @@ def new_registry() -> CollectorRegistry:
 
 
 def observe_part(registry: CollectorRegistry, service: str, instance: str, is_serving: Callable[[], bool]) -> None:
-    """Adds which part this is, and whether it serves."""
-    info = Gauge("tokenloom_part_info", "1, labelled with what this part is.", _PART_LABELS, registry=registry)
+    """Add the name of this service and whether it serves."""
+    info = Gauge(
+        "tokenloom_part_info",
+        "1, labelled with the service, its instance and version.",
+        _PART_LABELS,
+        registry=registry,
+    )
     info.labels(service, instance, version("tokenloom")).set(1)
-    serving = Gauge("tokenloom_serving", "1 while the part is SERVING, 0 while it starts or drains.", registry=registry)
+    serving = Gauge(
+        "tokenloom_serving", "1 while the service is SERVING, 0 while it starts or drains.", registry=registry
+    )
     serving.set_function(is_serving)
 
 
 def observe_process(registry: CollectorRegistry, prefix: str, pid: Callable[[], int | None]) -> None:
-    """Adds another process's CPU time and memory, as ``prefix_process_…``; nothing while there is none."""
+    """Add another process's CPU time and memory as ``prefix_process_…``; nothing while ``pid`` returns None."""
     ProcessCollector(namespace=prefix, pid=lambda: pid() or "none", registry=registry)
 
 
@@ -70,21 +77,23 @@ def show_token_cost(
     prefix: str = "tokenloom",
     cpu_seconds: Callable[[], float] = time.process_time,
 ) -> None:
-    """Adds ``prefix_cpu_seconds_per_output_token``: CPU time since now, of this process unless ``cpu_seconds`` tells
-    another's, over ``num_tokens()``; 0 before the first token. For a shorter stretch of time, divide the rates of
-    ``process_cpu_seconds_total`` and of the service's tokens."""
+    """Add ``prefix_cpu_seconds_per_output_token``: CPU time since now over ``num_tokens()``; 0 before the first token.
+
+    ``cpu_seconds`` returns the CPU time, by default this process's. For a shorter period, divide the rates of
+    ``process_cpu_seconds_total`` and of the service's tokens.
+    """
     started = cpu_seconds()
 
     def cost() -> float:
         tokens = num_tokens()
         return max(cpu_seconds() - started, 0.0) / tokens if tokens else 0.0
 
-    text = "CPU time since the service is ready, over the output tokens that passed through it."
+    text = "CPU time since the service became ready, divided by the output tokens that passed through it."
     Gauge(f"{prefix}_cpu_seconds_per_output_token", text, registry=registry).set_function(cost)
 
 
 def cpu_seconds_of(pid: int | None) -> float:
-    """CPU time of a process, all its threads, in seconds; 0 when there is none, or where /proc does not tell."""
+    """Return the CPU time of a process, all its threads, in seconds; 0 without a process or without /proc."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             columns = stat.read().rpartition(")")[2].split()
@@ -94,12 +103,12 @@ def cpu_seconds_of(pid: int | None) -> float:
 
 
 def gauge(registry: CollectorRegistry, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-    """A gauge ``vllm:name``."""
+    """Add a gauge ``vllm:name``."""
     return Gauge(VLLM + name, text, labels, registry=registry)
 
 
 def counter(registry: CollectorRegistry, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-    """A counter ``vllm:name`` (shown with ``_total``)."""
+    """Add a counter ``vllm:name`` (shown with ``_total``)."""
     return Counter(VLLM + name, text, labels, registry=registry)
 
 
@@ -122,7 +131,7 @@ def histogram(
     labels: Mapping[str, str],
     buckets: Sequence[float] = LATENCY_SECONDS,
 ) -> fast_metrics.Histogram:
-    """A histogram ``vllm:name`` with fixed labels, for the event loop's thread only."""
+    """Add a histogram ``vllm:name`` with fixed labels, for the event loop's thread only."""
     return fast_metrics.Histogram(registry, VLLM + name, text, labels, buckets)
 
 
@@ -146,11 +155,11 @@ class MetricsServer:
     """Serves ``GET /metrics`` on its own daemon thread, so that a scrape works while the event loop is busy."""
 
     def __init__(self, registry: CollectorRegistry, address: Address, tls: ssl.SSLContext | None = None) -> None:
-        """Binds; ``OSError`` when it cannot. ``tls``: who scrapes needs a certificate of the mesh; None: plain text."""
+        """Bind and serve. Raises ``OSError`` when the address cannot be bound. ``tls`` None: plain text."""
         server_class = _Server6 if ":" in address.host else ThreadingHTTPServer
         self._server = server_class((address.host, address.port), _Handler.factory(registry))
         self._server.daemon_threads = True
-        if tls is not None:  # the handshake is the connection's own thread's: a silent client holds up nobody else
+        if tls is not None:  # the connection's own thread does the handshake: a silent client delays no other
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self._host = address.host
         self._closing = False
@@ -159,16 +168,16 @@ class MetricsServer:
         self.address = str(Address(host=address.host, port=self._server.server_address[1]))
 
     def close(self) -> None:
-        """Stops."""
+        """Stop serving."""
         self._closing = True
         with contextlib.suppress(OSError):
             port = self._server.server_address[1]
-            socket.create_connection((self._host, port), timeout=1.0).close()  # which the thread waits for
+            socket.create_connection((self._host, port), timeout=1.0).close()  # the thread waits for a connection
         self._thread.join()
         self._server.server_close()
 
     def _serve(self) -> None:
-        """Without ``serve_forever``, which wakes up again and again to see whether it is to stop."""
+        """Unlike ``serve_forever``, this does not wake up twice a second to check whether to stop."""
         while not self._closing:
             self._server.handle_request()
 

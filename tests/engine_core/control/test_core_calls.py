@@ -46,7 +46,7 @@ def test_arguments_become_the_types_that_the_method_annotates() -> None:
         (make_call("fail", "no disk"), "fail: no disk"),
     ],
 )
-def test_what_goes_wrong_is_the_answer(call: UtilityCall, error: str) -> None:
+def test_an_error_is_the_answer(call: UtilityCall, error: str) -> None:
     (answer,) = answers_to(call)
     assert answer.call_id == 7
     assert re.match(error, answer.error)

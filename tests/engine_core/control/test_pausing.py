@@ -9,7 +9,7 @@ from tokenloom.engine_core.wire.messages import FinishReason
 
 
 def busy_core(**settings: object) -> EngineCore:
-    """``a`` and ``b`` run, ``c`` waits for a place in the batch."""
+    """Return a core in which ``a`` and ``b`` run and ``c`` waits for a place in the batch."""
     core = make_core(max_num_seqs=2, **settings)
     for name, prompt in (("a", [1]), ("b", [2]), ("c", [3])):
         core.add_request(make_request(name, prompt, 6))
@@ -30,7 +30,7 @@ def test_abort_ends_all_and_new_ones_queue() -> None:
     assert tokens_of(finish(core)["new"]) == expected_tokens([4], 2, VOCAB_SIZE)
 
 
-def test_wait_lets_the_running_finish_and_nobody_else_begin() -> None:
+def test_wait_lets_running_requests_finish_and_no_other_begin() -> None:
     core = busy_core()
     quiet = core.pause("wait")
     assert not quiet.done()
@@ -41,7 +41,7 @@ def test_wait_lets_the_running_finish_and_nobody_else_begin() -> None:
     assert tokens_of(finish(core)["c"]) == expected_tokens([3], 6, VOCAB_SIZE)
 
 
-def test_who_was_preempted_has_begun() -> None:
+def test_a_preempted_request_has_begun() -> None:
     core = make_core(num_blocks=4, block_size=4, max_num_seqs=2, max_model_len=16)
     for name in "ab":
         core.add_request(make_request(name, [ord(name)] * 4, 10))
@@ -101,7 +101,7 @@ def test_pausing_again_in_the_same_mode_is_no_error() -> None:
         core.pause("soft")
 
 
-def test_who_waits_for_a_pause_hears_that_it_ended_before() -> None:
+def test_a_pause_that_is_resumed_early_fails() -> None:
     core = busy_core()
     quiet = core.pause("wait")
     core.resume()
@@ -110,7 +110,7 @@ def test_who_waits_for_a_pause_hears_that_it_ended_before() -> None:
     assert sorted(finish(core)) == ["a", "b", "c"]
 
 
-def test_a_shutdown_ends_what_a_pause_would_keep() -> None:
+def test_a_shutdown_ends_frozen_requests() -> None:
     core = busy_core()
     core.pausing.end_frozen()
     assert core.has_requests(), "it is not paused"

@@ -117,7 +117,7 @@ def test_inputs_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     check_idle(core.scheduler)
 
 
-def test_what_a_session_cannot_have() -> None:
+def test_a_session_refuses_kv_exchange_and_embeddings() -> None:
     leased, embedded = part([1]), part([1])
     leased.lease_id = b"lease"
     with pytest.raises(ValueError, match="cannot exchange KV"):

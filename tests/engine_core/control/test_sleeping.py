@@ -17,7 +17,7 @@ def pool_is_empty(core: EngineCore) -> bool:
 
 
 def busy_core() -> EngineCore:
-    """``a`` and ``b`` run, ``c`` waits for a place in the batch."""
+    """Return a core in which ``a`` and ``b`` run and ``c`` waits for a place in the batch."""
     core = make_core(max_num_seqs=2)
     for name, prompt in (("a", range(9)), ("b", [2]), ("c", [3])):
         core.add_request(make_request(name, prompt, 6))
@@ -60,7 +60,7 @@ def test_level_zero_only_pauses() -> None:
     assert tokens_of(finish(core)["b"]) == expected_tokens([2], 6, VOCAB_SIZE)[1:]
 
 
-def test_abort_ends_who_is_there() -> None:
+def test_abort_ends_all_live_requests() -> None:
     core = busy_core()
     assert core.sleeping.sleep(1, "abort").done()
     assert {output.finish_reason for (output,) in finish(core).values()} == {FinishReason.ABORT}
@@ -91,7 +91,7 @@ def test_keep_computes_the_frozen_anew_after_waking() -> None:
 
 
 @pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"]])
-def test_requests_go_on_when_all_is_awake(order: Sequence[str]) -> None:
+def test_requests_continue_when_all_is_awake(order: Sequence[str]) -> None:
     core = make_core()
     core.sleeping.sleep()
     core.add_request(make_request("a", [1]))
@@ -112,7 +112,7 @@ def test_waking_before_the_last_has_finished_calls_it_off() -> None:
     assert sorted(finish(core)) == ["a", "b", "c"]
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_unknown_levels_modes_and_tags_are_refused() -> None:
     core = make_core()
     core.sleeping.wake_up()
     with pytest.raises(ValueError, match="level 3 is unknown"):
@@ -151,7 +151,7 @@ def test_leases_end_and_loads_in_flight_are_waited_for() -> None:
     assert pair.decode.stats.kv_recomputes
 
 
-def test_weights_are_replaced_only_when_nobody_runs(tmp_path: Path) -> None:
+def test_weights_are_replaced_only_while_no_request_runs(tmp_path: Path) -> None:
     core = busy_core()
     with pytest.raises(ValueError, match="requests are running"):
         core.sleeping.reload_weights(str(tmp_path))

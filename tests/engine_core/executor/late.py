@@ -1,5 +1,4 @@
-"""An executor that computes at the last moment, on the caller's own thread: steps overlap as much as they ever can, and
-always in the same way."""
+"""An executor that computes as late as possible, on the caller's thread: steps overlap as much as they can."""
 
 from collections import deque
 
@@ -9,7 +8,7 @@ from tokenloom.engine_core.worker import Worker
 
 
 class LateExecutor(UniProcExecutor):
-    """No step begins before somebody waits for its output, or for that of a later one."""
+    """Begins a step only when its output, or that of a later step, is waited for."""
 
     max_concurrent_batches = 2
 
@@ -30,7 +29,7 @@ class LateExecutor(UniProcExecutor):
 
 
 class LateOutput:
-    """A step, and its output once it is computed."""
+    """Holds a step, and its output once it is computed."""
 
     def __init__(self, executor: LateExecutor, scheduled: SchedulerOutput) -> None:
         self.grammar: GrammarOutput | None = None

@@ -1,4 +1,4 @@
-"""Workers in processes of their own: what they compute, and what their end means."""
+"""Tests workers in processes of their own: what they compute, and what happens when one ends."""
 
 import os
 import signal
@@ -96,7 +96,7 @@ def test_calls_by_name_are_answered_by_every_rank(executor: MultiprocExecutor) -
     assert executor.collective_rpc("determine_available_memory") == [64 << 20] * len(models)
 
 
-def test_a_failed_step_is_the_callers_to_hear_of(tmp_path: Path) -> None:
+def test_a_failed_step_is_raised_to_the_caller(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(FAILING_WORKER)
     executor = MultiprocExecutor(make_config(), [sys.executable, str(script)])
@@ -107,7 +107,7 @@ def test_a_failed_step_is_the_callers_to_hear_of(tmp_path: Path) -> None:
     core.shutdown()
 
 
-def test_a_killed_worker_fails_the_step_that_waits_for_it_and_tells_who_sleeps() -> None:
+def test_a_killed_worker_fails_the_waiting_step_and_wakes_an_idle_core() -> None:
     told = threading.Event()
     executor = MultiprocExecutor(make_config(), WORKER_COMMAND)
     core = EngineCore(make_config(), executor)
@@ -121,7 +121,7 @@ def test_a_killed_worker_fails_the_step_that_waits_for_it_and_tells_who_sleeps()
     core.shutdown()
 
 
-def test_what_a_worker_refuses_at_start_is_the_configurations() -> None:
+def test_an_error_of_a_starting_worker_is_reported_by_its_cause() -> None:
     config = make_config()
     wrong = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, worker="absent"))
     with pytest.raises(ValueError, match="'absent' is unknown"):
@@ -155,7 +155,7 @@ def mp_config() -> EngineConfig:
     return msgspec.structs.replace(make_config(), parallel=ParallelConfig(distributed_executor_backend="mp"))
 
 
-def test_a_core_whose_worker_is_killed_while_it_sleeps_gives_up() -> None:
+def test_an_idle_core_ends_when_its_worker_is_killed() -> None:
     client = SyncMPClient(mp_config())
     assert client.pid is not None
     children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()

@@ -23,7 +23,7 @@ def test_a_core_with_async_scheduling_gives_every_request_its_tokens() -> None:
 
 
 class BlockedWorker(HashWorker):
-    """Its second step waits until it is let go."""
+    """Waits in its second step until the test lets it continue."""
 
     may_go = threading.Event()
     num_steps = 0
@@ -35,7 +35,7 @@ class BlockedWorker(HashWorker):
         super().execute_model(scheduler_output)
 
 
-def test_the_caller_goes_on_while_a_step_runs() -> None:
+def test_the_caller_continues_while_a_step_runs() -> None:
     config = make_config(async_scheduling=True)
     worker = BlockedWorker(config, vocab_size=VOCAB_SIZE)
     core = EngineCore(config, ThreadedExecutor(worker))

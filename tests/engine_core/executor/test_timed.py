@@ -1,4 +1,4 @@
-"""A device that only waits, on a clock of the test's own."""
+"""Tests the simulated device on a fake clock."""
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ STEP = 4.0
 
 
 class Clock:
-    """Moves only while somebody sleeps, and by hand."""
+    """Advances only during a sleep, and by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0

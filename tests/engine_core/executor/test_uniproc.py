@@ -14,7 +14,7 @@ def test_results_of_calls_by_name_are_plain_data() -> None:
     assert executor.kv_pool().num_blocks == 4
 
 
-def test_what_is_not_declared_or_does_not_fit_is_refused() -> None:
+def test_undeclared_methods_and_wrong_arguments_are_refused() -> None:
     executor = UniProcExecutor(make_worker(make_config()))
     with pytest.raises(ValueError, match="HashWorker has no method '_wait' to call; declared: "):
         executor.collective_rpc("_wait")

@@ -34,7 +34,7 @@ def run(
     num_tokens: int = 6,
     grammar: GrammarOutput | None = None,
 ) -> list[list[int]]:
-    """One step of one new request."""
+    """Return a step with one new request."""
     new = NewRequestData("a", PROMPT, [], SamplingParams(max_tokens=9, seed=0), block_ids, num_computed)
     worker.execute_model(
         SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": num_tokens}, num_tokens, [], [])
@@ -91,7 +91,7 @@ def test_a_grammar_leaves_only_what_it_allows() -> None:
     assert run(make_worker(), block_ids=[0, 1], grammar=GrammarOutput(["a"], bitmask)) == [[2 * 32 + 5]]
 
 
-def test_logprobs_tell_the_token_and_the_best() -> None:
+def test_logprobs_list_the_token_and_the_best() -> None:
     worker = make_worker()
     params = SamplingParams(max_tokens=9, seed=0, logprobs=2, logprob_token_ids=(5,))
     new = NewRequestData("a", PROMPT, [], params, [0, 1], 0)
@@ -138,7 +138,7 @@ def test_sizes_come_from_a_checkpoint(tmp_path: Path) -> None:
     assert (model.vocab_size, model.max_model_len) == (11, 22)
 
 
-def test_a_step_takes_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_the_configured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("tokenloom.engine_core.fake_workers.hash_worker.time.sleep", slept.append)
     config = make_config(block_size=4)

@@ -1,4 +1,4 @@
-"""The worker that only waits follows the scheduler like any other."""
+"""Tests that the worker that only waits follows the scheduler."""
 
 import time
 

@@ -95,7 +95,7 @@ def test_forgetting_leaves_holders_alone() -> None:
     assert sorted(pool.allocate(3)) == [0, 1, 2]
 
 
-def test_misuse_is_found() -> None:
+def test_misuse_is_detected() -> None:
     pool = BlockPool(1)
     block_ids = pool.allocate(1)
     with pytest.raises(AssertionError, match="1 blocks wanted, 0 are free"):

@@ -4,10 +4,10 @@ from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
 from tokenloom.engine_core.config import CacheConfig
 from tokenloom.engine_core.kv_cache import kv_cache_manager
-from tokenloom.engine_core.kv_cache.block_hash import hash_block
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from tokenloom.engine_core.kv_cache.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.scheduling.request import Request
+from tokenloom.request.prompt_block_hash import hash_block
 
 
 def make_request_of(prompt: list[int], salt: bytes = b"", request_id: str = "r") -> Request:
@@ -59,7 +59,7 @@ def test_a_full_hit_leaves_the_last_block_to_compute() -> None:
     assert kv.find_cached_blocks(longer) == first.block_ids
 
 
-def test_who_skips_the_cache_finds_nothing_and_is_found() -> None:
+def test_a_request_that_skips_the_cache_finds_nothing_and_is_found() -> None:
     kv = make_kv(8)
     first, second = make_request_of([1] * 10), make_request_of([1] * 10)
     first.skip_reading_prefix_cache = second.skip_reading_prefix_cache = True

@@ -1,6 +1,5 @@
 from tests.engine_core.helpers import finish, make_core, make_request
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.kv_cache.block_hash import block_hashes
 from tokenloom.engine_core.kv_cache.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -8,6 +7,7 @@ from tokenloom.engine_core.kv_cache.kv_events import (
     KVCacheEvent,
     KVEventLog,
 )
+from tokenloom.request.prompt_block_hash import block_hashes
 
 
 def telling_core(num_blocks: int = 8) -> EngineCore:
@@ -21,7 +21,7 @@ def events_of(core: EngineCore) -> list[KVCacheEvent]:
     return events
 
 
-def test_stored_blocks_are_told_with_their_tokens_and_what_they_follow() -> None:
+def test_events_of_stored_blocks_have_tokens_and_parent() -> None:
     core = telling_core()
     prompt = list(range(10))
     core.add_request(make_request("a", prompt, 3))
@@ -33,7 +33,7 @@ def test_stored_blocks_are_told_with_their_tokens_and_what_they_follow() -> None
     assert (stored.parent_block_hash, stored.token_ids) == (second, [50, 51, 52, 53])
 
 
-def test_removed_blocks_are_told() -> None:
+def test_removed_blocks_are_events() -> None:
     core = telling_core(num_blocks=4)
     core.add_request(make_request("a", [1] * 9, 1))
     first, second = block_hashes([1] * 8, 4)
@@ -43,7 +43,7 @@ def test_removed_blocks_are_told() -> None:
     assert BlockRemoved([second, first], "GPU") in events
 
 
-def test_a_reset_is_told_without_a_request() -> None:
+def test_a_reset_is_an_event_without_a_request() -> None:
     core = telling_core()
     core.add_request(make_request("a", [1] * 9, 1))
     events_of(core)
@@ -52,7 +52,7 @@ def test_a_reset_is_told_without_a_request() -> None:
     assert not core.has_work()
 
 
-def test_what_came_before_a_reset_is_not_worth_telling() -> None:
+def test_a_reset_drops_earlier_events() -> None:
     log = KVEventLog(2)
     log.stored(b"a", None, [1, 2])
     log.forgot_all()
@@ -62,7 +62,7 @@ def test_what_came_before_a_reset_is_not_worth_telling() -> None:
     assert not log.take()
 
 
-def test_nobody_listens_by_default() -> None:
+def test_there_are_no_events_by_default() -> None:
     core = make_core()
     core.add_request(make_request("a", [1] * 9))
     assert core.scheduler.kv_events is None

@@ -26,7 +26,7 @@ def test_private_memory_has_nothing_to_pass() -> None:
     memory.close()
 
 
-def test_shared_memory_can_be_read_by_who_has_the_descriptor_and_not_be_written_or_resized() -> None:
+def test_a_descriptor_of_shared_memory_can_read_but_not_write_or_resize() -> None:
     memory = PoolMemory.allocate(10_000, shared=True)
     assert memory.fd is not None
     reader = mmap.mmap(memory.fd, memory.nbytes, prot=mmap.PROT_READ)

@@ -99,7 +99,7 @@ def test_copies_between_pools_whose_planes_differ() -> None:
 
 def test_pairs_must_agree() -> None:
     pool = make_pool(4, [8])
-    with pytest.raises(KVTransferError, match="2 blocks to read into 1"):
+    with pytest.raises(KVTransferError, match="cannot read 2 blocks into 1"):
         checked_pairs([0, 1], 9, [0], pool)
     source, target = checked_pairs([8], 9, [3], pool)
     assert (source.tolist(), target.tolist()) == ([8], [3])

@@ -191,7 +191,7 @@ def test_aborting_a_request_that_loads_frees_its_blocks_when_the_load_ends(
 
 
 def test_a_file_too_small_for_a_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no block"):
+    with pytest.raises(ValueError, match="is smaller than one block"):
         OffloadingCore(tmp_path, slots=0)
 
 

@@ -1,4 +1,4 @@
-"""A scheduler without a worker."""
+"""Makes and steps a scheduler without a worker."""
 
 from tests.engine_core.invariants import check_scheduler
 from tokenloom.engine_core.config import CacheConfig, SchedulerConfig
@@ -28,7 +28,7 @@ def make_scheduler(
 
 
 def step(scheduler: Scheduler, token_id: int = 50) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
-    """A step whose worker answers ``token_id`` for every request that is due one."""
+    """Run a step whose worker answers ``token_id`` for every request that draws a token."""
     scheduled = scheduler.schedule()
     sampled = []
     for request_id in scheduled.num_scheduled_tokens:

@@ -1,4 +1,4 @@
-"""Requests that lose their blocks and come back; blocks that others find."""
+"""Tests requests that lose their blocks and come back, and blocks that other requests hit."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def new_ids(scheduled: SchedulerOutput) -> list[str]:
 
 
 def preempt_last() -> tuple[Scheduler, SchedulerOutput]:
-    """Three requests of 8 tokens in 6 blocks: the next token of the first takes the blocks of the last."""
+    """Return three requests of 8 tokens in 6 blocks: the next token of the first one preempts the last."""
     scheduler = make_scheduler(num_blocks=6, caching=False)
     for request_id in "abc":
         scheduler.add_request(make_request(request_id, [ord(request_id)] * 8, 5))
@@ -35,7 +35,7 @@ def test_preemption_is_from_the_tail_to_the_head() -> None:
     assert scheduler.stats().num_waiting_tokens == 9 + 2
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+def test_no_request_is_admitted_in_a_step_that_preempts() -> None:
     _, scheduled = preempt_last()
     assert "d" not in scheduled.num_scheduled_tokens
 
@@ -144,7 +144,7 @@ def test_hits_are_counted_once_and_in_prompt_tokens() -> None:
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (16, 8)
 
 
-def test_the_prefix_cache_is_reset_only_while_nobody_runs() -> None:
+def test_the_prefix_cache_is_reset_only_while_no_request_runs() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", [1] * 8, 2))
     step(scheduler)

@@ -1,4 +1,4 @@
-"""The scheduler under its policy ``priority``."""
+"""Tests the scheduler with the policy ``priority``."""
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle
@@ -15,7 +15,7 @@ def test_the_smallest_priority_begins_first() -> None:
     assert order == ["high", "high too", "middle", "low"]
 
 
-def test_the_lowest_priority_is_preempted_and_among_equals_who_came_last() -> None:
+def test_the_lowest_priority_is_preempted_and_among_equals_the_latest() -> None:
     scheduler = make_scheduler(policy="priority", num_blocks=6, watermark=0.0)
     for request_id, priority in (("low", 1), ("lower", 2), ("high", 0), ("low too", 1)):
         scheduler.add_request(make_request(request_id, [ord(request_id[-1])] * 4, 12, priority=priority))
@@ -27,7 +27,7 @@ def test_the_lowest_priority_is_preempted_and_among_equals_who_came_last() -> No
     check_idle(scheduler)
 
 
-def test_a_long_prompt_of_high_priority_leaves_everybody_a_token() -> None:
+def test_a_long_prompt_of_high_priority_leaves_every_request_a_token() -> None:
     scheduler = make_scheduler(policy="priority", max_num_batched_tokens=8)
     for request_id in ("a", "b"):
         scheduler.add_request(make_request(request_id, [1, 2], 20))

@@ -1,4 +1,4 @@
-"""Parts of a prompt's log probabilities, over the lives that preemptions give a request."""
+"""Tests how the parts of a prompt's log probabilities are joined, also after preemptions."""
 
 import pytest
 
@@ -16,12 +16,12 @@ def make_request(**fields):
 
 
 def part(start, count):
-    """Positions ``start`` and after; the values say which."""
+    """Return log probabilities of ``count`` positions from ``start`` on; each value is derived from its position."""
     positions = list(range(start, start + count))
     return Logprobs([-float(p) for p in positions], positions.copy(), 1, positions, [-float(p) for p in positions])
 
 
-def test_chunks_make_a_whole_that_is_told_once():
+def test_chunks_are_joined_and_returned_once():
     request = make_request()
     assert request.skip_reading_prefix_cache
     assert request.take_prompt_logprobs(0, 4, part(0, 4)) is None
@@ -45,7 +45,7 @@ def test_a_new_life_begins_anew_and_an_old_ones_part_is_dropped():
     assert request.take_prompt_logprobs(3, 7, part(3, 6)) == part(0, 9)
 
 
-def test_what_the_user_asked_for_stays():
+def test_a_requested_cache_skip_remains():
     request = make_request(params={"skip_reading_prefix_cache": True})
     request.take_prompt_logprobs(0, 10, part(0, 9))
     assert request.skip_reading_prefix_cache
@@ -59,12 +59,12 @@ def test_what_the_user_asked_for_stays():
         {"remote_kv": KVTarget(b"id", "shm", b"", [0], [0], num_tokens=10)},
     ],
 )
-def test_whoever_continues_an_output_tells_nothing_of_its_prompt(fields):
+def test_a_continued_output_has_no_prompt_logprobs(fields):
     request = make_request(**fields)
     assert request.prompt_logprobs is None
     assert not request.skip_reading_prefix_cache
     assert request.take_prompt_logprobs(0, 10, part(0, 9)) is None
 
 
-def test_a_prefill_leg_tells():
+def test_a_prefill_leg_has_prompt_logprobs():
     assert make_request(lease_id=b"l").prompt_logprobs is not None

@@ -1,4 +1,4 @@
-"""Repetition at an output's end, against the plain reading."""
+"""Tests the detection of repetition at the end of an output against a simple reference."""
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 
 def reference(output, detection):
-    """Some pattern of an allowed size, so often, is how the output ends."""
+    """Return whether the output ends with a pattern of an allowed size, repeated ``min_count`` times."""
     return any(
         output[-size * detection.min_count :] == output[-size:] * detection.min_count
         for size in range(detection.min_pattern_size, detection.max_pattern_size + 1)

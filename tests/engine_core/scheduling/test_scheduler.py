@@ -170,7 +170,7 @@ def test_accepted_tokens_can_be_the_whole_answer(
         (20, 30, "prompt and max_tokens need 49 KV slots; the engine has 40"),
     ],
 )
-def test_what_can_never_run_is_refused(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
+def test_a_request_that_can_never_run_is_refused(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
     scheduler = make_scheduler(num_blocks=10)
     scheduler.add_request(make_request("a", [1] * num_prompt_tokens, max_tokens))
     (output,) = scheduler.take_early_outputs()
@@ -243,7 +243,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, object], mess
         make_scheduler(**settings)  # type: ignore[arg-type]
 
 
-def test_nan_logits_are_told_with_the_token_drawn_from_them() -> None:
+def test_nan_logits_are_reported_with_the_token_drawn_from_them() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", [1]))
     scheduler.add_request(make_request("b", [2]))

@@ -1,4 +1,4 @@
-"""Random lives of an engine core: whatever is added, aborted or lost, blocks add up and tokens follow from prefixes."""
+"""Runs an engine core at random: after any adds, aborts and failures, blocks add up and tokens follow from prefixes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,11 +37,11 @@ SESSION = "session"
 
 
 class StepLostError(Exception):
-    """As when a worker dies in the middle of a step."""
+    """A worker failed in the middle of a step."""
 
 
 class MortalWorker(HashWorker):
-    """Dies on demand after it wrote the step, and comes back with nothing."""
+    """Fails on demand after it wrote the step, and then has no state."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
@@ -58,13 +58,13 @@ class MortalWorker(HashWorker):
 
 @dataclass
 class Expected:
-    """What a client of one request must see."""
+    """Holds what a client must receive for one request."""
 
     tokens: list[int]
     reason: FinishReason
     received: list[int] = field(default_factory=list)
     may_abort: bool = False
-    """A pause has ended it, if it had not come to its own end in the step before."""
+    """Whether a pause may have ended it, unless it ended in the step before."""
 
 
 def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> Expected:
@@ -77,7 +77,7 @@ def expect(prompt: list[int], max_tokens: int, stop: tuple[int, ...]) -> Expecte
 
 @dataclass
 class Arrival:
-    """A request, whose prompt starts with ``shared`` tokens that are the same in all."""
+    """Describes a request whose prompt starts with ``shared`` tokens that are equal in all requests."""
 
     shared: int
     tail: list[int]
@@ -101,7 +101,7 @@ ARRIVALS = st.builds(
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Pools hold hardly more than one long request: preemption is the rule."""
+    """Uses pools that hold hardly more than one long request, so that preemption is frequent."""
 
     requests = Bundle("requests")
 
@@ -152,9 +152,9 @@ class CoreMachine(RuleBasedStateMachine):
         config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, kv_events=True))
         self.policy = policy
         self.told_blocks: set[bytes] = set()
-        """What can be hit, by the events alone."""
+        """The blocks that can be hit according to the events."""
         self.spoken: list[int] = []
-        """Prompt of the session's present turn, with what it is answered."""
+        """The prompt of the session's current turn, with its output."""
         self.inputs: list[tuple[list[int], int]] = []
         self.worker = MortalWorker(config)
         self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))

@@ -3,7 +3,7 @@ from tests.engine_core.scheduling.planned_steps import make_scheduler, step
 from tokenloom.engine_core.wire.messages import EngineCoreEventType, EngineCoreOutput
 
 
-def test_outputs_tell_what_befell_their_requests_since_the_last() -> None:
+def test_outputs_carry_the_events_since_the_previous_output() -> None:
     scheduler = make_scheduler(log_events=True, num_blocks=5, watermark=0.0)
     for request_id in "ab":
         scheduler.add_request(make_request(request_id, [ord(request_id)] * 4, 8))

@@ -34,7 +34,7 @@ def test_prompts_get_more_the_more_of_them_wait() -> None:
     ]
 
 
-def test_who_waits_for_a_row_adds_nothing() -> None:
+def test_a_request_without_a_row_adds_no_budget() -> None:
     scheduler = make_scheduler(prefill_tokens_beside_decode=4, max_num_seqs=2)
     scheduler.add_request(make_request("a", [1]))
     step(scheduler)

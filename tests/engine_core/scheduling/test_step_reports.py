@@ -28,7 +28,7 @@ def fail_a_step(observability: ObservabilityConfig) -> None:
         core.step()
 
 
-def test_a_failed_step_leaves_what_was_asked_and_no_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dump_describes_the_failed_step_without_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fail_a_step(ObservabilityConfig(dump_dir=str(tmp_path)))
     (path,) = tmp_path.iterdir()
     dump = json.loads(path.read_text())
@@ -41,7 +41,7 @@ def test_a_failed_step_leaves_what_was_asked_and_no_token(tmp_path: Path, caplog
     assert path.read_text() in caplog.text
 
 
-def test_tokens_are_named_only_when_asked_for(tmp_path: Path) -> None:
+def test_a_dump_has_tokens_only_if_configured(tmp_path: Path) -> None:
     fail_a_step(ObservabilityConfig(dump_dir=str(tmp_path), dump_tokens=True))
     (path,) = tmp_path.iterdir()
     dump = json.loads(path.read_text())
@@ -54,7 +54,7 @@ def test_a_dump_that_cannot_be_written_hides_no_failure(tmp_path: Path, caplog: 
     assert "the dump of a failed step cannot be written" in caplog.text
 
 
-def test_a_line_says_what_a_step_computed_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_reports_the_work_and_duration_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     iterations = IterationLog(iter([1.0, 2.0, 2.5, 4.0]).__next__)
     iterations.begin()

@@ -1,4 +1,4 @@
-"""Async scheduling: what overlapping steps may not change, and what they must drop."""
+"""Tests async scheduling: what overlapping steps must not change, and which tokens they drop."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunn
 
 
 class NotingWorker(HashWorker):
-    """Remembers what it was told to compute."""
+    """Records the steps that it computes."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self.__dict__.setdefault("scheduled", []).append(dict(scheduler_output.num_scheduled_tokens))
@@ -39,7 +39,7 @@ def test_the_next_step_is_scheduled_before_the_token_is_known() -> None:
     check_idle(core.scheduler)
 
 
-def test_what_is_drawn_after_a_stop_token_is_dropped() -> None:
+def test_a_token_drawn_after_a_stop_token_is_dropped() -> None:
     expected = expected_tokens([1, 2, 3], 9, VOCAB_SIZE)
     core, worker = make_overlapping_core()
     core.add_request(make_request("a", [1, 2, 3], 9, stop=(expected[3],)))
@@ -50,7 +50,7 @@ def test_what_is_drawn_after_a_stop_token_is_dropped() -> None:
     check_idle(core.scheduler)
 
 
-def test_what_is_drawn_for_the_dead_is_not_given_to_the_next_of_that_name() -> None:
+def test_a_token_of_an_ended_request_is_not_given_to_the_next_one_with_its_id() -> None:
     core, _ = make_overlapping_core()
     core.add_request(make_request("a", [1, 2, 3], 9))
     core.step()
@@ -75,7 +75,7 @@ def test_a_token_of_a_step_in_flight_counts_though_its_request_was_preempted() -
 
 
 class ChoosyWorker(HashWorker):
-    """Has no token for ``a`` in its third step."""
+    """Draws no token for ``a`` in its third step."""
 
     num_steps = 0
 
@@ -90,7 +90,7 @@ class ChoosyWorker(HashWorker):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("is_preempted", [False, True])
-def test_who_may_draw_no_token_ends_with_the_field_at_fault(overlaps: bool, is_preempted: bool) -> None:
+def test_a_request_without_an_allowed_token_ends_with_the_field_at_fault(overlaps: bool, is_preempted: bool) -> None:
     config = make_config(async_scheduling=overlaps)
     worker = ChoosyWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
     core = EngineCore(config, LateExecutor(worker) if overlaps else UniProcExecutor(worker))

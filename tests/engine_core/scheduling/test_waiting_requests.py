@@ -63,14 +63,14 @@ def test_first_come_first_served() -> None:
     assert ids(queue) == ["a", "b", "c"]
 
 
-def test_prepending_goes_before_everybody() -> None:
+def test_prepending_puts_a_request_at_the_head() -> None:
     queue = FCFSQueue()
     queue.append(request("a"))
     queue.prepend(request("b"))
     assert ids(queue) == ["b", "a"]
 
 
-def test_the_smallest_priority_goes_first_and_among_equals_who_came_first() -> None:
+def test_the_smallest_priority_goes_first_and_among_equals_the_earliest() -> None:
     queue = PriorityQueue()
     assert queue.peek() is None
     for request_id, priority, arrival_ns in (("a", 1, 5), ("b", 0, 7), ("c", 1, 4), ("d", -3, 9), ("e", 0, 7)):

@@ -8,7 +8,7 @@ from tokenloom.engine_core.client.core_client import InprocClient
 
 @pytest.fixture(scope="package")
 def client() -> Iterator[InprocClient]:
-    """A core that outlives the tests, so that they share its compilers."""
+    """Provide a core for all tests, so that they share its compilers."""
     client = make_client()
     yield client
     client.close()

@@ -1,4 +1,4 @@
-"""The demo model's tokenizer, grammars over it, and cores that follow them."""
+"""Provides the demo model's tokenizer, grammars over it, and cores that follow them."""
 
 import json
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def start(kind: GrammarKind, source: str = "") -> Grammar:
-    """A grammar at the beginning of an output, by the way that a request's takes."""
+    """Return a grammar at the beginning of an output, made as for a request."""
     return backend().load(backend().prepare(kind, source)).start()
 
 
@@ -84,7 +84,7 @@ def json_schema(schema: Any) -> StructuredOutput:
 
 
 def make_client(*, num_blocks: int = 512, max_num_seqs: int = 16) -> InprocClient:
-    """A core with the hash worker, which draws any token that the grammar allows."""
+    """Return a core with the hash worker, which draws any token that the grammar allows."""
     core_config = EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
         cache=CacheConfig(block_size=4, num_blocks=num_blocks),
@@ -113,7 +113,7 @@ def make_request(
 
 
 def run(client: InprocClient, requests: Sequence[EngineCoreRequest]) -> dict[str, list[EngineCoreOutput]]:
-    """Adds the requests, and steps until all have ended."""
+    """Add the requests and step until all have ended. Returns their outputs by id."""
     outputs: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
     live = set(outputs)
     for request in requests:

@@ -41,7 +41,7 @@ def test_a_refusal_leaves_it_alive(process: CompilerProcess) -> None:
     assert process.prepare(StructuredOutput(GrammarKind.REGEX, "a"))
 
 
-def test_what_takes_too_much_ends_it_within_its_time(process: CompilerProcess) -> None:
+def test_a_constraint_that_takes_too_much_ends_the_process_in_time(process: CompilerProcess) -> None:
     with pytest.raises(GrammarError, match=r"too much memory|more than 2 s"):
         process.prepare(json_schema({"type": "integer", "multipleOf": 99_999_989}))
     assert not process.is_alive
@@ -54,7 +54,7 @@ def test_its_time_is_limited() -> None:
     assert not process.is_alive
 
 
-def test_killed_from_elsewhere_it_says_so(process: CompilerProcess) -> None:
+def test_a_killed_process_is_reported(process: CompilerProcess) -> None:
     process.kill()
     with pytest.raises(GrammarError, match="was cancelled"):
         process.prepare(json_schema(PERSON))

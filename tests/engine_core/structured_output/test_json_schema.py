@@ -1,4 +1,4 @@
-"""Objects hold what their schemas name, and nobody's schema becomes impossible by it."""
+"""Tests that objects hold only what their schemas name, and that no schema becomes unsatisfiable by that."""
 
 import json
 from typing import Any
@@ -55,7 +55,7 @@ def test_named_properties_are_all(schema: dict[str, Any], expected: dict[str, An
         {"enum": [{"properties": {"a": 1}}]},
     ],
 )
-def test_what_says_more_stays_as_it_is(schema: dict[str, Any]) -> None:
+def test_a_schema_that_combines_parts_is_unchanged(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema
 
 

@@ -76,7 +76,7 @@ def test_outputs_of_one_grammar_do_not_meet() -> None:
         (GrammarKind.GRAMMAR, "start: missing", "missing"),
     ],
 )
-def test_what_is_no_grammar_is_said(kind: GrammarKind, source: str, words: str) -> None:
+def test_an_invalid_grammar_is_explained(kind: GrammarKind, source: str, words: str) -> None:
     with pytest.raises(GrammarError, match=words) as caught:
         backend().prepare(kind, source)
     assert len(str(caught.value)) < 500

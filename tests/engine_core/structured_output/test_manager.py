@@ -1,4 +1,4 @@
-"""Requests with a grammar through a whole core; the hash worker draws any token that is allowed."""
+"""Runs requests with a grammar through a whole core; the hash worker draws any allowed token."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_outputs_follow_their_grammars_beside_others_that_have_none(client: Inpr
     check_idle(client._core.scheduler)
 
 
-def test_a_request_waits_for_its_grammar_and_holds_up_nobody(client: InprocClient) -> None:
+def test_a_request_waits_for_its_grammar_without_delaying_others(client: InprocClient) -> None:
     scheduler = client._core.scheduler
     client.add_request(make_request("slow", StructuredOutput(GrammarKind.REGEX, "slow|er")))
     client.add_request(make_request("free", None, max_tokens=1))
@@ -74,7 +74,7 @@ def test_an_abort_while_compiling_leaves_nothing(client: InprocClient) -> None:
         (BOMB, r"too much memory|more than 2 s"),
     ],
 )
-def test_what_cannot_be_compiled_is_the_requests_fault(
+def test_a_constraint_that_does_not_compile_is_the_requests_fault(
     client: InprocClient, constraint: StructuredOutput, words: str
 ) -> None:
     outputs = run(client, [make_request("bad", constraint), make_request("good", DATE)])
@@ -115,7 +115,7 @@ def test_one_cut_off_ends_with_length(client: InprocClient) -> None:
     assert text_of(outputs).startswith("20")
 
 
-def test_preempted_requests_go_on_in_their_grammars() -> None:
+def test_preempted_requests_continue_in_their_grammars() -> None:
     client = make_client(num_blocks=24)
     requests = [make_request(f"r{n}", json_schema(PERSON), prompt=[n + 1] * 6, max_tokens=60) for n in range(8)]
     outputs = run(client, requests)

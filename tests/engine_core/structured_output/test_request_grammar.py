@@ -36,7 +36,7 @@ def test_a_complete_text_is_followed_by_stop_tokens_alone() -> None:
     assert tokens(follow("ab", "ab", stop=(NEWLINE,))) == {NEWLINE}
 
 
-def test_where_the_text_may_end_or_go_on_so_may_the_request() -> None:
+def test_a_text_that_may_end_or_continue_allows_both() -> None:
     both = tokens(follow("a+", "a"))
     assert EOS in both
     assert encode("a")[0] in both

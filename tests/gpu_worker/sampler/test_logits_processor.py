@@ -26,8 +26,7 @@ class Recorder:
     def __init__(self, log, name):
         self.log, self.name = log, name
 
-    def is_wanted(self, params):
-        return params is not PLAIN
+    parameters = ("logit_bias",)
 
     def add(self, row, params, prompt_token_ids, output_token_ids):
         self.log.append((self.name, "add", row, list(prompt_token_ids), list(output_token_ids)))

@@ -97,7 +97,8 @@ async def test_client_that_does_not_read_holds_up_nobody(slow: Mesh) -> None:
 
 
 async def test_draining_gateway_finishes_what_it_has(socket_dir: Path) -> None:
-    async with Mesh(socket_dir, engine={"hash_step_seconds": 0.005}).running() as mesh, mesh.http() as http:
+    mesh = Mesh(socket_dir, engine={"hash_step_seconds": 0.05}, common={"drain_timeout": SOON})
+    async with mesh.running(), mesh.http() as http:
         request = asyncio.create_task(http.post("/v1/completions", json={**LONG, "max_tokens": 40}))
         await mesh.until_running()
         await mesh.gateway.stop()

@@ -74,18 +74,20 @@ async def wait_until_serving(address: str) -> None:
 
 async def test_sigterm_lets_live_requests_finish_refuses_new_ones_and_leaves_nothing(engine: EngineProcess) -> None:
     async with Peer(engine.address) as peer:
-        await peer.send(make_add(1, [1, 2], 300))
+        # The second keeps the engine up until the signal has come, and is aborted then.
+        await peer.send(make_add(1, [1, 2], 300), make_add(2, [5, 6], 1500))
         await peer.read_tokens()
         engine.front.send_signal(signal.SIGTERM)
-        slot = 1
-        while slot == 1 or peer.received.finished[slot].reason != FINISH_REASON_ERROR:
+        slot = 2
+        while slot == 2 or peer.received.finished[slot].reason != FINISH_REASON_ERROR:
             slot += 1
             await peer.send(make_add(slot, [3, 4], 1))
             await peer.read_until_finished([slot])
         error = errors.from_proto(peer.received.finished[slot].error)
         assert isinstance(error, errors.Unavailable)
         assert error.retry_after is not None
-        received = await peer.read_until_finished([1])
+        await peer.send(abort_slots=[2])
+        received = await peer.read_until_finished([1, 2])
         assert received.token_ids[1] == expected_tokens([1, 2], 300, VOCAB_SIZE)
         assert await engine.wait(60) == 0
     await engine.wait_for_core(30)

@@ -1,4 +1,4 @@
-"""What a gateway can be told."""
+"""Settings of a gateway and how they are checked."""
 
 import pytest
 

@@ -15,7 +15,7 @@ async def until_missing(http: httpx.AsyncClient, *parts: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_health_names_what_is_missing(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+async def test_health_names_the_missing_parts(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     assert (await http.get("/health")).status_code == 200
     assert (await http.head("/health")).status_code == 200
     await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_DRAINING)

@@ -52,14 +52,14 @@ OF_THE_REQUEST: dict[str, Any] = {
 
 def test_every_option_reaches_its_field() -> None:
     assert set(VALUES) | set(OF_THE_REQUEST) | {"request_id"} == set(Options.__struct_fields__)
-    request = prompt_request("abc", "m", {**VALUES, **OF_THE_REQUEST, "request_id": "r"})
+    request = prompt_request("abc", {"model": "m", **VALUES, **OF_THE_REQUEST, "request_id": "r"})
     assert {field.name for field, _ in request.sampling_params.ListFields()} == set(VALUES)
     assert {name: getattr(request, name) for name in OF_THE_REQUEST} == OF_THE_REQUEST
     assert (request.user_request_id, request.model, request.text) == ("r", "m", "abc")
 
 
 def test_nothing_is_sent_that_was_not_given() -> None:
-    request = prompt_request([1, 2], None, {"temperature": None})
+    request = prompt_request([1, 2], {"temperature": None})
     assert [field.name for field, _ in request.ListFields()] == ["token_ids", "sampling_params"]
     assert not request.sampling_params.ListFields()
 
@@ -77,15 +77,15 @@ def test_nothing_is_sent_that_was_not_given() -> None:
 )
 def test_wrong_values_are_named(options: dict[str, Any], word: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=f"^{word}") as caught:
-        prompt_request("abc", None, options)
+        prompt_request("abc", options)
     assert caught.value.field == word
 
 
 def test_unknown_names_and_values() -> None:
     with pytest.raises(TypeError, match="'temprature' is not an option"):
-        prompt_request("abc", None, {"temprature": 1})
+        prompt_request("abc", {"temprature": 1})
     with pytest.raises(errors.InvalidArgument, match="template_kwargs"):
-        chat_request([], None, {"template_kwargs": {"x": object()}})
+        chat_request([], {"template_kwargs": {"x": object()}})
 
 
 def test_tools_and_past_calls_reach_their_fields() -> None:
@@ -96,8 +96,8 @@ def test_tools_and_past_calls_reach_their_fields() -> None:
             {"role": "assistant", "content": None, "tool_calls": [ToolCall("c1", "f", "{}")], "reasoning": "Hm."},
             {"role": "tool", "content": "noon", "tool_call_id": "c1"},
         ],
-        "m",
         {
+            "model": "m",
             "tools": [{"type": "function", "function": function}, {"type": "function", "function": {"name": "f"}}],
             "tool_choice": {"type": "function", "function": {"name": "f"}},
             "parallel_tool_calls": False,
@@ -140,5 +140,5 @@ def test_tools_and_past_calls_reach_their_fields() -> None:
 )
 def test_wrong_tools_are_named(options: dict[str, Any], word: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=f"^{re.escape(word)}") as caught:
-        chat_request([{"role": "user", "content": "hi"}], None, options)
+        chat_request([{"role": "user", "content": "hi"}], options)
     assert caught.value.field == word

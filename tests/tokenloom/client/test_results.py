@@ -10,7 +10,7 @@ from tokenloom.v1 import inference_pb2, types_pb2
 
 
 def test_samples_with_log_probabilities() -> None:
-    request = prompt_request("x", None, {"n": 2, "logprobs": 1, "logprob_token_ids": [9], "prompt_logprobs": 0})
+    request = prompt_request("x", {"n": 2, "logprobs": 1, "logprob_token_ids": [9], "prompt_logprobs": 0})
     assert request.return_prompt_token_ids
     collector = Collector(request)
     told = types_pb2.Logprobs(sampled=[-1.0], rank=[2], top=2, token_id=[4, 9], logprob=[-0.5, -3.0])
@@ -35,7 +35,7 @@ def test_samples_with_log_probabilities() -> None:
 
 
 def test_calls_and_reasoning() -> None:
-    collector = Collector(prompt_request("x", None, {}))
+    collector = Collector(prompt_request("x", {}))
     response = inference_pb2.GenerateResponse
     for number, pieces in enumerate(((("c1", "f", ""),), (("", "", '{"a"'),), (("", "", ": 1}"), ("c2", "g", "{}")))):
         message = response(reasoning=str(number))

@@ -1,4 +1,4 @@
-"""What the tokenizer says of a prompt's prefix reaches whoever places it."""
+"""The tokenizer's block hashes of a prompt reach the output processor."""
 
 import asyncio
 

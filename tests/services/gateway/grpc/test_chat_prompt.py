@@ -89,7 +89,7 @@ def test_every_choice(choice: pb.ToolChoice | None, expected: ToolChoice) -> Non
         ),
     ],
 )
-def test_what_is_refused_is_named(fields: dict[str, Any], word: str) -> None:
+def test_errors_name_the_field(fields: dict[str, Any], word: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_chat_prompt(pb.ChatPrompt(**{"messages": [USER], **fields}))
     assert caught.value.field == word

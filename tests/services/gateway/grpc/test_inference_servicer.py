@@ -101,7 +101,7 @@ TOOLS = [
 ]
 
 
-async def test_calls_and_reasoning_are_told_apart_as_they_come(socket_dir: Path) -> None:
+async def test_calls_and_reasoning_are_separated_while_they_stream(socket_dir: Path) -> None:
     fake = FakeMesh(socket_dir)
     async with fake.gateway(tool_call_parser="hermes", reasoning_parser="qwen3") as mesh, mesh.inference() as stub:
         mesh.outputs.auto = (
@@ -147,7 +147,7 @@ async def test_reasoning_may_be_left_out(socket_dir: Path) -> None:
         assert told == "<think>Hm.</think>Yes.", "no chat: text is text"
 
 
-async def test_calls_that_nobody_could_read_are_refused(mesh: FakeMesh) -> None:
+async def test_calls_without_a_parser_are_refused(mesh: FakeMesh) -> None:
     async with mesh.inference() as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(stub.Generate(chat_request(tools=TOOLS))))
@@ -211,7 +211,7 @@ async def test_a_session_that_is_left_cancels_its_turn(mesh: FakeMesh) -> None:
         ({"token_ids": types_pb2.TokenIds(ids=[1] * 600)}, "context"),
     ],
 )
-async def test_what_no_turn_may_be_ends_the_session(mesh: FakeMesh, fields: dict[str, Any], words: str) -> None:
+async def test_an_invalid_turn_ends_the_session(mesh: FakeMesh, fields: dict[str, Any], words: str) -> None:
     mesh.outputs.auto = ["x"]
     async with mesh.inference() as stub:
         call = stub.GenerateSession()

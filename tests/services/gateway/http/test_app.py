@@ -1,4 +1,4 @@
-"""What browsers are told of pages from elsewhere."""
+"""Browsers get CORS headers for allowed origins only."""
 
 from pathlib import Path
 

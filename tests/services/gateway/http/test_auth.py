@@ -36,7 +36,7 @@ def test_a_file_of_plain_keys_is_refused_without_telling_them(tmp_path: Path) ->
     assert "secret" not in str(caught.value)
 
 
-def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
+def test_an_empty_file_accepts_no_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# nobody yet\n")
     with pytest.raises(errors.Unauthenticated):

@@ -1,4 +1,4 @@
-"""How failures are told, before and after a stream began; who is admitted; who is waited for."""
+"""Errors before and after a stream has begun, admission, time limits and clients that leave."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def test_an_error_mid_stream_is_its_last_event(mesh: FakeMesh, http: httpx
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "unavailable"
 
 
-async def test_a_bug_is_told_without_its_cause(
+async def test_a_bug_is_reported_without_its_cause(
     mesh: FakeMesh, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sys
 from pathlib import Path
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
+from tokenloom.services.gateway import http as http_package
 from tokenloom.services.gateway.http import http_server, uvicorn_protocol
 from tokenloom.services.gateway.http.http_server import HttpServer
 
@@ -18,7 +20,7 @@ async def nothing(*_: object) -> None:
     raise AssertionError
 
 
-def test_a_taken_port_is_told() -> None:
+def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(errors.Unavailable, match="http_listen"):
@@ -83,7 +85,7 @@ async def connect(mesh: FakeMesh) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return await asyncio.open_connection(host, int(port))
 
 
-async def test_draining_waits_for_the_live_and_takes_no_more(socket_dir: Path) -> None:
+async def test_draining_finishes_live_requests_and_refuses_new_ones(socket_dir: Path) -> None:
     mesh = FakeMesh(socket_dir)
     async with mesh.gateway(drain_timeout=SOON), mesh.http() as http:
         assert mesh.service is not None
@@ -101,14 +103,19 @@ async def test_draining_waits_for_the_live_and_takes_no_more(socket_dir: Path) -
             await http.get("/health")
 
 
+@pytest.mark.parametrize("lacks", ["a name", "a module"])
 async def test_an_unexpected_uvicorn_is_served_through_plain_asgi(
-    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
 ) -> None:
-    monkeypatch.setitem(uvicorn_protocol.EXPECTED_NAMES, uvicorn_protocol.FlowControl.__init__, "renamed")
+    if lacks == "a name":
+        monkeypatch.setitem(uvicorn_protocol.EXPECTED_NAMES, uvicorn_protocol.FlowControl.__init__, "renamed")
+    else:
+        monkeypatch.delattr(http_package, "uvicorn_protocol")
+        monkeypatch.setitem(sys.modules, uvicorn_protocol.__name__, None)
     mesh = FakeMesh(socket_dir)
     async with mesh.gateway(), mesh.http() as http:
         (warning,) = [record.getMessage() for record in caplog.records if record.name == http_server.__name__]
-        assert "FlowControl.__init__: renamed" in warning
+        assert ("FlowControl.__init__: renamed" if lacks == "a name" else "uvicorn_protocol") in warning
         submitted = asyncio.create_task(mesh.outputs.next_request())
         submitted.add_done_callback(lambda task: task.result().send("a", [1]))
         body = {"model": MODEL, "prompt": "a", "stream": True}

@@ -1,4 +1,4 @@
-"""What the gateway tells of itself: versions, load, engines, and the description of its API."""
+"""The gateway describes itself: version, load, engines and its API."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ async def test_get_and_head(http: httpx.AsyncClient) -> None:
         assert (head.content, head.headers["content-type"]) == (b"", got.headers["content-type"])
 
 
-async def test_load_counts_what_clients_wait_for(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+async def test_load_counts_live_outputs(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     assert (await http.get("/load")).json() == {"server_load": 0}
     task = asyncio.create_task(http.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}))
     requests_ = [await mesh.outputs.next_request() for _ in range(2)]
@@ -29,7 +29,7 @@ async def test_load_counts_what_clients_wait_for(mesh: FakeMesh, http: httpx.Asy
     assert (await http.get("/load")).json() == {"server_load": 0}
 
 
-async def test_server_info_tells_engines_but_not_where_they_are(http: httpx.AsyncClient) -> None:
+async def test_server_info_lists_engines_without_addresses(http: httpx.AsyncClient) -> None:
     info = (await http.get("/server_info")).json()
     assert (info["model"], info["max_model_len"]) == (MODEL, LIMITS.max_model_len)
     (engine,) = info["engines"]
@@ -44,7 +44,7 @@ async def test_server_info_tells_engines_but_not_where_they_are(http: httpx.Asyn
     }
 
 
-async def test_a_wrong_method_is_told_the_right_ones(http: httpx.AsyncClient) -> None:
+async def test_a_wrong_method_gets_the_allowed_ones(http: httpx.AsyncClient) -> None:
     response = await http.delete("/ping")
     assert (response.status_code, response.headers["allow"]) == (405, "GET, POST")
 

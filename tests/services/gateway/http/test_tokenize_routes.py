@@ -54,7 +54,7 @@ async def test_back_to_text(http: httpx.AsyncClient) -> None:
         ("/detokenize", {"tokens": [2**32]}, "tokens"),
     ],
 )
-async def test_what_is_refused(http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str) -> None:
+async def test_bad_bodies_are_refused(http: httpx.AsyncClient, path: str, body: dict[str, Any], param: str) -> None:
     response = await http.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param

@@ -42,7 +42,7 @@ def outputs_of(response: Any) -> dict[str, list[str]]:
     return {output.name: [value.decode() for value in output.contents.bytes_contents] for output in response.outputs}
 
 
-async def test_who_is_there(mesh: FakeMesh, stub: Any) -> None:
+async def test_readiness_and_metadata(mesh: FakeMesh, stub: Any) -> None:
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
     assert (await stub.ModelReady(pb.ModelReadyRequest(name=MODEL, version="1"))).ready
@@ -152,7 +152,7 @@ def _broken(change: Any) -> Any:
         (_broken(lambda r: r.raw_input_contents.append(b"\1\0\0\0\xff")), "text_input"),
     ],
 )
-async def test_what_is_wrong_is_named(mesh: FakeMesh, stub: Any, request_: Any, field: str | None) -> None:
+async def test_errors_name_the_field(mesh: FakeMesh, stub: Any, request_: Any, field: str | None) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.ModelInfer(request_)
     error = errors.from_rpc(caught.value)

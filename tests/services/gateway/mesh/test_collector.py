@@ -14,7 +14,7 @@ def finished(num_tokens: int) -> RequestFinished:
     return RequestFinished(reason=types_pb2.FINISH_REASON_STOP, completion_tokens=num_tokens)
 
 
-async def test_what_waits_is_merged_by_index() -> None:
+async def test_pending_output_is_merged_by_index() -> None:
     collector = Collector(2)
     collector.put(0, "a", 0, [1])
     collector.put(1, "x", 0, [7])
@@ -99,7 +99,7 @@ async def test_an_outlet_takes_output_while_the_reader_waits() -> None:
     assert len(poured) == 1
 
 
-async def test_what_an_outlet_refuses_waits_with_all_that_follows() -> None:
+async def test_refused_output_is_kept_with_all_that_follows() -> None:
     collector, asked = Collector(2), list[Delta]()
 
     def outlet(delta: Delta) -> bool:

@@ -116,7 +116,7 @@ async def test_a_stream_that_ends_fails_its_requests_and_comes_back(mesh: FakeMe
     await post_and_answer(mesh, http)
 
 
-async def test_frames_of_a_cancelled_slot_are_nobodys(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+async def test_frames_of_a_cancelled_slot_are_dropped(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     task, request = await submit(mesh, http)
     task.cancel()
     await asyncio.wait_for(request.cancelled.wait(), SOON)

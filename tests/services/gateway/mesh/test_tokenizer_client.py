@@ -1,4 +1,4 @@
-"""Replicas of the tokenizer: turns, retries, and those that serve something else."""
+"""Replicas of the tokenizer: turns, retries, and replicas that differ from the first one."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it is told which field was wrong, at once, and nobody else notices."""
+"""Bad input is refused at once with the field's name, without an effect on other clients."""
 
 import asyncio
 import gzip
@@ -66,7 +66,7 @@ async def test_unknown_model_has_openais_code(http: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("body", RAW_BODIES.values(), ids=RAW_BODIES.keys())
-async def test_what_is_no_json_object(http: httpx.AsyncClient, body: bytes) -> None:
+async def test_a_body_that_is_not_a_json_object(http: httpx.AsyncClient, body: bytes) -> None:
     response, seconds = await refused(http, COMPLETIONS, body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"

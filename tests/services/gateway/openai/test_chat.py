@@ -96,7 +96,7 @@ async def test_stream_in_openais_order(mesh: FakeMesh, http: httpx.AsyncClient) 
     assert all(event["object"] == "chat.completion.chunk" for event in deltas)
 
 
-async def test_stream_tells_text_as_it_comes(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+async def test_stream_sends_text_as_it_arrives(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     body = {**CHAT, "stream": True}
     submitted = asyncio.create_task(mesh.outputs.next_request())
     async with asyncio.TaskGroup() as group:

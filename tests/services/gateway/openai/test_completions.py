@@ -75,7 +75,7 @@ async def test_stop_reason_is_the_clients_own(mesh: FakeMesh, http: httpx.AsyncC
     assert await reason(str(EOS)) is None
 
 
-async def test_max_tokens_is_16_or_what_is_left(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+async def test_max_tokens_is_16_or_the_rest_of_the_context(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     for prompt, expected in (([1], 16), ([1] * 509, 3)):
         task, (request,) = await start(mesh, http, prompt=prompt)
         assert request.submit.sampling_params.max_tokens == expected

@@ -11,7 +11,7 @@ from tokenloom.services.gateway.openapi.request_schemas import CommonFields
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def test_what_asks_for_nothing() -> None:
+def test_formats_without_a_constraint() -> None:
     assert read_response_format(None) is None
     assert read_response_format({"type": "text"}) is None
     assert not sampling_params({"response_format": {"type": "text"}}).HasField("structured_outputs")
@@ -35,7 +35,7 @@ def test_any_object_and_a_schema() -> None:
         {"type": "json_schema", "json_schema": {"schema": {"enum": list(range(2000))}}},
     ],
 )
-def test_what_is_wrong_names_the_field(value: Any) -> None:
+def test_errors_name_the_field(value: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         read_response_format(value)
     assert caught.value.field == "response_format"
@@ -43,7 +43,7 @@ def test_what_is_wrong_names_the_field(value: Any) -> None:
 
 def test_one_constraint_is_enough() -> None:
     body = {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-    with pytest.raises(InvalidArgument, match="exclude each other"):
+    with pytest.raises(InvalidArgument, match="cannot be combined"):
         sampling_params(body)
 
 

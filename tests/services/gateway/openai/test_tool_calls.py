@@ -74,7 +74,7 @@ async def test_a_stream_with_a_call_as_openais_client_reads_it(socket_dir: Path)
     assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')
 
 
-async def test_pieces_are_told_as_they_come(socket_dir: Path) -> None:
+async def test_pieces_are_sent_as_they_arrive(socket_dir: Path) -> None:
     async with gateway(socket_dir) as (mesh, http):
         task, request = await asked(mesh, http, tools=TOOLS, stream=True, return_token_ids=True)
         for number, piece in enumerate(CALL):
@@ -123,7 +123,7 @@ async def test_a_required_tool_constrains_the_output_to_a_list_of_calls(socket_d
         assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
 
 
-async def test_one_call_at_most_and_samples_apart(socket_dir: Path) -> None:
+async def test_one_call_at_most_in_each_sample(socket_dir: Path) -> None:
     async with gateway(socket_dir) as (mesh, http):
         mesh.outputs.auto = (*CALL[1:], *CALL[1:])
         for parallel, number in ((False, 1), (None, 2)):
@@ -164,7 +164,7 @@ async def test_the_parser_is_chosen_by_the_template(socket_dir: Path) -> None:
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-async def test_what_is_refused(socket_dir: Path) -> None:
+async def test_bad_tools_are_refused(socket_dir: Path) -> None:
     async with gateway(socket_dir, tool_call_parser="none") as (mesh, http):
         for param, fields in {
             "tool_choice": {"tools": TOOLS},  # nobody could read the calls
@@ -205,7 +205,7 @@ async def test_past_calls_reach_the_template_with_arguments_as_objects(socket_di
     assert tool == {"role": "tool", "content": "noon", "tool_call_id": "c1"}
 
 
-async def test_reasoning_is_told_apart(socket_dir: Path) -> None:
+async def test_reasoning_is_separated(socket_dir: Path) -> None:
     async with gateway(socket_dir, reasoning_parser="qwen3") as (mesh, http):
         mesh.outputs.auto = ("<thi", "nk>\nHm, ", "hm.\n</think>", "\n\nYes", ".")
         (choice,) = (await post(http)).json()["choices"]

@@ -1,4 +1,4 @@
-"""Reasoning told apart from the answer, in whatever pieces it comes."""
+"""Reasoning is separated from the answer, whatever pieces the text arrives in."""
 
 from collections.abc import Sequence
 

@@ -144,7 +144,7 @@ def test_pieces_do_not_matter(name: str, cut: tuple[str, list[str]]) -> None:
 
 @settings(max_examples=50)
 @given(calls=st.lists(calls, min_size=1, max_size=3))
-def test_what_is_written_is_what_is_called(calls: list[str]) -> None:
+def test_the_calls_written_are_the_calls_found(calls: list[str]) -> None:
     written = {
         "hermes": "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls),
         "llama3_json": "; ".join(calls),

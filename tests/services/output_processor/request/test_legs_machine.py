@@ -309,4 +309,4 @@ class LegsMachine(RuleBasedStateMachine):
 
 
 TestLegs = LegsMachine.TestCase
-TestLegs.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestLegs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

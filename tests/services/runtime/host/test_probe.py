@@ -1,4 +1,4 @@
-"""What a container's health check says."""
+"""The exit status of a container's health check."""
 
 import asyncio
 from pathlib import Path

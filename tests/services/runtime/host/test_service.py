@@ -1,4 +1,4 @@
-"""The lifecycle: NOT_SERVING, SERVING, draining, gone; and what ends it early."""
+"""The lifecycle, NOT_SERVING, SERVING, draining, stopped, and what ends it early."""
 
 import asyncio
 import json
@@ -279,7 +279,7 @@ sys.exit(main(Stubborn, ServiceSettings, "service"))
 
 
 class Process:
-    """A service in a process of its own, followed by what it prints."""
+    """Runs a service in a process of its own and reads what it prints."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process

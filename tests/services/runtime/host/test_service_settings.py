@@ -101,7 +101,7 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--model", "m", "--max-things", "0"], "--max-things"),
         (["--model", "m", "--max-things", "x"], "--max-things"),
-        (["--model", "m", "--listen", "nowhere"], "--listen: expected an address"),
+        (["--model", "m", "--listen", "nowhere"], "--listen: expected host:port"),
         (["--model", "m", "--log-format", "xml"], "--log-format"),
         (["--model", "m", "--unheard-of", "1"], "--unheard-of"),
         (["--model", "m", "--drain-timeout", "nan"], "--drain-timeout"),

@@ -1,4 +1,4 @@
-"""What a handler raises, as a caller sees it."""
+"""Callers see what a handler raises as a gRPC status."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from tokenloom.v1 import coordinator_pb2_grpc
 
 
 class Raising(coordinator_pb2_grpc.CoordinatorServicer):
-    """Raises what a test says, in each kind of handler. Join is left to the generated class."""
+    """Raises a test's error in each kind of handler; the generated class answers Join."""
 
     def __init__(self) -> None:
         self.error: BaseException = errors.Internal()

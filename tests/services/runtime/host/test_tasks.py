@@ -1,4 +1,4 @@
-"""Owned tasks."""
+"""Tasks end with their owner and report their failures."""
 
 import asyncio
 import contextlib

@@ -15,6 +15,7 @@ import uvloop
 from tokenloom.services.runtime.host.servicer_edge import writing
 from tokenloom.services.runtime.local_streams import connection
 from tokenloom.services.runtime.local_streams.channel import LocalChannel
+from tokenloom.services.runtime.local_streams.frames import HEADER, Kind
 from tokenloom.services.runtime.local_streams.server import LocalServer
 from tokenloom.services.runtime.peers.channels import open_channel
 
@@ -29,20 +30,20 @@ Serve = Callable[[Handler], Awaitable[LocalChannel]]
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Services run on uvloop, tests of theirs on asyncio's own loop."""
+    """Services run on uvloop, their tests on asyncio's own loop."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture
 def short_ticks(monkeypatch: pytest.MonkeyPatch) -> float:
-    """Seconds of a tick here."""
+    """Return the seconds of a tick in this test."""
     monkeypatch.setattr(connection, "TICK_SECONDS", 0.01)
     return 0.01
 
 
 @asynccontextmanager
 async def serving(handler: Handler, path: Path) -> AsyncIterator[LocalServer]:
-    """One method, of bytes."""
+    """Serve one method whose messages are bytes."""
     handler = writing(handler) if inspect.isasyncgenfunction(handler) else handler
 
     def find(method: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
@@ -58,7 +59,7 @@ async def serving(handler: Handler, path: Path) -> AsyncIterator[LocalServer]:
 
 @asynccontextmanager
 async def calling(path: Path) -> AsyncIterator[LocalChannel]:
-    """A channel to a part that serves local streams at ``path``, and gRPC nowhere."""
+    """Open a channel to a process that serves local streams at ``path`` and no gRPC."""
     async with LocalChannel(open_channel("unix:/nowhere"), str(path), LIMIT) as channel:
         yield channel
 
@@ -67,9 +68,14 @@ async def calling(path: Path) -> AsyncIterator[LocalChannel]:
 async def stream(
     handler: Handler, folder: Path, method: str = METHOD
 ) -> "AsyncIterator[grpc.aio.StreamStreamCall[bytes, bytes]]":
-    """A call of ``handler``."""
+    """Call ``handler``."""
     async with asyncio.timeout(SOON), serving(handler, folder / "s"), calling(folder / "s") as channel:
         yield channel.stream_stream(method)()
+
+
+def encode(kind: Kind, payload: bytes = b"") -> bytes:
+    """Return one frame."""
+    return HEADER.pack(len(payload), kind) + payload
 
 
 async def echo(requests: AsyncIterator[bytes], context: Any) -> None:
@@ -78,7 +84,7 @@ async def echo(requests: AsyncIterator[bytes], context: Any) -> None:
 
 
 async def write_for(seconds: float, call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> int:
-    """Writes long messages; returns how many the other side took."""
+    """Write long messages; return how many the other side took."""
     written = 0
     try:
         async with asyncio.timeout(seconds):

@@ -190,7 +190,7 @@ async def test_an_unknown_method(socket_dir: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_what_grpc_tells_of_every_call(socket_dir: Path) -> None:
+async def test_the_other_methods_of_a_grpc_call(socket_dir: Path) -> None:
     async with stream(echo, socket_dir) as call:
         await call.wait_for_connection()
         assert call.time_remaining() is None

@@ -1,4 +1,4 @@
-"""What goes over a local stream and what over gRPC, between a real host and the channel that its peers open."""
+"""Which calls use a local stream and which gRPC, between a real host and the channel that its peers open."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ from tokenloom.v1 import coordinator_pb2_grpc
 
 
 class Picking(coordinator_pb2_grpc.CoordinatorServicer):
-    """Answers picks. Join is left to the generated class."""
+    """Answers picks; the generated class answers Join."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

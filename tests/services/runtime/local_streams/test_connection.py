@@ -1,4 +1,4 @@
-"""Peers that are killed, stopped, silent, or only busy."""
+"""Peers that are killed, stopped, silent, or only busy are distinguished."""
 
 import asyncio
 import contextlib
@@ -14,17 +14,17 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, stream, write_for
+from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, encode, stream, write_for
 from tests.services.runtime.local_streams.test_handlers import OPEN, Watched
 from tokenloom.services.runtime.local_streams import connection
-from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind, encode
+from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind
 
 ROOT = Path(__file__).parents[4]
 
 
 @asynccontextmanager
 async def process(path: Path, tick_seconds: float) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A peer of its own."""
+    """Run a peer in a process of its own."""
     command = (sys.executable, "-m", "tests.services.runtime.local_streams.silent_part", str(path), str(tick_seconds))
     part = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     try:
@@ -105,7 +105,7 @@ async def test_a_pause_of_this_process_is_one_tick(socket_dir: Path, short_ticks
 
 
 async def test_a_peer_that_is_behind_is_not_dead(socket_dir: Path, short_ticks: float) -> None:
-    """It hears nothing while it does not read, and yet beats."""
+    """It receives nothing while it does not read, and still sends beats."""
     may_read = asyncio.Event()
 
     async def slow(requests: Any, context: Any) -> None:

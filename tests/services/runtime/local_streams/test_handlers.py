@@ -1,4 +1,4 @@
-"""A call from its handler's side."""
+"""The handler's side of a call."""
 
 import asyncio
 import logging
@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, echo, serving, stream, write_for
+from tests.services.runtime.local_streams.conftest import LIMIT, METHOD, SOON, echo, encode, serving, stream, write_for
 from tokenloom.request.errors import ResourceExhausted
-from tokenloom.services.runtime.local_streams.frames import Kind, decode_status, encode
+from tokenloom.services.runtime.local_streams.frames import Kind, decode_status
 
 OPEN = encode(Kind.OPEN, METHOD.encode())
 
@@ -24,7 +24,7 @@ class Caller:
         self._path = path
 
     async def say(self, data: bytes) -> tuple[grpc.StatusCode, str]:
-        """Sends bytes; returns the status that is answered, skipping all else."""
+        """Send bytes and return the status of the answer, skipping other frames."""
         reader, writer = await asyncio.open_unix_connection(self._path)
         writer.write(data)
         try:
@@ -33,13 +33,13 @@ class Caller:
                 payload = await reader.readexactly(int.from_bytes(head[:4], "little"))
                 if head[4] == Kind.STATUS:
                     status = decode_status(payload)
-                    return status.status_code, status.details
+                    return status.code(), status.details() or ""
         finally:
             writer.close()
 
 
 class Watched:
-    """A handler that tells how it ended."""
+    """A handler that records how it ended."""
 
     def __init__(self) -> None:
         self.runs = asyncio.Event()
@@ -86,7 +86,7 @@ async def test_a_cancelled_generator_is_closed(socket_dir: Path) -> None:
         assert isinstance(watched.how, GeneratorExit)
 
 
-async def test_a_half_closed_stream_goes_on_the_other_way(socket_dir: Path) -> None:
+async def test_a_half_closed_stream_stays_open_in_the_other_direction(socket_dir: Path) -> None:
     async def count(requests: Any, context: Any) -> AsyncIterator[bytes]:
         yield b"%d" % len([each async for each in requests])
 
@@ -115,7 +115,7 @@ async def test_a_handler_that_does_not_read_holds_up_its_caller(socket_dir: Path
 
 
 async def test_a_handler_that_raises(socket_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Behind the edge none does; the caller hears of it all the same, and not what."""
+    """The edge lets none pass; if one did, the caller would get a status without its text."""
 
     async def fail(requests: Any, context: Any) -> None:
         raise ValueError("/etc/passwd")
@@ -151,7 +151,7 @@ async def test_a_message_that_is_too_long_to_answer(socket_dir: Path) -> None:
 
 
 async def test_writing_to_a_caller_that_is_gone(socket_dir: Path) -> None:
-    """As a handler's child task may, before the handler's cancellation reaches it."""
+    """A handler's child task may do so before the handler's cancellation reaches it."""
     watched, told = Watched(), asyncio.Event()
 
     async def handle(requests: Any, context: Any) -> None:
@@ -192,7 +192,7 @@ async def test_broken_frames_end_their_connection_only(
     assert not [record for record in caplog.records if record.levelno > logging.INFO], "it is the caller's mistake"
 
 
-async def test_a_handler_hears_of_broken_frames_as_a_cancellation(socket_dir: Path) -> None:
+async def test_broken_frames_cancel_the_handler(socket_dir: Path) -> None:
     watched = Watched()
     async with asyncio.timeout(SOON), serving(watched.wait, socket_dir / "s"):
         code, details = await Caller(socket_dir / "s").say(OPEN + encode(Kind.STATUS))

@@ -1,4 +1,4 @@
-"""The server's life."""
+"""Opening and closing the server."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ async def test_after_the_grace_calls_are_unavailable(socket_dir: Path) -> None:
         assert isinstance(watched.how, asyncio.CancelledError)
 
 
-async def test_who_reads_nothing_does_not_hold_up_the_end(socket_dir: Path) -> None:
+async def test_a_caller_that_reads_nothing_does_not_delay_closing(socket_dir: Path) -> None:
     watched = Watched()
     async with (
         asyncio.timeout(SOON),

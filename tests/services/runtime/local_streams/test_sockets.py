@@ -1,4 +1,4 @@
-"""Where local streams are served, and how sockets come and go."""
+"""Paths and files of the sockets of local streams."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import pytest
 from tokenloom.services.runtime.local_streams import sockets
 
 
-def test_beside_the_unix_socket_of_grpc() -> None:
+def test_the_path_next_to_the_unix_socket_of_grpc() -> None:
     assert sockets.path_beside("unix:/run/mesh/engine-0.sock") == "/run/mesh/engine-0.sock.streams"
     assert sockets.path_beside("unix:///run/e") == "/run/e.streams"
     assert sockets.path_beside("127.0.0.1:80") is None
@@ -24,7 +24,7 @@ def test_a_path_that_leaves_no_room() -> None:
     assert sockets.path_beside("unix:/" + "a" * 99) is None
 
 
-def test_nobody_there(socket_dir: Path) -> None:
+def test_no_listener(socket_dir: Path) -> None:
     assert sockets.connect(str(socket_dir / "s")) is None
     (socket_dir / "file").touch()
     assert sockets.connect(str(socket_dir / "file")) is None
@@ -63,7 +63,7 @@ def test_the_file_of_a_newer_process_stays(socket_dir: Path) -> None:
             assert not path.exists()
 
 
-def test_a_full_queue_is_nobody(socket_dir: Path) -> None:
+def test_a_full_queue_counts_as_no_listener(socket_dir: Path) -> None:
     path = str(socket_dir / "s")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

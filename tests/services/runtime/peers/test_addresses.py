@@ -1,4 +1,4 @@
-"""Reading addresses, and what may be listened on."""
+"""Parsing addresses, and which of them a service may listen on."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from tokenloom.services.runtime.peers.members import Members, parse_member
 
 
 class Zone:
-    """A name whose entries a test changes."""
+    """Resolves a name whose entries a test changes."""
 
     def __init__(self) -> None:
         self.entries: list[str] | None = []
@@ -24,7 +24,7 @@ class Zone:
         return self.entries
 
     async def looked_at(self, times: int = 2) -> None:
-        """The second look from now on is begun, so that the first is taken in."""
+        """Return once the second look-up from now has begun: the first has been processed by then."""
         for _ in range(times):
             await self.looks.acquire()
 

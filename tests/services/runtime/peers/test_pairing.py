@@ -1,4 +1,4 @@
-"""The rule by which legs are placed, apart from who places."""
+"""The rule that chooses an engine for a leg, without the services that apply it."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def candidates(draw: st.DrawFn) -> list[Candidate[int]]:
 
 
 @given(candidates(), roles, st.sampled_from([0, 128]))
-def test_a_leg_goes_to_who_can_do_it(fleet: list[Candidate[int]], leg: EngineRole, threshold: int) -> None:
+def test_a_leg_goes_to_an_engine_that_can_run_it(fleet: list[Candidate[int]], leg: EngineRole, threshold: int) -> None:
     try:
         index, whole = choose(fleet, leg, threshold)
     except ResourceExhausted:

@@ -1,4 +1,4 @@
-"""Certificates that are there, late, missing, broken."""
+"""Certificate files that exist, appear late, are missing or are broken."""
 
 import asyncio
 import json

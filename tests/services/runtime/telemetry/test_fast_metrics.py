@@ -1,4 +1,4 @@
-"""The same text as prometheus_client's own."""
+"""Our metrics show the same text as prometheus_client's."""
 
 import prometheus_client
 import pytest
@@ -12,7 +12,7 @@ VALUES = (0.0, 0.001, 0.0011, 0.5, 3.0, 80.0, 81.0)
 
 
 def shown(registry: CollectorRegistry) -> list[str]:
-    """Without the time of creation, which only prometheus_client's own tell."""
+    """Return the lines without the time of creation, which only prometheus_client's metrics show."""
     lines = generate_latest(registry).decode().splitlines()
     return [line for line in lines if "_created" not in line]
 

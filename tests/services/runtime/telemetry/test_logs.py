@@ -1,4 +1,4 @@
-"""Log lines: one a line, whatever a client sends."""
+"""Each event is one log line, whatever a client sends."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ def test_json_lines() -> None:
     assert (fields["level"], fields["message"]) == ("info", EVIL)
 
 
-def test_a_traced_line_tells_its_trace_and_span() -> None:
+def test_a_traced_line_has_its_trace_and_span() -> None:
     formatter = JsonFormatter("engine", "engine-0")
     headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     fields = json.loads(formatter.format(record("x", trace_headers=headers)))

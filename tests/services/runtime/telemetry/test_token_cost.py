@@ -1,4 +1,4 @@
-"""CPU time over tokens."""
+"""CPU time per output token."""
 
 import os
 import time

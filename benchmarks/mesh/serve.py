@@ -78,7 +78,7 @@ async def run_serve(options: ServeOptions, prompts: list[Prompt], on_done: Done 
     async with Client(endpoint, _body(options)) as client:
         if options.num_warmups:
             warmups = make_prompts(
-                dataclasses.replace(options.dataset, num_prompts=options.num_warmups, seed=options.dataset.seed - 1),
+                msgspec.structs.replace(options.dataset, num_prompts=options.num_warmups, seed=options.dataset.seed - 1),
                 1 + max(max(prompt.token_ids) for prompt in prompts),
             )
             await run_load(client, warmups, Pace(max_concurrency=options.pace.max_concurrency))

@@ -1,9 +1,9 @@
 """A whole run: report, files."""
 
-import dataclasses
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.benchmarks.fake_server import ANSWER, FakeServer
@@ -21,7 +21,7 @@ MIXED = DatasetOptions(DatasetName.MIXED, num_prompts=10, input_len=4, output_le
 
 async def run(server: FakeServer, options: ServeOptions) -> ServeRun:
     async with server.running():
-        options = dataclasses.replace(options, base_url=server.base_url)
+        options = msgspec.structs.replace(options, base_url=server.base_url)
         return await run_serve(options, prompts_for(options))
 
 

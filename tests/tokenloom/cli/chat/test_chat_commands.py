@@ -36,7 +36,7 @@ def test_history_undo_and_clear(conversation: Conversation) -> None:
     assert chat_commands.run("/history", conversation) == "user: One?\nassistant: 1"
     assert chat_commands.run("/undo", conversation) == "removed: One?"
     assert chat_commands.run("/undo", conversation) == "nothing to undo"
-    assert chat_commands.run("/clear", conversation) == "a new conversation"
+    assert chat_commands.run("/clear", conversation) == "started a new conversation"
     assert chat_commands.run("/history", conversation) == "the conversation is empty"
     assert chat_commands.run("/retry", conversation) == "nothing was asked yet"
 

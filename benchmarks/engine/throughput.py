@@ -1,10 +1,10 @@
 """Runs ``bench throughput``: the offline API on one batch of prompts."""
 
-import dataclasses
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.table import Table
 
 from ..load.datasets import DatasetOptions, make_prompts
@@ -48,7 +48,7 @@ def run_throughput(options: ThroughputOptions) -> dict[str, Any]:
     return {
         "machine": machine.describe(),
         "model": options.model,
-        "dataset": dataclasses.asdict(options.dataset),
+        "dataset": msgspec.structs.asdict(options.dataset),
         "elapsed_time": round(seconds, 4),
         "num_requests": len(prompts),
         "total_input_tokens": num_input,

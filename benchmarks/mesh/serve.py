@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct, field
+from msgspec.structs import asdict, replace
 from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import DEMO_MODEL_NAME, load_tokenizer, resolve
@@ -78,7 +78,7 @@ async def run_serve(options: ServeOptions, prompts: list[Prompt], on_done: Done 
     async with Client(endpoint, _body(options)) as client:
         if options.num_warmups:
             warmups = make_prompts(
-                msgspec.structs.replace(options.dataset, num_prompts=options.num_warmups, seed=options.dataset.seed - 1),
+                replace(options.dataset, num_prompts=options.num_warmups, seed=options.dataset.seed - 1),
                 1 + max(max(prompt.token_ids) for prompt in prompts),
             )
             await run_load(client, warmups, Pace(max_concurrency=options.pace.max_concurrency))
@@ -106,7 +106,7 @@ def _settings(options: ServeOptions) -> dict[str, Any]:
         "machine": machine.describe(),
         "backend": options.backend.value,
         "model_id": options.model,
-        "dataset": msgspec.structs.asdict(options.dataset),
+        "dataset": asdict(options.dataset),
         "num_prompts": options.dataset.num_prompts,
         "request_rate": "inf" if math.isinf(rate) else rate,
         "burstiness": options.pace.burstiness,

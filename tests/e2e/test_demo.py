@@ -22,7 +22,7 @@ def test_it_answers_shows_the_times_and_leaves_nothing(socket_dir: Path) -> None
     assert "A token is a small piece of text" in done.stdout
     steps = re.findall(r"│ [\w ]+ │ ([\w ]+?) +│ +\d+\.\d │", done.stdout)
     assert steps == [
-        "tokenize", "placement", "queue", "prefill", "KV transfer", "decode", "detokenize", "the rest", "total",
+        "tokenize", "placement", "queue", "prefill", "KV transfer", "decode", "detokenize", "other", "total",
     ]  # fmt: skip
     assert list((socket_dir / "tokenloom").iterdir()) == []
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]

@@ -258,8 +258,7 @@ class EngineCore:
         self.pausing.resume()
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached blocks. Returns False, and does nothing, while requests run, unless they may be
-        preempted."""
+        """Forget all cached blocks. Does nothing and returns False while requests run that may not be preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def failpoints_fired(self) -> dict[str, int]:
@@ -285,8 +284,7 @@ class EngineCore:
         self._connector.register_kv_caches(self.executor.kv_pool())
 
     def _settle_max_in_flight(self) -> int:
-        """Return how many steps may overlap. Where KV moves it is 1: which blocks are written is known between steps
-        only."""
+        """Return how many steps may overlap: 1 where KV moves, because only between steps it is known who writes."""
         if self.executor.max_concurrent_batches > 1 and self._connector is not None:
             log.warning("async scheduling has no effect: an engine that moves KV computes one step at a time")
             return 1

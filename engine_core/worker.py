@@ -27,8 +27,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class Worker(Protocol):
-    """Computes steps. Its methods are called from one thread, in this order: load, determine, initialize, then execute
-    and sample for each step."""
+    """Computes steps. One thread calls load, determine, initialize, then execute and sample for each step."""
 
     def load_model(self) -> ModelInfo:
         """Load the weights. Raises ``ValueError`` naming a configured feature that is not supported."""

@@ -57,8 +57,7 @@ class ModelSlot:
             self._stamps = None
 
     def restore(self) -> None:
-        """Load the same weights again. Raises ``ValueError`` if the files changed, or the weights were dropped for
-        good."""
+        """Load the same weights again. Raises ``ValueError`` if the files changed or may not be loaded again."""
         if self.is_loaded:
             return
         if self._stamps is None:

@@ -82,8 +82,7 @@ class ModelWorker:
         runner.dummy_run(lengths, block_size)
 
     def _largest_step(self) -> list[int]:
-        """Return the query lengths of that step: the longest prompts that fit while each other request keeps one
-        token."""
+        """Return that step's query lengths: the longest prompts that leave one token to each other request."""
         scheduler = self._config.scheduler
         tokens = scheduler.max_num_batched_tokens
         lengths = []

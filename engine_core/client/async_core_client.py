@@ -47,8 +47,7 @@ class AsyncClient(Protocol):
         """End requests without an output; unknown ids are ignored. Raises ``EngineDeadError``."""
 
     async def accept_tokens(self, message: AcceptTokens) -> None:
-        """Send the tokens of a request that was added with ``awaits_tokens``; ignored if the id is unknown. Raises
-        ``EngineDeadError``."""
+        """Send the tokens of a request that awaits them; unknown ids are ignored. Raises ``EngineDeadError``."""
 
     async def get_output(self) -> EngineCoreOutputs:
         """Wait for the outputs of the next step. Raises ``EngineDeadError``."""
@@ -57,8 +56,7 @@ class AsyncClient(Protocol):
         """Call one of the core's utilities. Raises ``UtilityError`` if it fails, ``EngineDeadError``."""
 
     async def kv_send(self, call: KVCall) -> None:
-        """Send a message to the core's KV thread, which exists only with ``KVConfig.transports``. Raises
-        ``EngineDeadError``."""
+        """Send a message to the core's KV thread, which needs ``KVConfig.transports``. Raises ``EngineDeadError``."""
 
     async def kv_receive(self) -> KVEvent:
         """Wait for the next message of the KV thread. Only one task may read. Raises ``EngineDeadError``."""
@@ -107,8 +105,7 @@ class AsyncMPClient:
     """Runs the core in a process of its own, because a busy loop in this process would delay every stream."""
 
     def __init__(self, config: EngineConfig, command: Sequence[str], *, grace: float = 5.0) -> None:
-        """``command``: as for :class:`CoreProcess`; ``grace``: seconds that :meth:`close` leaves the core to finish its
-        step before it is killed."""
+        """``command``: as for :class:`CoreProcess`; ``grace``: seconds until :meth:`close` kills the core."""
         self._config = config
         self._grace = grace
         self._process = CoreProcess(command)

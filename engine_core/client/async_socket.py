@@ -27,8 +27,7 @@ class AsyncSocket:
         self._error: Exception | None = None
 
     async def receive(self) -> list[bytes]:
-        """Wait for the next message and return its frames. If cancelled, no message is lost. Raises the error of
-        :meth:`fail`."""
+        """Return the frames of the next message. Cancelling loses no message. Raises the error of :meth:`fail`."""
         async with self._turn:
             while True:
                 if self._error is not None:

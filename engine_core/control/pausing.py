@@ -70,8 +70,7 @@ class Pausing:
             quiet.set_exception(ValueError("the engine was resumed before all requests had finished"))
 
     def end_frozen(self) -> None:
-        """End all requests with ``FinishReason.ABORT`` if the engine is paused: it shuts down, and they would never
-        finish."""
+        """End all requests with ``FinishReason.ABORT`` if the engine is paused, before it shuts down."""
         if self.is_paused:
             self._scheduler.abort_all()
 

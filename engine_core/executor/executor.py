@@ -47,8 +47,7 @@ class Executor(Protocol):
         """Return the pool for transports."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Begin the forward pass of a step; may return before it ends. An error is raised here or by the step's
-        result."""
+        """Begin the forward pass of a step; may return before its end. Errors are raised here or by the result."""
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> PendingOutput:
         """Begin the second half of the latest step: draw its tokens among those that ``grammar`` allows."""

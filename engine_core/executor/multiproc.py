@@ -115,8 +115,7 @@ class MultiprocExecutor:
         os.close(self._wake_write)
 
     def wait(self, call_id: int, ranks: Sequence[int]) -> list[WorkerReply]:
-        """Wait for the answers of these ranks. Raises the error that a rank answered, or ``ExecutorFailedError`` if a
-        worker has ended."""
+        """Return the answers of these ranks. Raises a rank's error, or ``ExecutorFailedError`` if a worker ended."""
         while not all(call_id in self._replies[rank] for rank in ranks):
             self._check_alive()
             self._poller.poll()

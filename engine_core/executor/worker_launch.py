@@ -54,8 +54,7 @@ class WorkerProcess:
         return self._process.pid
 
     def shake_hands(self, config: EngineConfig, world_size: int) -> None:
-        """Exchange HELLO, INIT and READY. Raises ``ValueError`` if the configuration is at fault, otherwise
-        ``ExecutorFailedError``."""
+        """Exchange HELLO, INIT and READY. Raises ``ValueError`` for a bad configuration, or ``ExecutorFailedError``."""
         assert isinstance(self._receive(), WorkerHello)
         self.socket.send_multipart(encode(WorkerInit(config, self.rank, world_size, self._arrays)))
         assert isinstance(self._receive(), WorkerReady)

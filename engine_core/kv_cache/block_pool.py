@@ -26,8 +26,7 @@ class BlockPool:
         self.num_free = num_blocks
         self.ref_counts = [0] * num_blocks
         self.generations = [0] * num_blocks
-        """[num_blocks] grows when a block gets a new holder: an outdated (id, generation) means that its content is
-        gone."""
+        """[num_blocks] grows when a block gets a new holder: with an old generation its content is gone."""
         self.listeners: list[EvictionListener] = []
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}

@@ -45,8 +45,7 @@ class KVCacheManager:
         return hits
 
     def can_admit(self, request: Request, hits: list[int], num_tokens: int, num_spare: int) -> bool:
-        """Return whether the first ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks
-        free."""
+        """Return whether ``num_tokens`` tokens of a waiting request fit and leave ``num_spare`` blocks free."""
         num_new = self._blocks_for(num_tokens) - max(len(hits), len(request.block_ids))
         return num_new + self.pool.count_free(hits) + num_spare <= self.pool.num_free
 

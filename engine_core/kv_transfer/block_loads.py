@@ -29,8 +29,7 @@ class LoadOrder:
     """[n - first_block] blocks of this pool to fill."""
     block_size: int
     is_complete: bool
-    """Whether the prefill was complete when the request arrived; otherwise ``KVRemoteProgress`` reports its
-    progress."""
+    """Whether the prefill was complete on arrival; otherwise ``KVRemoteProgress`` reports its progress."""
 
 
 @dataclass(frozen=True, slots=True)

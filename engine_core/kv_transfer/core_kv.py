@@ -24,8 +24,7 @@ class CoreKV(NamedTuple):
 
 
 def make_core_kv(config: EngineConfig, transports: Sequence[KVTransport]) -> CoreKV | None:
-    """Return the KV parts of a core; None if it neither transfers nor offloads KV. Raises ``ValueError`` for a wrong
-    setting."""
+    """Return the KV parts of a core; None if its KV never moves. Raises ``ValueError`` for a wrong setting."""
     kv = config.kv
     if kv.policy not in ("recompute", "fail"):
         raise ValueError(f"kv.policy is {kv.policy!r}; it must be recompute or fail")

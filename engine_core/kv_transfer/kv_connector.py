@@ -84,8 +84,7 @@ class KVConnectorScheduler(Protocol):
         """Called when a request that ended before was aborted: blocks held for it may be freed."""
 
     def revoke_oldest(self) -> str | None:
-        """End the oldest hold of blocks, to make room. Returns the request that it belonged to; None if nothing is
-        held."""
+        """End the oldest hold of blocks to make room. Returns its request; None if nothing is held."""
 
     def want_room(self) -> None:
         """Note that a request waits for the blocks of the oldest hold; they arrive as ``finished_sending``."""

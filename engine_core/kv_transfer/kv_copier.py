@@ -37,27 +37,35 @@ class KVCopier:
         self._executor = executor
         self._failpoints = failpoints
         self._checksum = checksum
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an executor may run its work at once
         self._readers: OrderedDict[tuple[str, bytes], KVReader] = OrderedDict()
+        self._closed = False
 
     def copy(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
-        """Copy a batch; the copying thread calls ``done(checksums, error)``."""
-        self._executor.submit(self._run, task, done)
+        """Copy a batch; the copying thread calls ``done(checksums, error)``. Does nothing after :meth:`close`."""
+        self._submit(lambda: self._run(task, done))
 
     def checksums(self, block_ids: Sequence[int], done: Callable[[list[int]], None]) -> None:
-        """Compute checksums of blocks of this pool; the computing thread calls ``done`` with them."""
-        self._executor.submit(lambda: done([self._pool.checksum(block_id) for block_id in block_ids]))
+        """Compute checksums of blocks of this pool; the computing thread calls ``done`` with them.
+        Does nothing after :meth:`close`."""
+        self._submit(lambda: done([self._pool.checksum(block_id) for block_id in block_ids]))
 
     def interrupt(self, target: KVTarget) -> None:
         """End the read from this target, with an error."""
         self._forget(target)
 
     def close(self) -> None:
-        """Close all readers. Idempotent."""
+        """Close all readers; the executor may be shut down from now on. Idempotent."""
         with self._lock:
+            self._closed = True
             readers, self._readers = list(self._readers.values()), OrderedDict()
         for reader in readers:
             reader.close()
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        with self._lock:  # the thread that steps closes while the KV thread still runs
+            if not self._closed:
+                self._executor.submit(work)
 
     def _run(self, task: CopyTask, done: Callable[[list[int], KVTransferError | None], None]) -> None:
         try:

@@ -117,8 +117,7 @@ class KVAnswer(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class KVVerify(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """Reports that the copy of a request's blocks is done, or failed (``copied`` False): the front releases the
-    lease."""
+    """Reports that a request's blocks were copied, or not (``copied`` False): the front releases the lease."""
 
     request_id: str
     copied: bool

@@ -52,7 +52,7 @@ class KVService:
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``executor``: its threads copy blocks; None for two threads of its own."""
+        """``executor``: its threads copy blocks; None for two of its own."""
         self.leases = LeaseTable(config.lease_seconds, clock=clock)
         self.on_wake: Command = _nothing
         self.on_news: Command = _nothing

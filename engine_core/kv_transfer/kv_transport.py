@@ -55,8 +55,7 @@ class KVPool:
 
     memory: PoolMemory
     regions: tuple[KVRegion, ...]
-    """Regions in the layout's order. Pools of equal layout have regions of equal ``block_bytes``, at different
-    offsets."""
+    """Regions in the layout's order. Equal layouts have equal ``block_bytes``, at different offsets."""
     num_blocks: int
     layout: str
     """``ModelInfo.kv_layout``."""
@@ -83,8 +82,7 @@ class KVPool:
         return region_planes(self.memory.buffer, self.regions, self.num_blocks)
 
     def checked(self, block_ids: BlockIds) -> npt.NDArray[np.int64]:
-        """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) for one outside of this
-        pool."""
+        """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) outside of this pool."""
         return checked_ids(block_ids, self.num_blocks)
 
     def checksum(self, block_id: int) -> int:
@@ -96,8 +94,7 @@ class KVPool:
 
 
 def checked_ids(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:
-    """Return the ids as an array [n]. Raises :class:`KVTransferError` (``transport``) for one outside of a pool of
-    ``num_blocks`` blocks."""
+    """Return the ids as an array [n]. Raises :class:`KVTransferError` for one outside of ``num_blocks`` blocks."""
     try:
         ids = np.asarray(block_ids, dtype=np.int64)
     except (OverflowError, TypeError, ValueError) as error:
@@ -110,8 +107,7 @@ def checked_ids(block_ids: BlockIds, num_blocks: int) -> npt.NDArray[np.int64]:
 def checked_pairs(
     source_block_ids: BlockIds, num_source_blocks: int, target_block_ids: BlockIds, pool: KVPool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the sources [n] and the targets [n] of a read. Raises :class:`KVTransferError` (``transport``) for wrong
-    ones."""
+    """Return sources [n] and targets [n] of a read. Raises :class:`KVTransferError` (``transport``)."""
     source, target = checked_ids(source_block_ids, num_source_blocks), pool.checked(target_block_ids)
     if len(source) != len(target):
         raise KVTransferError("transport", f"cannot read {len(source)} blocks into {len(target)}")
@@ -119,8 +115,7 @@ def checked_pairs(
 
 
 def region_planes(buffer: Buffer, regions: Sequence[KVRegion], num_blocks: int) -> tuple[Bytes, ...]:
-    """Return the arrays of :attr:`KVPool.planes` over any buffer. Raises ``TypeError`` or ``ValueError`` if a region
-    exceeds it."""
+    """Return the arrays of :attr:`KVPool.planes` over a buffer. Raises ``TypeError`` or ``ValueError``."""
     groups: list[list[KVRegion]] = []
     for region in regions:
         if groups and _continues(groups[-1], region):
@@ -172,8 +167,7 @@ def _runs(source_ids: IntArray, target_ids: IntArray) -> Iterator[tuple[int, int
 
 
 class KVReader(Protocol):
-    """An open endpoint, which copies blocks of the owner's pool into this engine's pool. Blocking; any thread may use
-    it."""
+    """Copies blocks of the owner's pool into this engine's pool. Blocking; any thread may use it."""
 
     def read(self, source_block_ids: BlockIds, target_block_ids: BlockIds, pool: KVPool) -> None:
         """Copy block ``source[i]`` of the owner to block ``target[i]`` of ``pool`` in all regions, as one batch.

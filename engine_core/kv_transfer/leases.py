@@ -100,8 +100,7 @@ class LeaseTable:
                 lease.tokens_ready = min(tokens_ready, lease.num_tokens)
 
     def keep(self, request_id: str) -> bool:
-        """Note that the prefill is complete: the lease's time starts, and its blocks outlive the request. Returns False
-        if the lease has ended."""
+        """Start the lease's time, because the prefill is complete. Returns False if the lease has ended."""
         with self._lock:
             if (lease := self._by_request.get(request_id)) is None:
                 return False
@@ -133,8 +132,7 @@ class LeaseTable:
             return request_id
 
     def want_room(self) -> None:
-        """Note that a request waits for the blocks of the oldest lease while nothing else runs. Reset when a lease
-        ends."""
+        """Note that a request waits for the oldest lease's blocks while nothing runs. Reset when a lease ends."""
         self._is_room_wanted = True
 
     def take_freed(self) -> set[str]:
@@ -194,8 +192,7 @@ class LeaseTable:
                 raise KVTransferError("generation_changed", "blocks were reused during the copy")
 
     def expire(self) -> float | None:
-        """End leases that have expired, or whose blocks are wanted. Returns the seconds until the next one may end,
-        None without a lease."""
+        """End leases that expired or whose blocks are wanted. Returns the seconds until the next end, or None."""
         with self._lock:
             now = self._clock()
             for lease in [lease for lease in self._kept.values() if lease.expires_at <= now]:

@@ -35,8 +35,7 @@ class OffloadConnector:
     """Implements :class:`tokenloom.engine_core.kv_transfer.kv_connector.KVConnector` with a file."""
 
     def __init__(self, cache: CacheConfig, directory: Path, capacity_bytes: int) -> None:
-        """``capacity_bytes``: limit of the file in ``directory``. If no block fits, :meth:`register_kv_caches` raises
-        ``ValueError``."""
+        """``capacity_bytes`` limits the file. If no block fits, :meth:`register_kv_caches` raises ``ValueError``."""
         self._block_size = cache.block_size
         self._hash_seed = cache.block_hash_seed
         self._directory = directory
@@ -50,8 +49,7 @@ class OffloadConnector:
         self._tier: OffloadTier | None = None
         self._lock = threading.Lock()
         self._loaded: list[tuple[TierLoad, int, str]] = []
-        """Loads that have ended, each with the number of blocks read and the reason if not all were; bounded by the
-        requests that wait."""
+        """Ended loads: blocks read, and the reason if not all were; bounded by the waiting requests."""
         self._reported: list[tuple[TierLoad, int, str]] = []
         """The loads of the latest ``get_finished``."""
         self._on_news: Callable[[], None] = lambda: None
@@ -191,8 +189,7 @@ class OffloadConnector:
             self._tier.close()
 
     def _find_slots(self, request: Request, first_block: int) -> list[int]:
-        """Return the slots of the blocks from ``first_block`` on. The last token is never included, as it is
-        computed."""
+        """Return the slots of the blocks from ``first_block`` on, without the last token, which is computed."""
         slots = []
         for index in range(first_block, (request.num_tokens - 1) // self._block_size):
             slot = self._index.find(self._block_hash(request, index))

@@ -95,8 +95,7 @@ class RemoteKV:
         return sorted(ready, key=lambda request: request.arrival_ns)
 
     def tokens_accepted(self, request: Request) -> bool:
-        """Note that the tokens of a waiting request have arrived. Returns whether it can run; otherwise it still
-        loads."""
+        """Note that a waiting request's tokens have arrived. Returns whether it can run or still loads."""
         if request.request_id in self._loading:
             return False
         self._resume(request)

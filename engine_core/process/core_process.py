@@ -52,8 +52,7 @@ class ProcState(enum.Enum):
 
 
 class EngineCoreProc:
-    """Runs an :class:`EngineCore` for one client. One thread calls :meth:`run`; any thread may call the methods that
-    wake it."""
+    """Runs an :class:`EngineCore` for one client. One thread calls :meth:`run`; any thread may wake it."""
 
     def __init__(self, core: EngineCore, context: zmq.Context[zmq.Socket[bytes]], init: CoreInit) -> None:
         self._core = core

@@ -176,8 +176,7 @@ class StepPlanner:
             index += 1
 
     def _make_room(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Allocate blocks that leases, and then the last running requests, give up. Returns None if that preempted
-        ``request`` itself."""
+        """Allocate blocks that leases, then the last running requests give up; None if ``request`` was preempted."""
         while True:
             if self._remote is None or not self._remote.revoke_oldest():
                 victim = self.running.pop()

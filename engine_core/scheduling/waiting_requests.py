@@ -35,7 +35,7 @@ class FCFSQueue:
     def __init__(self) -> None:
         self._requests: OrderedDict[str, Request] = OrderedDict()
         self.num_tokens = 0
-        """Of all requests here. None is computed, except for requests that loaded blocks."""
+        """The tokens of all requests here, which have no computed tokens, except those that loaded blocks."""
 
     def __len__(self) -> int:
         return len(self._requests)

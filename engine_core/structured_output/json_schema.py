@@ -52,8 +52,7 @@ def _combines(part: dict[str, Any]) -> bool:
 
 
 def _names_all(part: dict[str, Any]) -> bool:
-    """Return whether the named properties suffice for an object; False if the part is malformed, which the compiler
-    reports."""
+    """Return whether the named properties suffice for an object; False if the part is malformed."""
     named, required, least = part.get("properties"), part.get("required", []), part.get("minProperties", 0)
     if not isinstance(named, dict) or "additionalProperties" in part or "patternProperties" in part:
         return False

@@ -12,8 +12,7 @@ from .grammar_backend import Bitmask, GrammarError
 from .json_schema import close_objects
 
 _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
-"""Allowed between two JSON tokens: a space, or a new line and its indentation. More would let a model stay in a loop of
-blanks."""
+"""Allowed between two JSON tokens: a space, or a new line and its indentation, to prevent loops of blanks."""
 _MAX_ERROR_CHARS = 300
 
 

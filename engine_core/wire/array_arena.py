@@ -145,8 +145,7 @@ class ArrayArena:
 
 
 class Loan:
-    """Holds the regions of one message. If its context ends with an error, the message was not sent and the regions are
-    freed."""
+    """Holds the regions of one message, and frees them if its context ends with an error."""
 
     def __init__(self, arena: ArrayArena) -> None:
         self._arena = arena
@@ -167,12 +166,10 @@ class Loan:
 
 
 class ArenaReader:
-    """The reader's side. One thread opens regions; a region is given back in the thread that drops its last
-    reference."""
+    """Opens regions in one thread; the thread that drops the last reference returns a region."""
 
     def __init__(self, address: ArenaAddress, index: int = 0) -> None:
-        """Take over the descriptor. ``index``: the number of this reader. Raises ``ValueError`` if the descriptor
-        belongs to something else."""
+        """Take over the descriptor of reader number ``index``. Raises ``ValueError`` for a foreign descriptor."""
         if not 0 <= index < address.num_readers or not _is_arena(address):
             raise ValueError(f"reader {index}: descriptor {address.fd} does not belong to {address}")
         header = mmap.mmap(address.fd, address.header_bytes)

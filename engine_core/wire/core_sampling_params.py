@@ -1,4 +1,4 @@
-"""How the next token is chosen, as the engine sees it: every default filled in, every value already validated."""
+"""Defines the sampling parameters as the engine receives them: checked, with every default filled in."""
 
 import enum
 
@@ -8,12 +8,12 @@ from tokenloom.request.sampling_params import SamplingFields
 
 
 class GrammarKind(enum.StrEnum):
-    """What a constraint on the output is written in."""
+    """Names the language of a constraint on the output."""
 
     JSON = "json"
     """A JSON schema."""
     JSON_OBJECT = "json_object"
-    """Any JSON object; without a source."""
+    """Any JSON object; it has no source."""
     REGEX = "regex"
     CHOICE = "choice"
     """A JSON list of texts."""
@@ -22,7 +22,7 @@ class GrammarKind(enum.StrEnum):
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the output must be."""
+    """A constraint on the output."""
 
     kind: GrammarKind
     source: str = ""

@@ -57,8 +57,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     cache_salt: bytes = b""
     """Part of every block hash of this request: requests with different salts never share blocks."""
     lease_id: bytes = b""
-    """Prefill leg: the KV is offered under this lease once the request is scheduled, and the request ends as PREFILLED
-    after its first token."""
+    """Prefill leg: offers the KV under this lease; the request ends as PREFILLED after its first token."""
     remote_kv: KVTarget | None = None
     """Decode leg: where to load the KV of the first ``num_tokens`` tokens from."""
     awaits_tokens: bool = False

@@ -61,8 +61,7 @@ class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
 
     req_ids: list[str]
     bitmask: npt.NDArray[np.int32]
-    """[n, ceil(vocab_size / 32)]: bit i of word w is set if token 32 * w + i is allowed. It must not change before the
-    step's tokens are drawn."""
+    """[n, ceil(vocab_size / 32)]: bit i of word w is set if token 32 * w + i is allowed. Do not change it."""
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Return [n, vocab_size]: whether each token may be drawn."""

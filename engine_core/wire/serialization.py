@@ -133,8 +133,7 @@ def _annotated_dtype(kind: type) -> "np.dtype[Any] | None":
 
 
 def to_raw(value: object) -> msgspec.Raw:
-    """Encode ``value``, which must not contain large arrays, as msgpack inside another message. The receiver decodes it
-    when it knows the type."""
+    """Encode ``value`` without large arrays inside another message, for a receiver that knows the type later."""
     body, *arrays = encode(value)
     if arrays:
         raise TypeError(

@@ -40,8 +40,7 @@ def kv_layout(config: ModelConfig, block_size: int) -> str:
 
 
 def pointers(kv_cache: KVCache) -> tuple[int, int]:
-    """Return the addresses of its keys and of its values. Making a tensor view of each would slow down a small
-    model."""
+    """Return the addresses of its keys and values; a tensor view of each would slow down a small model."""
     keys = kv_cache.data_ptr()
     return keys, keys + kv_cache.stride(0) * kv_cache.itemsize
 

@@ -44,8 +44,7 @@ class _Group:
 
 
 class SharedPrefixFinder:
-    """Finds the groups of each step. While the same requests continue to decode, it reuses the groups of the last
-    step."""
+    """Finds the groups of each step, and reuses them while the same requests continue to decode."""
 
     def __init__(self, block_size: int, fewest_members: int) -> None:
         """``fewest_members``: how many requests a group needs, two or more."""
@@ -55,8 +54,7 @@ class SharedPrefixFinder:
         self._found: tuple[IntArray, IntArray, SharedPrefixes] | None = None
 
     def find(self, query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray) -> SharedPrefixes:
-        """Return the groups of a step. The arguments are those of a plan; the caller does not change them
-        afterwards."""
+        """Return the groups of a step. The arguments are those of a plan, and must not change afterwards."""
         if len(seq_lens) < self.fewest_members:
             return SharedPrefixes.of([])
         if not (query_lens == 1).all():

@@ -20,13 +20,11 @@ from .cache import allocate_kv_caches, write_slots
 _GATHER_BYTES = 1 << 20
 """How many keys and values one call may gather for several decodes; they should fit into a core's cache."""
 _QUERY_ROWS = 256
-"""How many queries of a prefill one call takes. It bounds the mask, and early rows skip the keys that they cannot
-see."""
+"""How many queries of a prefill one call takes: it bounds the mask, and early rows skip later keys."""
 
 
 class TorchBackend:
-    """Makes plans of :class:`Segment` (a piece of one prefill) and :class:`DecodeGroup` (a few requests of one
-    token)."""
+    """Makes plans of :class:`Segment` (part of a prefill) and :class:`DecodeGroup` (a few decodes)."""
 
     name = "torch"
 

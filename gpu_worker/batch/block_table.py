@@ -31,8 +31,7 @@ class BlockTable:
             self._block_ids[row, start : self._counts[row]] = block_ids
 
     def gather(self, rows: Ints) -> npt.NDArray[np.int32]:
-        """Return the tables of these rows, [n, blocks of the longest of them]. Entries beyond a row's count are
-        undefined."""
+        """Return the tables of these rows, [n, blocks of the longest]. Entries beyond a row's count are undefined."""
         return self._block_ids[rows, : self._counts[rows].max(initial=0)]
 
     def slots(self, rows: Ints, positions: Ints) -> Ints:

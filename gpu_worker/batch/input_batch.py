@@ -38,8 +38,7 @@ class StepInputs:
     slot_mapping: Ints
     """[T]: the slot to which each token's KV is written."""
     sampled: Ints
-    """The requests, as indices in [0, R), whose known tokens are all computed after the step. Only these draw a
-    token."""
+    """Indices in [0, R) of requests whose known tokens are all computed after the step: these draw a token."""
     embeds: Sequence[TokenRows] = ()
     """Embeddings that replace those of ``token_ids``."""
 
@@ -168,8 +167,7 @@ class InputBatch:
         return not (self.logits_processors or self.logprobs)
 
     def sampling(self, step: StepInputs) -> tuple[list[SamplingParams], Ints]:
-        """Return how the rows of ``step.sampled`` draw, in their order: parameters, and the output indices of the
-        tokens, [S]."""
+        """Return parameters and output indices [S] of the rows of ``step.sampled``, in their order."""
         rows = step.rows[step.sampled]
         params = self._params
         return [params[row] for row in rows.tolist()], self._num_tokens[rows] - self._num_prompt_tokens[rows]

@@ -38,8 +38,7 @@ class ConfigReader:
 
     @classmethod
     def open(cls, directory: Path) -> "ConfigReader":
-        """Read a checkpoint directory's ``config.json``. Raises ``ValueError`` if it is missing or is not a JSON
-        object."""
+        """Read a directory's ``config.json``. Raises ``ValueError`` if it is missing or is not a JSON object."""
         path = directory / "config.json"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))

@@ -25,8 +25,7 @@ ARCHITECTURES: dict[str, Family] = {
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 INT8_DYNAMIC = "int8-dynamic"
-"""Weights are rounded to int8 per output at load, inputs per row at each product. Embeddings and the output layer keep
-their dtype."""
+"""Rounds weights to int8 per output at load, inputs per row; embeddings and output layer keep their dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +112,7 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
 
 
 def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
-    """Read Llama and its relatives. Absent entries take the defaults of the family's transformers configuration
-    class."""
+    """Read Llama and its relatives. Absent entries take the defaults of the family's class in transformers."""
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
     num_layers = reader.take_int("num_hidden_layers")
     head_size = reader.take_int("head_dim", 128 if family == "qwen3" else hidden_size // num_heads)

@@ -48,8 +48,7 @@ class Checkpoint:
         return name in self._files
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Return the tensor ``name``, in the model's dtype and on its device. Raises ``ValueError`` if absent or of
-        another shape."""
+        """Return the tensor ``name`` in the model's dtype. Raises ``ValueError`` if absent or of another shape."""
         if name not in self._files:
             raise ValueError(f"the checkpoint has no tensor {name}, which its config.json asks for")
         tensor: Tensor = self._files[name].get_tensor(name)

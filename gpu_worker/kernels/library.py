@@ -68,8 +68,7 @@ def load_few_rows(march: str = "native") -> CDLL:
 
 @functools.cache
 def load_few_float_rows(march: str = "native") -> CDLL:
-    """Load products of few float32 rows, with the same signature. Raises :class:`KernelsUnavailable`, also without
-    AVX-512."""
+    """Load products of few float32 rows. Raises :class:`KernelsUnavailable`, also without AVX-512."""
     return _load_products("few_float_rows", march, "AVX-512")
 
 

@@ -66,8 +66,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_blocks(weight: Tensor) -> Tensor:
-    """Arrange [out, in] as the kernel reads it: blocks of outputs, blocks of inputs, fours, outputs, inputs of a
-    four."""
+    """Arrange [out, in] for the kernel: blocks of outputs, blocks of inputs, fours, outputs, inputs of a four."""
     outputs, inputs = weight.shape
     sizes = (outputs // _BLOCK_OUTPUTS, _BLOCK_OUTPUTS, inputs // _BLOCK_INPUTS, _BLOCK_INPUTS // _FOUR, _FOUR)
     return weight.view(sizes).permute(0, 2, 3, 1, 4).contiguous()

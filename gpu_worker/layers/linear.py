@@ -33,8 +33,7 @@ class PlainLinear:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | None = None) -> Linear:
-    """Make a layer of ``weight`` [out, in] and ``bias`` [out] or None. It is packed if possible, which copies the
-    weight."""
+    """Make a layer of ``weight`` [out, in] and ``bias`` [out] or None; packing, if possible, copies the weight."""
     if quantization == INT8_DYNAMIC:
         return Int8Linear(weight, bias)
     if can_pack(weight.device, weight.dtype):

@@ -61,8 +61,7 @@ def _meminfo(root: Path) -> dict[str, int]:
 
 
 def _cgroup_room(root: Path) -> Iterator[int]:
-    """Yield for every group above this process its limit, less what it uses and could not drop (it can drop page
-    cache)."""
+    """Yield for every group above this process its limit, less what it uses apart from page cache."""
     for limit, group in _cgroup_limits(root):
         version = "memory.current" if (group / "memory.current").exists() else "memory.usage_in_bytes"
         used = _number(group / version) or 0

@@ -26,8 +26,7 @@ class Platform(Protocol):
         """Whether tokens are drawn on the device, so that only their ids come to the host."""
 
     def start(self, num_threads: int) -> None:
-        """Prepare the device, before anything is loaded. ``num_threads`` of the host compute; 0: the library
-        decides."""
+        """Prepare the device before anything is loaded. ``num_threads`` of the host; 0: the library decides."""
 
     def peak_of(self, call: Callable[[], None]) -> int:
         """Run the call and return how much memory it needs at its peak beyond what was in use."""
@@ -54,8 +53,7 @@ class CPUPlatform:
         return memory.peak_of(call)
 
     def kv_memory(self, activations: int) -> int:
-        """Return half of what the host (or control group) has free next to the weights and a step's largest
-        activations."""
+        """Return half of what the host (or control group) has free after a step's largest activations."""
         return int(_SHARE * max(0, memory.available_memory() - activations))
 
     def return_freed(self) -> None:

@@ -42,8 +42,7 @@ class DeviceSampler:
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]) -> Tensor:
-    """Return [n] token ids: the first at which the running mass of the allowed set, by ascending id, passes the
-    number."""
+    """Return [n] token ids: the first at which the running mass of the allowed set passes the number."""
     device = logits.device
     seeds = np.array([each.seed for each in params], dtype=np.uint64)
     u = to_device(uniform(seeds, output_indices.astype(np.uint64), Purpose.SAMPLE), device)[:, None]

@@ -1,5 +1,4 @@
-"""Computes log probabilities from the model's own logits, before masks, bias, penalties and temperature (as vLLM
-V1)."""
+"""Computes log probabilities of the model's own logits, before masks, bias, penalties and temperature."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,11 +26,11 @@ def logprobs_of(logits: Logits, token_ids: Iterable[int], num_top: int, also: Se
     others = np.array(also, dtype=np.intp)
     for row, token_id in zip(logits, token_ids, strict=True):
         normalizer = _log_sum_exp(row)
-        told = np.concatenate([_best(row, num_top), others])
+        named = np.concatenate([_best(row, num_top), others])
         result.sampled.append(float(row[token_id]) - normalizer)
         result.rank.append(_rank(row, token_id))
-        result.token_ids += told.tolist()
-        result.logprobs += (row[told].astype(np.float64) - normalizer).tolist()
+        result.token_ids += named.tolist()
+        result.logprobs += (row[named].astype(np.float64) - normalizer).tolist()
     return result
 
 

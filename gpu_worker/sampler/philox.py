@@ -38,8 +38,7 @@ def philox(counter: npt.NDArray[np.uint64], key: npt.NDArray[np.uint64]) -> npt.
 def uniform(
     seeds: npt.NDArray[np.uint64], output_indices: npt.NDArray[np.uint64], purpose: Purpose
 ) -> npt.NDArray[np.float64]:
-    """Return uniform numbers in [0, 1) with 53 random bits, for n pairs of (seed, output index): [n], [n] → [n]
-    float64."""
+    """Return [n] uniform float64 numbers in [0, 1) with 53 random bits, for n pairs (seed, output index)."""
     counter = np.zeros((4, len(seeds)), dtype=np.uint64)
     counter[0], counter[1] = output_indices & _LOW, output_indices >> _WORD
     counter[2] = purpose

@@ -23,11 +23,8 @@ class Identity:
         self, settings: EngineSettings, ready: CoreReady, fingerprint: types_pb2.Fingerprint, epoch: int, address: str,
         kv_address: str,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            address: Where peers reach the engine.
-            kv_address: Where other engines read its KV; empty if it serves none.
-        """
+        """``address``: where peers reach the engine. ``kv_address``: where engines read its KV; empty if it serves
+        none."""
         self.fingerprint = fingerprint
         self.limits = types_pb2.ModelLimits(
             max_model_len=ready.max_model_len,

@@ -70,16 +70,9 @@ async def _start(
         undo.push_async_callback(kv.close)
     address = settings.advertise_address or host.address
     identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
-    engine = RunningEngine(
-        host,
-        identity,
-        core,
-        load,
-        EngineServicer(identity, core, load, kv, frame_interval=settings.frame_interval),
-        Pause(core, load),
-        kv,
-        _link_coordinator(settings, identity, load, host),
-    )
+    streams = EngineServicer(identity, core, load, kv, frame_interval=settings.frame_interval)
+    coordinator = _link_coordinator(settings, identity, load, host)
+    engine = RunningEngine(host, identity, core, load, streams, Pause(core, load), kv, coordinator)
     undo.push_async_callback(engine.end_streams, "the engine has stopped")
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(

@@ -98,12 +98,11 @@ class AsyncClient:
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the served models."""
-
-        async def attempt(left: float) -> inference_pb2.ListModelsResponse:
-            request = inference_pb2.ListModelsRequest()
-            return await self._stub.ListModels(request, timeout=left, metadata=self._metadata)
-
-        return list(map(read_model, (await self._retrying(attempt, timeout)).models))
+        request = inference_pb2.ListModelsRequest()
+        answer = await self._retrying(
+            lambda left: self._stub.ListModels(request, timeout=left, metadata=self._metadata), timeout
+        )
+        return list(map(read_model, answer.models))
 
     @takes(PromptArguments)
     async def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:

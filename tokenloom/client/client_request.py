@@ -1,5 +1,4 @@
-"""Turns a caller's arguments into a ``GenerateRequest``. Options that are left out are not sent, so that the mesh's
-defaults hold."""
+"""Turns a caller's arguments into a ``GenerateRequest``. Omitted options keep the mesh's defaults."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

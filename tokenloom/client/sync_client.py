@@ -84,12 +84,11 @@ class Client:
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the served models."""
-
-        def attempt(left: float) -> inference_pb2.ListModelsResponse:
-            request = inference_pb2.ListModelsRequest()
-            return self._stub.ListModels(request, timeout=left, metadata=self._metadata)
-
-        return list(map(read_model, self._retrying(attempt, timeout).models))
+        request = inference_pb2.ListModelsRequest()
+        answer = self._retrying(
+            lambda left: self._stub.ListModels(request, timeout=left, metadata=self._metadata), timeout
+        )
+        return list(map(read_model, answer.models))
 
     @takes(PromptArguments)
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> Generation:

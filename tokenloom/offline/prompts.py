@@ -115,8 +115,7 @@ def _join(parts: Sequence[object]) -> TokenizedPrompt:
 
 
 def plain_message(message: Message) -> dict[str, Any]:
-    """Return a turn in the form of chat templates: parts of text are joined by line breaks, as in vLLM. Raises
-    ``ValueError``."""
+    """Return a turn for chat templates, with parts of text joined by line breaks (vLLM). Raises ``ValueError``."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError("each message must be a mapping with a role")
     content = message.get("content")

@@ -89,8 +89,7 @@ class RequestBuilder:
     def _samples(
         self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int
     ) -> list[EngineCoreRequest]:
-        """Return n requests that differ in their seeds and share the blocks of their prompt; only the first returns the
-        prompt's log probabilities."""
+        """Return n requests with different seeds; only the first returns the prompt's log probabilities."""
         rest = self._limits.max_model_len - len(prompt.token_ids)
         first = to_core_sampling(wire, self._limits, rest)
         others = replace(first, prompt_logprobs=None)

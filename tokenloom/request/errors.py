@@ -212,8 +212,7 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BaseExcept
 
 
 def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
-    """Return the error of a failed call, awaited or blocking. A status that is not ours keeps its code but not its
-    text."""
+    """Return the error of a failed call. A status that is not ours keeps its code but not its text."""
     status = _attached_status(error)
     reason, field, retry_after, ours = "", None, None, False
     for detail in status.details if status is not None else ():

@@ -92,14 +92,6 @@ def _narrow_temperature(name: str, value: object) -> float:
     return 0.0 if 0 < temperature < MIN_TEMPERATURE else temperature  # greedy in effect
 
 
-def _narrow_top_k(name: str, value: object) -> int:
-    return max(narrow_int(name, value, -1, _U32), 0)  # both -1 and 0 are off
-
-
-def _narrow_seed(name: str, value: object) -> int:
-    return narrow_int(name, value, -(2**63), 2**64 - 1) % 2**64
-
-
 def _narrow_logprobs(name: str, value: object) -> int | None:
     if value is False:
         return None
@@ -184,8 +176,8 @@ def _narrower(row: inspect.Type) -> Callable[[str, Any], Any]:
 
 _OWN_RULES: dict[str, Callable[[str, Any], Any]] = {
     "temperature": _narrow_temperature,
-    "top_k": _narrow_top_k,
-    "seed": _narrow_seed,
+    "top_k": lambda name, value: max(narrow_int(name, value, -1, _U32), 0),  # both -1 and 0 are off
+    "seed": lambda name, value: narrow_int(name, value, -(2**63), 2**64 - 1) % 2**64,
     "logprobs": _narrow_logprobs,
     "prompt_logprobs": _narrow_logprobs,
     "repetition_detection": _narrow_repetition_detection,

@@ -46,19 +46,16 @@ def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.St
     ((kind, part),) = asked.items()
     if kind == "json":
         return json_schema_constraint(part, field)
-    if kind == "json_object":
-        if part is not True:
-            raise InvalidArgument(f"{field}: json_object must be true or false", field)
-        return types_pb2.StructuredOutputs(json_object=True)
     if kind == "choice":
-        return _choice(part, field)
-    text = _text(part, kind, field)
-    return types_pb2.StructuredOutputs(regex=text) if kind == "regex" else types_pb2.StructuredOutputs(grammar=text)
+        return types_pb2.StructuredOutputs(choice=_choices(part, field))
+    if kind == "json_object" and part is not True:
+        raise InvalidArgument(f"{field}: json_object must be true or false", field)
+    wire: dict[str, Any] = {kind: part if kind == "json_object" else _text(part, kind, field)}
+    return types_pb2.StructuredOutputs(**wire)
 
 
 def json_schema_constraint(schema: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
-    """Return the constraint for JSON that obeys ``schema``, an object or its source. Raises ``InvalidArgument`` naming
-    ``field``."""
+    """Return the constraint of a JSON schema, an object or its source. Raises ``InvalidArgument``."""
     if not isinstance(schema, str):
         try:
             schema = json.dumps(schema)
@@ -130,11 +127,10 @@ def _check_size(num_bytes: int, kind: str, field: str) -> None:
         raise InvalidArgument(f"{field}: {kind} has {num_bytes} bytes; at most {MAX_SOURCE_BYTES} are allowed", field)
 
 
-def _choice(value: object, field: str) -> types_pb2.StructuredOutputs:
+def _choices(value: object, field: str) -> types_pb2.Choices:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise InvalidArgument(f"{field}: choice must be a list of texts", field)
-    texts = [_text(text, "choice", field) for text in value]
-    return types_pb2.StructuredOutputs(choice=types_pb2.Choices(texts=texts))
+    return types_pb2.Choices(texts=[_text(text, "choice", field) for text in value])
 
 
 def _text(value: object, kind: str, field: str) -> str:

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields
 
 MAX_SAMPLES = 128
-"""Of one prompt."""
+"""Limits the samples of one prompt."""
 MAX_REPETITION = 1024
 """Limits the sizes and the count of repetition_detection, because the cost of each token grows with them."""
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -64,19 +64,11 @@ class SamplingFields(Struct, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0), Meta(description="Tokens before which no stop token may come.")] = 0
     temperature: Annotated[float, Meta(ge=0), _of_checkpoint("0 is greedy.")] = 1.0
     top_p: Annotated[
-        float,
-        Meta(gt=0, le=1),
-        _of_checkpoint("Draw from the likeliest tokens with this total probability."),
+        float, Meta(gt=0, le=1), _of_checkpoint("Draw from the likeliest tokens with this total probability.")
     ] = 1.0
-    top_k: Annotated[
-        int,
-        Meta(ge=-1),
-        _of_checkpoint("Draw from so many of the likeliest tokens; 0 or -1: all."),
-    ] = 0
+    top_k: Annotated[int, Meta(ge=-1), _of_checkpoint("Draw from so many of the likeliest tokens; 0 or -1: all.")] = 0
     min_p: Annotated[
-        float,
-        Meta(ge=0, le=1),
-        _of_checkpoint("Lowest probability, relative to that of the likeliest token."),
+        float, Meta(ge=0, le=1), _of_checkpoint("Lowest probability, relative to that of the likeliest token.")
     ] = 0.0
     seed: Annotated[int | None, Meta(description="64 bits. Equal seeds draw equal tokens.")] = None
     presence_penalty: Annotated[
@@ -86,9 +78,7 @@ class SamplingFields(Struct, kw_only=True):
         float, Meta(ge=-2, le=2), Meta(description="Subtracted for each time that a token was generated.")
     ] = 0.0
     repetition_penalty: Annotated[
-        float,
-        Meta(gt=0),
-        _of_checkpoint("Divides the logits of tokens in the prompt or the output."),
+        float, Meta(gt=0), _of_checkpoint("Divides the logits of tokens in the prompt or the output.")
     ] = 1.0
     stop_token_ids: Annotated[
         Annotated[Sequence[TokenId], Meta(max_length=1024)] | None,
@@ -111,8 +101,7 @@ class SamplingFields(Struct, kw_only=True):
         Mapping[TokenId, Bias] | None, Meta(description="Token id to what is added to its logit, from -100 to 100.")
     ] = None
     allowed_token_ids: Annotated[
-        Annotated[Sequence[TokenId], Meta(min_length=1)] | None,
-        Meta(description="The only tokens that may be drawn."),
+        Annotated[Sequence[TokenId], Meta(min_length=1)] | None, Meta(description="The only tokens that may be drawn.")
     ] = None
     repetition_detection: Annotated[
         RepetitionDetectionParams | None, Meta(description="Ends outputs that repeat themselves.")
@@ -137,9 +126,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     spaces_between_special_tokens: Annotated[bool, Meta(description="Put spaces around special tokens.")] = True
     detokenize: Annotated[bool, Meta(description="False: return token ids and no text.")] = True
     stream_interval: Annotated[
-        int,
-        Meta(ge=1, le=2**32 - 1),
-        Meta(description="Tokens between two outputs of a stream."),
+        int, Meta(ge=1, le=2**32 - 1), Meta(description="Tokens between two outputs of a stream.")
     ] = 1
 
 

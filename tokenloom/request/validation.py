@@ -209,8 +209,7 @@ def _check_repetition_detection(params: Params, limits: Limits, field: str) -> N
     detection = params.repetition_detection
     if not 1 <= detection.min_pattern_size <= detection.max_pattern_size <= MAX_REPETITION:
         raise InvalidArgument(
-            f"{field}: sizes go from min_pattern_size, at least 1, to max_pattern_size, at most {MAX_REPETITION}",
-            field,
+            f"{field}: sizes go from min_pattern_size, at least 1, to max_pattern_size, at most {MAX_REPETITION}", field
         )
     if not 2 <= detection.min_count <= MAX_REPETITION:
         raise InvalidArgument(f"{field}: min_count must be from 2 to {MAX_REPETITION}", field)

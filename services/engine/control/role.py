@@ -25,11 +25,7 @@ class Role:
         publish: Callable[[types_pb2.EngineRole], None],
         leases_ended: Callable[[], Awaitable[None]],
     ) -> None:
-        """
-        Args:
-            publish: Reports a role to the mesh.
-            leases_ended: Returns once no KV is held for other engines.
-        """
+        """``publish`` reports a role to the mesh; ``leases_ended`` returns once no KV is held for other engines."""
         self._publish = publish
         self._leases_ended = leases_ended
         self._changing = asyncio.Lock()

@@ -84,8 +84,7 @@ class CoreLink:
                 await self.client.abort_requests(keys)
 
     async def call(self, method: str, *args: object) -> object:
-        """Call a utility of the core. Raises ``FailedPrecondition`` with the core's message, ``Unavailable`` if the
-        core is dead."""
+        """Call a utility of the core. Raises ``FailedPrecondition``, or ``Unavailable`` if the core is dead."""
         try:
             return await self.client.call_utility(method, *args)
         except UtilityError as error:
@@ -99,8 +98,7 @@ class CoreLink:
         self._load.accepted()
 
     async def hand_over(self, attempt: Attempt) -> None:
-        """Send the request of an open attempt to the core, unless the attempt has ended. Raises ``Unavailable`` if the
-        core is dead."""
+        """Send the request of an attempt that has not ended. Raises ``Unavailable`` if the core is dead."""
         request, attempt.request = attempt.request, None
         if request is None:
             return

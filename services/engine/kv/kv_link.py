@@ -61,8 +61,7 @@ class KVLink:
             await self._channel.kv_send(message)
 
     async def call(self, make: Callable[[int], KVCall]) -> KVAnswer:
-        """Send the call that ``make`` returns for a call id, and return its answer. Raises ``Unavailable`` when the
-        core is dead."""
+        """Send the call that ``make`` returns for a call id. Raises ``Unavailable`` if the core is dead."""
         if self._dead:
             raise Unavailable("the engine failed")
         number = next(self._ids)

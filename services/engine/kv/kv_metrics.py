@@ -1,5 +1,4 @@
-"""Defines metrics of KV that moves between engines. vLLM has no such metrics, so their names begin with
-``tokenloom_``."""
+"""Defines metrics of KV that moves between engines, named ``tokenloom_…`` because vLLM has none."""
 
 from collections.abc import Iterable
 

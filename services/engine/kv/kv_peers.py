@@ -147,11 +147,7 @@ class KVPaths:
     so a transport that failed is avoided for a while."""
 
     def __init__(self, transports: Sequence[str], host: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """
-        Args:
-            transports: The transports of this engine, best first.
-            host: The host of this engine, as in ``EngineIdentity``.
-        """
+        """``transports``: of this engine, best first. ``host``: of this engine, as in ``EngineIdentity``."""
         self._transports = tuple(transports)
         self._host = host
         self._clock = clock

@@ -37,8 +37,7 @@ class Verdict:
 
 
 class Reading:
-    """Represents an acquired lease until its release. Every method raises ``KVTransferError`` if the owner refuses or
-    does not answer."""
+    """Holds an acquired lease. Every method raises ``KVTransferError`` if the owner refuses or is silent."""
 
     def __init__(self, stub: Stub, epoch: int, target: KVTarget, renew_seconds: float) -> None:
         self._stub = stub

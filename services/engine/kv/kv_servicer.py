@@ -1,5 +1,4 @@
-"""Serves ``KVTransfer`` on a port for engines only: other engines read KV under leases that this engine's core
-holds."""
+"""Serves ``KVTransfer`` to other engines, which read KV under leases that this engine's core holds."""
 
 import functools
 from collections.abc import AsyncIterator

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from tokenloom.engine_core.wire.messages import EngineCoreEvent
+from tokenloom.engine_core.wire.messages import EngineCoreEvent, FinishReason
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Headers, Tracer
 
@@ -23,9 +23,7 @@ def log_events(attempt: Attempt, events: Iterable[EngineCoreEvent]) -> None:
 def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: float) -> None:
     """Record the spans of an attempt that has ended, from the times that the core measured.
 
-    Args:
-        headers: The headers of the output processor's span.
-        ended: Monotonic seconds.
+    ``headers``: of the output processor's span. ``ended``: monotonic seconds.
     """
     times, tokens = attempt.times, attempt.tokens
     arrival, first = round(times.arrival * 1e9), round(times.first_token * 1e9)
@@ -49,8 +47,8 @@ def trace_attempt(tracer: Tracer, attempt: Attempt, headers: Headers, ended: flo
         span.child("prefill", scheduled, first, {"tokenloom.cached_tokens": stats.num_cached_tokens})
     if first and times.last_token > times.first_token:
         span.child("decode", first, round(times.last_token * 1e9))
-    error = "the attempt failed" if attempt.finish_reason.name == "ERROR" else ""
-    span.end(error=error, ended_ns=round(ended * 1e9))
+    failed = attempt.finish_reason is FinishReason.ERROR
+    span.end(error="the attempt failed" if failed else "", ended_ns=round(ended * 1e9))
 
 
 def _leg(attempt: Attempt) -> str:

@@ -43,11 +43,7 @@ class Attempts:
         kv_owner: coordinator_pb2.EngineRef | None = None,
         lease_seconds: float = 0.0,
     ) -> None:
-        """
-        Args:
-            kv_owner: This engine as the owner of leased KV; None if it serves no KV.
-            lease_seconds: How long a lease lasts.
-        """
+        """``kv_owner``: this engine as the owner of KV under leases of ``lease_seconds``; None if it serves no KV."""
         self.live: dict[int, Attempt] = {}
         self.notify = notify
         self._kv_owner = kv_owner
@@ -80,8 +76,7 @@ class Attempts:
         return attempt
 
     def check_slot(self, slot: int) -> None:
-        """Check that slots only grow; otherwise an answer could belong to two attempts. Raises ``InvalidArgument``,
-        which ends the stream."""
+        """Check that slots only grow, so that no two attempts share one. Raises ``InvalidArgument``."""
         if slot <= self._last_slot:
             raise errors.InvalidArgument(f"slot {slot} follows slot {self._last_slot}; slots must increase", "slot")
         self._last_slot = slot

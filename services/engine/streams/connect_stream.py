@@ -1,5 +1,4 @@
-"""Serves one peer's ``Connect`` stream: reads Adds, stops and aborts, and writes at most one frame per step, as credit
-allows."""
+"""Serves one peer's ``Connect`` stream: reads Adds, stops and aborts; writes a frame per step, within credit."""
 
 import asyncio
 import logging
@@ -50,11 +49,8 @@ class ConnectStream:
         *,
         frame_interval: float = 0.0,
     ) -> None:
-        """
-        Args:
-            kv: None if this engine moves no KV; it then computes prompts whose KV another engine holds.
-            frame_interval: As in :class:`FramePace`.
-        """
+        """``kv``: None if this engine moves no KV and computes every prompt. ``frame_interval``: as in
+        :class:`FramePace`."""
         self._core = core
         self._load = load
         self._kv = kv

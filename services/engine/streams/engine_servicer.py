@@ -24,11 +24,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     def __init__(
         self, identity: Identity, core: CoreLink, load: LoadTracker, kv: KVFront | None, *, frame_interval: float
     ) -> None:
-        """
-        Args:
-            kv: None if the engine moves no KV.
-            frame_interval: Of every stream, as in :class:`FramePace`.
-        """
+        """``kv``: None if the engine moves no KV. ``frame_interval``: as in :class:`FramePace`."""
         self._identity = identity
         self._core = core
         self._load = load

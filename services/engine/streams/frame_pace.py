@@ -20,11 +20,7 @@ class FramePace:
     """Keeps an interval between frames: a frame of two steps costs each service about as much as a frame of one."""
 
     def __init__(self, interval: float, wake: Callable[[], None], loop: _Loop) -> None:
-        """
-        Args:
-            interval: Minimum seconds between frames; 0 for no minimum.
-            wake: Called when a frame that had to wait is due.
-        """
+        """``interval``: minimum seconds between frames. ``wake``: called when a frame that had to wait is due."""
         self._interval = interval
         self._wake = wake
         self._loop = loop

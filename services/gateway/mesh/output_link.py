@@ -166,7 +166,7 @@ class ProcessStream:
         if not n == len(frame.text) == len(frame.token_index) == len(counts) or sum(counts) != len(token_ids):
             raise errors.FailedPrecondition("a frame's columns differ in length")
         samples = list(frame.sample_index) or [0] * n
-        told = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
+        logprobs_of = self._deal_prompts(frame.logprobs) if frame.logprobs else {}
         ending = {(finished.slot, finished.sample_index) for finished in frame.finished}
         start = 0
         for slot, sample, text, token_index, count in zip(
@@ -175,9 +175,9 @@ class ProcessStream:
             end = start + count
             if (target := self._slots.get(slot)) is not None:
                 index = target.first_index + sample
-                if told or ending:
+                if logprobs_of or ending:
                     key = slot, sample
-                    logprobs, ends = told.get(key, ()), key in ending
+                    logprobs, ends = logprobs_of.get(key, ()), key in ending
                     target.collector.put(index, text, token_index, token_ids[start:end], logprobs=logprobs, ends=ends)
                 else:
                     target.collector.put(index, text, token_index, token_ids[start:end])

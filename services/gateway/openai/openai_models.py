@@ -101,8 +101,7 @@ class Options:
 
     @classmethod
     def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "Options":
-        """``own`` holds options of the endpoint. Raises :class:`errors.InvalidArgument` for options of a stream without
-        a stream."""
+        """``own`` holds options of the endpoint. Raises ``InvalidArgument`` for stream options without a stream."""
         stream = bool(fields.stream)
         if fields.stream_options is not None and not stream:
             raise errors.InvalidArgument("stream_options is only allowed with stream", "stream_options")
@@ -158,8 +157,7 @@ class BodyReader:
 
 
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
-    """Return the sampling parameters of a body, ``response_format`` included; ``own`` holds those that the endpoint
-    spells in its own way."""
+    """Return a body's sampling parameters and ``response_format``; ``own`` holds those with other spellings."""
     sampling = narrow_sampling({name: body[name] for name in body if name in _SAMPLING_FIELDS} | own)
     form = body.get("response_format")
     if form is not None and (constraint := read_response_format(form)) is not None:

@@ -95,7 +95,7 @@ class ChatCompletionRequest(CommonFields, frozen=True, kw_only=True):
         Turns,
         Meta(
             description="Turns: role (system, developer, user, assistant, tool), content (text or parts of text), "
-            "tool_calls, tool_call_id, name, reasoning_content.",
+            "tool_calls, tool_call_id, name, reasoning_content."
         ),
     ]
     max_completion_tokens: Annotated[

@@ -139,8 +139,7 @@ class EngineLink:
         self._wake.set()
 
     async def run(self) -> None:
-        """Connect and serve until either side ends, then report every live attempt as lost. A failure of the engine is
-        logged, not raised."""
+        """Serve until either side ends, then report live attempts as lost. The engine's failure is only logged."""
         helpers = Tasks(self._end)
         async with self._channels.open(self.identity.address, "engine") as channel:
             self._call = EngineStub(channel).Connect()

@@ -1,5 +1,4 @@
-"""Stands between the transport and the servicers: admits calls, decodes requests, traces, and turns errors into gRPC
-statuses."""
+"""Guards the servicers: admits calls, decodes requests, traces, and turns errors into gRPC statuses."""
 
 import inspect
 import logging

@@ -100,8 +100,7 @@ class Connection(asyncio.Protocol):
         return self
 
     async def __anext__(self) -> bytes:
-        """Return the next message, without a turn of the event loop if it is here already. A cancelled reader has
-        taken none."""
+        """Return the next message, without a turn of the event loop if it is here. Cancelling loses none."""
         while not self._messages:
             if self._is_complete:
                 raise StopAsyncIteration

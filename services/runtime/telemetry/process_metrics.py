@@ -119,8 +119,7 @@ def fast_counter(
     labels: Mapping[str, str],
     read: Callable[[], float] | None = None,
 ) -> fast_metrics.Counter:
-    """Add a counter ``vllm:name`` with fixed labels, for the event loop's thread only. A scrape calls ``read``, if any,
-    for its value."""
+    """Add a counter ``vllm:name`` for the event loop's thread. A scrape calls ``read``, if any, for its value."""
     return fast_metrics.Counter(registry, VLLM + name, text, labels, read)
 
 

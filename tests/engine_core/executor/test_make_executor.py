@@ -1,4 +1,8 @@
+import msgspec
+import pytest
+
 from tests.engine_core.helpers import make_config, make_worker
+from tokenloom.engine_core.config import ParallelConfig
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
@@ -9,3 +13,9 @@ def test_only_async_scheduling_needs_a_thread() -> None:
     executor = make_executor(make_config(async_scheduling=True), make_worker)
     assert isinstance(executor, ThreadedExecutor)
     executor.shutdown()
+
+
+def test_an_unknown_backend_is_refused_by_name() -> None:
+    parallel = ParallelConfig(distributed_executor_backend="ray")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="distributed_executor_backend is 'ray'; use uni or mp"):
+        make_executor(msgspec.structs.replace(make_config(), parallel=parallel), make_worker)

@@ -18,7 +18,7 @@ from tests.engine_core.processes import has_ended, wait_until
 from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
 from tokenloom.engine_core.config import EngineConfig, KVConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, ExecutorFailedError
+from tokenloom.engine_core.errors import EngineDeadError, ExecutorFailedError
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
@@ -36,6 +36,18 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--address")
 sys.stderr = open(os.devnull, "w")
 os._exit(run_worker(parser.parse_known_args()[0].address, FailingWorker))
+"""
+
+REFUSING_WORKER = """
+import argparse
+from tokenloom.engine_core.executor.worker_process import run_worker
+
+def refuse(config):
+    raise ValueError("dtype is not supported")
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--address")
+raise SystemExit(run_worker(parser.parse_known_args()[0].address, refuse))
 """
 
 ORPHAN_MAKER = """
@@ -121,13 +133,13 @@ def test_a_killed_worker_fails_the_waiting_step_and_wakes_an_idle_core() -> None
     core.shutdown()
 
 
-def test_an_error_of_a_starting_worker_is_reported_by_its_cause() -> None:
-    config = make_config()
-    wrong = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, worker="absent"))
-    with pytest.raises(ValueError, match="'absent' is unknown"):
-        MultiprocExecutor(wrong, WORKER_COMMAND)
+def test_an_error_of_a_starting_worker_is_reported_by_its_cause(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(REFUSING_WORKER)
+    with pytest.raises(ValueError, match="dtype is not supported"):
+        MultiprocExecutor(make_config(), [sys.executable, str(script)])
     with pytest.raises(ExecutorFailedError, match="worker 0 ended with status 3 while it started"):
-        MultiprocExecutor(config, [sys.executable, "-c", "raise SystemExit(3)"])
+        MultiprocExecutor(make_config(), [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 def test_kv_that_moves_is_refused() -> None:
@@ -165,9 +177,3 @@ def test_an_idle_core_ends_when_its_worker_is_killed() -> None:
         client.get_output()
     assert wait_until(lambda: has_ended(client.pid or 0), 5.0)
     client.close()
-
-
-def test_an_unknown_backend_is_refused_by_name() -> None:
-    config = msgspec.structs.replace(make_config(), parallel=ParallelConfig(distributed_executor_backend="ray"))
-    with pytest.raises(EngineConfigError, match="distributed_executor_backend is 'ray'; use uni or mp"):
-        SyncMPClient(config)

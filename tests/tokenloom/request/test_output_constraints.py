@@ -77,7 +77,7 @@ def test_a_schema_too_deep_for_python_is_refused() -> None:
         (Constraint(json_object=False), "must be true"),
         (Constraint(json=""), "json is empty"),
         (Constraint(json="{"), "not JSON"),
-        (Constraint(json="[]"), "is an object"),
+        (Constraint(json="[]"), "must be an object"),
         (Constraint(json="[" * 3000), "nested more than"),
         (Constraint(json=json.dumps(nested(MAX_DEPTH + 1))), "nested more than"),
         (Constraint(json=json.dumps({"a": [{"enum": list(range(MAX_ENUM + 1))}]})), "1001 values"),

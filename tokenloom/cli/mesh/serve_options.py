@@ -26,7 +26,7 @@ DECIDED = frozenset(
 )
 """Options of services that the supervisor sets, because they say where the parts find each other."""
 _COMMON = ("log_level", "log_format", "otlp_endpoint", "insecure")
-"""Of the options that every service has, those that mean the same for all of them."""
+"""Options that every service has, and that mean the same for all of them."""
 _ALIASES = {"public_tls_cert": ("tls_cert",), "public_tls_key": ("tls_key",)}
 
 

@@ -38,7 +38,7 @@ def test_history_undo_and_clear(conversation: Conversation) -> None:
     assert chat_commands.run("/undo", conversation) == "nothing to undo"
     assert chat_commands.run("/clear", conversation) == "started a new conversation"
     assert chat_commands.run("/history", conversation) == "the conversation is empty"
-    assert chat_commands.run("/retry", conversation) == "nothing was asked yet"
+    assert chat_commands.run("/retry", conversation) == "no question was asked yet"
 
 
 def test_retry_and_exit_leave_the_line(conversation: Conversation) -> None:

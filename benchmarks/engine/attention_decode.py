@@ -17,7 +17,7 @@ from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model
 _BLOCK = 16
 _WARM = 3
 _SECONDS = 1.5
-_SCRIPT = Path(__file__).parent / "peers" / "vllm_attention.py"
+_SCRIPT = Path(__file__).resolve().parents[1] / "peers" / "vllm_attention.py"
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ async def test_the_same_over_grpc(mesh: Mesh) -> None:
         ({"prompt_embeds": TEXT, "prompt": "text"}, "exclude each other"),
         ({"prompt_embeds": TEXT, "echo": True}, "echo is not supported with"),
         ({"prompt_embeds": TEXT, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens is not supported with"),
-        ({"prompt_embeds": TEXT, "prompt_logprobs": 1}, "prompt_logprobs has no meaning"),
+        ({"prompt_embeds": TEXT, "prompt_logprobs": 1}, "prompt_logprobs is not available with prompt_embeds"),
     ],
 )
 async def test_bad_embeddings_are_refused_by_name(mesh: Mesh, fields: dict[str, Any], words: str) -> None:

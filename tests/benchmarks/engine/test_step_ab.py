@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenloom.bench.engine import step_ab
 from tokenloom.bench.engine.step_loop import SAMPLING, StepLoop
 
-TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[3]
 
 
 class Slow:

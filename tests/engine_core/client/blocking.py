@@ -97,7 +97,7 @@ class SyncMPClient:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
-        self._process.kill()  # an offline client has nobody left who could want an answer
+        self._process.kill()  # no caller waits for an answer any more
         self._process.stop(grace=0)
         self._arena.close()
 

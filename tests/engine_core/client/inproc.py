@@ -162,7 +162,7 @@ class AsyncInprocClient:
         self._wake()
 
     def _wake(self) -> None:
-        if not self._inputs.full():  # else nobody waits for it
+        if not self._inputs.full():  # a full queue already wakes its reader
             self._inputs.put_nowait(None)
 
 

@@ -177,7 +177,7 @@ async def test_a_failed_step_is_the_end(tmp_path: Path) -> None:
 async def test_a_request_that_was_cancelled_before_it_was_sent_holds_no_memory() -> None:
     client = in_process(CONFIG)
     request = make_mixed("a", make_wide(0, 20))
-    async with asyncio.timeout(30):  # nobody reads yet: ZMQ takes no more than its queues hold
+    async with asyncio.timeout(30):  # without a reader ZMQ accepts only what its queues hold
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.2):
                 while True:

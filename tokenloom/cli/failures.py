@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import typer
 
 from tokenloom.supervisor.part import PartFailed
+from tokenloom.supervisor.ports import PortTaken
 from tokenloom.supervisor.state_dir import StateDirError
 
 from .server import RequestFailed
@@ -25,7 +26,7 @@ def reported() -> Iterator[None]:
     """Print expected failures as one line and exit."""
     try:
         yield
-    except (PartFailed, StateDirError, RequestFailed, CommandFailed) as error:
+    except (PartFailed, PortTaken, StateDirError, RequestFailed, CommandFailed) as error:
         typer.secho(f"Error: {error}", fg="red", err=True)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:

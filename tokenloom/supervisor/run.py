@@ -10,7 +10,7 @@ from typing import Any
 from .layout import MeshOptions, parts_of
 from .mesh import Mesh
 from .output import LineCopier
-from .ports import choose_ports
+from .ports import reserved_ports
 from .state_dir import mesh_directory
 
 Work = Callable[[Mesh], Coroutine[Any, Any, None]]
@@ -29,10 +29,10 @@ class Outcome:
 async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outcome:
     """Start a mesh, run `work` until it returns or a signal arrives, then drain the mesh.
 
-    Exceptions of `work` are raised again after every part has ended.
+    Exceptions of `work` are raised again after every part has ended. Raises `PortTaken` before any part starts.
     """
-    ports = choose_ports(options.host, options.gateways, options.port, options.grpc_port)
-    with mesh_directory() as directory, contextlib.closing(output):
+    reserved = reserved_ports(options.host, options.gateways, options.port, options.grpc_port)
+    with reserved as ports, mesh_directory() as directory, contextlib.closing(output):
         parts, timeout = parts_of(options, directory, ports), options.drain_timeout
         mesh = Mesh(parts, directory, output, port=ports[0].http, drain_timeout=timeout)
         return await supervise(mesh, work)

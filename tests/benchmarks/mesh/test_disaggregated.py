@@ -11,7 +11,7 @@ from tokenloom.bench.load.events import Outcome
 from tokenloom.bench.load.slo import Objectives
 from tokenloom.bench.mesh.disaggregated import Contender, ServerBroke, compare, report, serve_command, table, write_plot
 from tokenloom.bench.mesh.serve import ServeOptions
-from tokenloom.supervisor.ports import choose_ports
+from tokenloom.supervisor.ports import reserved_ports
 
 DATASET = DatasetOptions(
     DatasetName.MIXED, num_prompts=6, input_len=4, output_len=3, long_share=0.5, long_input_len=40, long_output_len=2
@@ -27,22 +27,22 @@ async def test_both_get_the_same_load_in_turns(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
     heard: list[str] = []
-    ports = choose_ports("127.0.0.1", 2, 0, 0)
     flags = ("--served-model-name", "fake", "--worker", "hash", "--drain-timeout", "2")
-    contenders = [
-        Contender(
-            name,
-            serve_command("tokenloom-demo", port.http, "--grpc-port", str(port.grpc), *flags),
-            f"http://127.0.0.1:{port.http}",
-        )
-        for name, port in zip(("a", "b"), ports, strict=True)
-    ]
 
     def on_round(name: str, count: int) -> "list[Outcome]":
         heard.append(name)
         return []
 
-    results = await compare(contenders, OPTIONS, 2, lambda name, count: on_round(name, count).append)
+    with reserved_ports("127.0.0.1", 2, 0, 0) as ports:
+        contenders = [
+            Contender(
+                name,
+                serve_command("tokenloom-demo", port.http, "--grpc-port", str(port.grpc), *flags),
+                f"http://127.0.0.1:{port.http}",
+            )
+            for name, port in zip(("a", "b"), ports, strict=True)
+        ]
+        results = await compare(contenders, OPTIONS, 2, lambda name, count: on_round(name, count).append)
     assert heard == ["a", "b", "b", "a"]
     findings = report(results, OPTIONS)
     for name in ("a", "b"):

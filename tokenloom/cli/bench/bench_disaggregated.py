@@ -14,7 +14,7 @@ from tokenloom.bench.mesh.disaggregated import Contender, compare, report, serve
 from tokenloom.bench.mesh.serve import ServeOptions
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.options import options_of
-from tokenloom.supervisor.ports import choose_ports
+from tokenloom.supervisor.ports import reserved_ports
 
 from ..mesh.model_directory import model_directory
 from ..options import built, offers
@@ -64,16 +64,15 @@ def disaggregated(
         common = ("--served-model-name", name, *shlex.split(serve_flags))
         split = (f"{prefill}P{decode}D", ("--prefill", str(prefill), "--decode", str(decode)))
         kinds = ((f"{engines} colocated", ("--engines", str(engines))), split)
-        ports = choose_ports("127.0.0.1", len(kinds), 0, 0)
-        contenders = [
-            Contender(
-                title,
-                serve_command(str(path), port.http, "--grpc-port", str(port.grpc), *flags, *common),
-                f"http://127.0.0.1:{port.http}",
-            )
-            for (title, flags), port in zip(kinds, ports, strict=True)
-        ]
-        with bars() as bar:
+        with reserved_ports("127.0.0.1", len(kinds), 0, 0) as ports, bars() as bar:
+            contenders = [
+                Contender(
+                    title,
+                    serve_command(str(path), port.http, "--grpc-port", str(port.grpc), *flags, *common),
+                    f"http://127.0.0.1:{port.http}",
+                )
+                for (title, flags), port in zip(kinds, ports, strict=True)
+            ]
             results = asyncio.run(compare(contenders, options, rounds, bar))
         if plot is not None:
             write_plot(plot, results)

@@ -11,9 +11,8 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
-from .executor.executor import Executor, PendingOutput
+from .executor.executor import Executor, PendingOutput, PoolSpec
 from .kv_cache.kv_cache_config import size_kv_cache
-from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import finish_transfers, start_transfers
 from .scheduling.scheduler import Scheduler
@@ -279,8 +278,8 @@ class EngineCore:
             return
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        memory = PoolMemory.allocate(num_blocks * config.cache.block_size * bytes_per_token, shared=is_shared)
-        self.executor.initialize_kv_cache(num_blocks, memory)
+        nbytes = num_blocks * config.cache.block_size * bytes_per_token
+        self.executor.initialize_kv_cache(num_blocks, PoolSpec(nbytes, is_shared))
         self._connector.register_kv_caches(self.executor.kv_pool())
 
     def _settle_max_in_flight(self) -> int:

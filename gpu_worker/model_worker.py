@@ -71,10 +71,12 @@ class ModelWorker:
         )
 
     def determine_available_memory(self) -> int:
-        """Return what memory remains for KV, next to the weights and a step's largest activations."""
-        return self._platform.kv_memory(self._platform.peak_of(self._profile))
+        """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
+        this host share it."""
+        activations = self._platform.peak_of(self._run_largest_step)
+        return self._platform.kv_memory(activations, self._config.cache.engines_on_host)
 
-    def _profile(self) -> None:
+    def _run_largest_step(self) -> None:
         """Run a step that fills the token budget and in which as many requests as possible draw a token."""
         block_size = self._config.cache.block_size
         lengths = self._largest_step()

@@ -61,6 +61,6 @@ class ModelLoader:
         load_model(path, self.dtype, torch.device("meta"), quantization=self.quantization)
 
     def replace_weights(self, model: Model, path: Path) -> None:
-        """Replace the weights of ``model`` as ``Model.load_weights`` does, from a checkpoint that passed :meth:`check`."""
+        """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
         with Checkpoint(path, model.config.dtype, self.device or torch.device("cpu")) as checkpoint:
             model.load_weights(checkpoint)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 class LLM:
     """Continues prompts and conversations with one model, with vLLM's arguments. For one thread at a time.
 
-    Wrong arguments, prompts and parameters, and unsupported checkpoints, raise ``ValueError``.
+    Wrong arguments, prompts and parameters, and unsupported checkpoints, raise ``ValueError``. While the engine sleeps
+    or is paused, requests raise ``EnginePausedError``, which names the call that lets them run.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class LLM:
             path = resolve(str(model))
             self._info = CheckpointInfo.load(path)
             self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
+        self._path = path
         self.model_name = served_model_name or served_name(path, str(model))
         config = for_checkpoint(config, str(path))
         self._client = InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
@@ -180,16 +182,46 @@ class LLM:
         """Drop the KV blocks of earlier prompts. Returns whether it succeeded."""
         return bool(self._client.call_utility("reset_prefix_cache"))
 
-    def sleep(self, level: int = 1) -> None:
-        """Release the memory of weights and KV cache (levels as in vLLM)."""
-        self._client.call_utility("sleep", level)
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause and release memory.
+
+        Raises ``UtilityError`` for an unknown level or mode, and if asleep at another level.
+
+        Args:
+            level: 0 only pauses; 1 releases weights and KV cache, which :meth:`wake_up` restores; 2 releases both, and
+                :meth:`reload_weights` must load weights before waking.
+            mode: What happens to requests of other calls that are in flight: ``abort`` ends them, ``wait`` finishes
+                those that have begun, ``keep`` lets them continue after waking.
+        """
+        self._client.call_utility("sleep", level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore ``weights``, ``kv_cache``, or both (None)."""
+        """Restore ``weights``, ``kv_cache``, or both (None).
+
+        After ``sleep(2)`` the weights come from :meth:`reload_weights`. Raises ``UtilityError`` if they are missing.
+        """
         self._client.call_utility("wake_up", tags)
 
+    def reload_weights(self, path: str | Path | None = None) -> None:
+        """Load the weights of another checkpoint of the same architecture, awake or asleep, and forget cached prefixes.
+
+        Args:
+            path: A checkpoint directory or a hub id; None: the model that this object was made with.
+
+        Raises ``ValueError`` if there is no such checkpoint, ``UtilityError`` if it does not fit or requests run.
+        """
+        with _as_value_error():
+            directory = self._path if path is None else resolve(str(path))
+        self._client.call_utility("reload_weights", str(directory))
+
     def collective_rpc(self, method: str, args: Sequence[object] = ()) -> list[object]:
-        """Call ``profile`` or ``resident_bytes`` on every worker; return the results by rank."""
+        """Call ``profile``, ``resident_bytes`` or ``reload_weights`` on every worker; return the results by rank.
+
+        ``reload_weights`` has at most one argument, as :meth:`reload_weights`.
+        """
+        if method == "reload_weights":  # not the workers' own: the core must know of it
+            self.reload_weights(*cast("Sequence[str]", args))
+            return [None]
         results = self._client.call_utility("collective_rpc", method, list(args))
         assert isinstance(results, list)
         return results

@@ -140,8 +140,8 @@ class EngineCore:
             self._sample_deferred(self._unsampled)
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
-        if self.scheduler.early_outputs:
-            outputs += self.scheduler.take_early_outputs()
+        if self.scheduler.ended.outputs:
+            outputs += self.scheduler.ended.take_outputs()
         self._settle(outputs)
         return self._report(outputs)
 
@@ -188,7 +188,7 @@ class EngineCore:
         if masks is None:
             return self.executor.sample_tokens(None)
         pending = self.executor.sample_tokens(masks.output())
-        self.scheduler.end_constrained(masks.ended)
+        self.scheduler.results.end_constrained(masks.ended)
         return pending
 
     def _sample_deferred(self, scheduled: SchedulerOutput) -> None:

@@ -48,7 +48,7 @@ class EngineCore:
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
         self._grammars: StructuredOutputManager | None = None
         if config.structured_output is not None:
-            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size)
+            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size, config.reasoning)
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -78,6 +78,7 @@ class EngineCore:
             kv_layout=model.kv_layout,
             numerics=model.numerics,
             hidden_size=model.hidden_size,
+            finds_reasoning=config.reasoning.marks is not None,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:

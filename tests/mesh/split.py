@@ -24,7 +24,7 @@ from tokenloom.engine_core.kv_transfer import kv_copier
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
-from tokenloom.services.engine.core.grammar_config import structured_output_config
+from tokenloom.services.engine.core.grammar_config import reasoning_config, structured_output_config
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
@@ -152,7 +152,11 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     is_hash = settings.engine.worker.worker == "hash"
     # Without a checkpoint the hash worker's tokens are any of the vocabulary.
     config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
-    config = msgspec.structs.replace(config, structured_output=structured_output_config(DEMO_MODEL))
+    config = msgspec.structs.replace(
+        config,
+        structured_output=structured_output_config(DEMO_MODEL),
+        reasoning=reasoning_config(DEMO_MODEL, config.reasoning),
+    )
     transports = make_transports(config)
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)

@@ -1,6 +1,5 @@
 """Loads a checkpoint, measures memory and runs steps, on the device of its platform."""
 
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from .attention.cache import kv_layout, make_kv_pool
 from .batch.input_batch import InputBatch
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
-from .models.architectures import load_model
+from .models.architectures import ModelLoader
 from .models.model import Model
 from .ops.ops_choice import make_ops
 from .platform.platform import Platform
@@ -52,10 +51,8 @@ class ModelWorker:
         config = self._config.worker
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
-        load = functools.partial(
-            load_model, dtype=config.dtype, device=self._device, ops=ops, quantization=config.quantization
-        )
-        self._slot = ModelSlot(Path(config.model), config.dtype, load)
+        loader = ModelLoader(config.dtype, self._device, ops, config.quantization)
+        self._slot = ModelSlot(Path(config.model), loader)
         model_config = self._model.config
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
@@ -134,9 +131,11 @@ class ModelWorker:
 
     def reload_weights(self, path: str) -> None:
         assert self._slot is not None, "load_model comes first"
-        self._slot.replace(Path(path))
-        self._take_model()
-        self._platform.return_freed()
+        try:
+            self._slot.replace(Path(path))
+        finally:  # the model is another one if it was asleep, or if the weights were lost
+            self._take_model()
+            self._platform.return_freed()
 
     def profile(self, start: bool) -> None:
         if start:

@@ -107,14 +107,24 @@ class Sleeping:
         """Load the weights of another checkpoint, awake or asleep, and forget cached prefixes.
 
         Raises ``ValueError`` if the engine is awake and requests run without being paused (frozen requests are computed
-        anew), and if the checkpoint is not of the same architecture.
+        anew), and if the checkpoint is not of the same architecture; the old weights then stay. The old weights are
+        replaced piece by piece: any later error leaves none, and the engine sleeps at level 2 until weights are loaded
+        and it is woken up.
         """
         if not self._asleep:
             if self._scheduler.running and not self._pausing.is_paused:
                 raise ValueError("requests are running; pause the engine, or wait until it is idle")
             if not self._release_blocks():
                 raise ValueError("KV from other engines is being loaded; retry")
-        self._executor.collective_rpc("reload_weights", path)
+        try:
+            self._executor.collective_rpc("reload_weights", path)
+        except ValueError:
+            raise
+        except Exception:
+            self._level = 2
+            self._asleep.add("weights")
+            self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            raise
         self._asleep.discard("weights")
 
     def _on_quiet(self, quiet: "Future[None]") -> None:

@@ -182,3 +182,27 @@ def test_weights_are_replaced_only_while_no_request_runs(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     with pytest.raises(ValueError, match="vocab_size is 5 in the checkpoint"):
         core.sleeping.reload_weights(str(tmp_path))
+
+
+def test_without_weights_after_a_failed_reload_it_sleeps_until_others_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = busy_core()
+    core.pause("keep")
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "collective_rpc", fail_to_read)
+        with pytest.raises(OSError, match="the disk failed"):
+            core.sleeping.reload_weights(str(tmp_path))
+    assert core.sleeping.is_sleeping()
+    with pytest.raises(ValueError, match="asleep"):
+        core.resume()
+    assert finish(core) == {}
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}}}')
+    core.sleeping.reload_weights(str(tmp_path))
+    core.sleeping.wake_up()
+    assert not core.sleeping.is_sleeping()
+    assert tokens_of(finish(core)["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
+
+
+def fail_to_read(method: str, *args: object) -> list[object]:
+    raise OSError("the disk failed")

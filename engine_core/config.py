@@ -69,7 +69,9 @@ class CacheConfig(Struct, frozen=True):
         "Bytes of the KV cache; by default from the memory free after a profile run.",
         Meta(extra={"name": "kv_cache_memory", "aliases": ("kv_cache_memory_bytes",)}),
     ] = None
-    engines_on_host: Annotated[Count, "Engines that share this host's memory."] = 1
+    engines_on_host: Annotated[
+        Count, "Engines that share the memory of this host or GPU; by default each plans KV blocks for its part."
+    ] = 1
     kv_events: Annotated[bool, "Publish which blocks the prefix cache stores and removes."] = False
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""

@@ -216,7 +216,7 @@ def test_names_sizes_and_what_has_no_effect(caplog):
         seed=None,
     )
     assert llm.model_name == "mine"
-    assert llm._builder._limits.max_model_len == 512  # what a MiB holds
+    assert llm._builder.limits.max_model_len == 512  # what a MiB holds
     assert "gpu_memory_utilization has no effect" in caplog.text
     assert len(llm.generate([STORY] * 3, SamplingParams(ignore_eos=True), use_tqdm=False)) == 3
 

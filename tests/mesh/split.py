@@ -13,9 +13,13 @@ from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.worker import Worker
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
@@ -122,10 +126,14 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     transports = make_transports(config)
     if is_hash:
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
-        return AsyncInprocClient(config, UniProcExecutor(worker), transports)
+        return AsyncInprocClient(config, _executor(config, worker), transports)
     from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
 
-    return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
+    return AsyncInprocClient(config, _executor(config, CPUWorker(config)), transports)
+
+
+def _executor(config: EngineConfig, worker: Worker) -> Executor:
+    return ThreadedExecutor(worker) if config.scheduler.async_scheduling else UniProcExecutor(worker)
 
 
 class SplitMesh(Mesh):

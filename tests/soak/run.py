@@ -16,14 +16,16 @@ from tests.soak.plan import Ask, Event, Plan
 HANG_SECONDS = 60.0
 
 
-async def soak(directory: Path, seeds: Iterable[int], worker: str = "hash") -> AsyncIterator[tuple[Plan, Counter[str]]]:
+async def soak(
+    directory: Path, seeds: Iterable[int], worker: str = "hash", *, async_scheduling: bool = False
+) -> AsyncIterator[tuple[Plan, Counter[str]]]:
     """Runs the schedules of these seeds; yields each with what happened in it: faults that fired, ends of requests.
 
     Raises ``AssertionError`` naming the plan that did not go as it must.
     """
     expecting = expectation(worker)
     for seed in seeds:
-        plan = Plan.draw(seed, worker)
+        plan = Plan.draw(seed, worker, async_scheduling=async_scheduling)
         try:
             async with asyncio.timeout(HANG_SECONDS):
                 happened = await _run(directory, plan, expecting)

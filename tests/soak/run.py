@@ -17,7 +17,12 @@ HANG_SECONDS = 60.0
 
 
 async def soak(
-    directory: Path, seeds: Iterable[int], worker: str = "hash", executor: str = "uni"
+    directory: Path,
+    seeds: Iterable[int],
+    worker: str = "hash",
+    executor: str = "uni",
+    *,
+    async_scheduling: bool = False,
 ) -> AsyncIterator[tuple[Plan, Counter[str]]]:
     """Runs the schedules of these seeds; yields each with what happened in it: faults that fired, ends of requests.
 
@@ -27,7 +32,7 @@ async def soak(
     """
     expecting = expectation(worker)
     for seed in seeds:
-        plan = Plan.draw(seed, worker)
+        plan = Plan.draw(seed, worker, async_scheduling=async_scheduling)
         try:
             async with asyncio.timeout(HANG_SECONDS):
                 happened = await _run(directory, plan, expecting, executor)

@@ -23,6 +23,10 @@ _NO_CHOICE = (
     "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
     "structured_outputs forbid"
 )
+_NO_FINITE_LOGIT = (
+    "the model computed no finite logit for this request, so no token can be chosen; "
+    "check prompt_embeds for extreme values, and the weights"
+)
 
 
 class Scheduler:
@@ -207,6 +211,8 @@ class Scheduler:
             self._drop_finished()
         if result.without_choice:
             self.end_constrained(dict.fromkeys(result.without_choice, _NO_CHOICE), "allowed_token_ids")
+        if result.without_finite_logit:
+            self._fail_computed(result.without_finite_logit)
         self._recorder.attach_events(outputs)
         return outputs
 
@@ -215,10 +221,7 @@ class Scheduler:
         for request_id, error in ended.items():
             if (request := self.requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            if request.status is RequestStatus.RUNNING:
-                self.running.remove(request)
-            else:  # preempted while the step was in flight
-                self.waiting.remove(request)
+            self._take_out(request)
             status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
             self._finish_early(request, status, error, field if error else "")
 
@@ -356,6 +359,22 @@ class Scheduler:
         self.requests.pop(request.request_id, None)
         if self._grammars is not None and request.sampling_params.structured_output is not None:
             self._grammars.forget(request.request_id)
+
+    def _fail_computed(self, request_ids: Iterable[str]) -> None:
+        """End requests whose logits are useless. No other request may find their blocks: the KV may be useless too."""
+        for request_id in request_ids:
+            if (request := self.requests.get(request_id)) is not None:  # otherwise it was aborted during the step
+                self._take_out(request)
+                self.kv.pool.forget(request.block_ids)
+                self._finish_early(request, RequestStatus.FINISHED_ERROR, _NO_FINITE_LOGIT)
+                self.early_outputs[-1].error_is_internal = True
+
+    def _take_out(self, request: Request) -> None:
+        """Remove a request, of which a step was just processed, from its queue."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:  # preempted while the step was in flight
+            self.waiting.remove(request)
 
     def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
         """End a request without a step; it is in no queue. ``field`` is the field of the request at fault, if any."""

@@ -10,6 +10,8 @@ TORCH_VERSION := 2.13.0
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
 export HF_HUB_OFFLINE ?= 1
+# The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
+unexport PYTHONDONTWRITEBYTECODE
 
 ##@ First steps
 

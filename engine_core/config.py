@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
 Count = Annotated[int, Meta(ge=1)]
@@ -69,7 +71,9 @@ class CacheConfig(Struct, frozen=True):
         "Bytes of the KV cache; by default from the memory free after a profile run.",
         Meta(extra={"name": "kv_cache_memory", "aliases": ("kv_cache_memory_bytes",)}),
     ] = None
-    engines_on_host: Annotated[Count, "Engines that share this host's memory."] = 1
+    engines_on_host: Annotated[
+        Count, "Engines that share the memory of this host or GPU; by default each plans KV blocks for its part."
+    ] = 1
     kv_events: Annotated[bool, "Publish which blocks the prefix cache stores and removes."] = False
     block_hash_seed: bytes = b""
     """Root of the block hash chain, as in ``Fingerprint.block_hash_seed``."""
@@ -187,6 +191,21 @@ class StructuredOutputConfig(Struct, frozen=True):
     """End-of-sequence tokens of the checkpoint; empty: those that the tokenizer names."""
 
 
+class ReasoningConfig(Struct, frozen=True):
+    """How the reasoning that a model writes before its answer is found by its tokens."""
+
+    parser: Annotated[
+        ReasoningParserName,
+        "How the model writes reasoning; auto: as its chat template indicates.",
+        Meta(extra={"name": "reasoning_parser"}),
+    ] = "auto"
+    enable_in_reasoning: Annotated[
+        bool, "Apply the constraints of structured outputs to the reasoning too, instead of only to the answer."
+    ] = False
+    marks: ReasoningMarks | None = None
+    """The marks around the reasoning in the model's tokens; None: reasoning is not distinguished from the answer."""
+
+
 class ParallelConfig(Struct, frozen=True):
     """Where the workers run, and how arrays move between processes."""
 
@@ -223,6 +242,7 @@ class EngineConfig(Struct, frozen=True):
     observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer, so outputs cannot be constrained."""
+    reasoning: ReasoningConfig = ReasoningConfig()
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

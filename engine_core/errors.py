@@ -17,5 +17,9 @@ class ExecutorFailedError(RuntimeError):
     """A worker failed or ended, so that the core cannot compute."""
 
 
+class EnginePausedError(RuntimeError):
+    """The engine is paused or asleep, so that a request would wait without end; the message names the call to make."""
+
+
 class UtilityError(RuntimeError):
     """A utility call failed in the core; the core continues to run."""

@@ -74,7 +74,8 @@ class Worker(Protocol):
     def reload_weights(self, path: str) -> None:
         """Load the weights of another checkpoint of the same architecture, awake or asleep. No request holds a block.
 
-        Raises ``ValueError``, and keeps the old weights, naming what is wrong with the checkpoint.
+        Raises ``ValueError``, and keeps the old weights, naming what is wrong with the checkpoint. After any other
+        error no weights are left, and another call must load some.
         """
 
     def profile(self, start: bool) -> None:

@@ -19,7 +19,7 @@ from .batch.transfer import to_device
 from .models.model import Model
 from .sampler import NO_TOKEN, Sampler
 from .sampler.device_sampler import DeviceSampler
-from .sampler.grammar_mask import allow_only
+from .sampler.grammar_mask import allow_only, force
 
 Logits = npt.NDArray[np.float32]
 _CPU = torch.device("cpu")
@@ -154,6 +154,8 @@ class ModelRunner:
             if grammar is not None:
                 allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
             self._batch.logits_processors.apply(logits, rows)
+            if grammar is not None:
+                force(grammar, [inputs.req_ids[index] for index in indices], logits)
             tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
             if min(tokens) == NO_TOKEN and self._batch.logits_processors:
                 masked = [row for row, token_id in enumerate(tokens) if token_id < 0 and np.isneginf(logits[row]).all()]

@@ -1,16 +1,16 @@
 """Holds the model of a worker, whose weights can be loaded, dropped and restored, or replaced."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor
 
 from .attention.attention_backend import AttentionPlan, KVCache
-from .checkpoint.model_config import ModelConfig, load_model_config
-from .checkpoint.weights import FileStamps, file_stamps
+from .checkpoint.model_config import ModelConfig
+from .checkpoint.weights import Checkpoint, FileStamps, file_stamps
 from .layers.embedding import InputEmbeds
+from .models.architectures import ModelLoader
 from .models.model import Model
 
 
@@ -19,6 +19,9 @@ class AbsentModel:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
+
+    def load_weights(self, checkpoint: Checkpoint) -> NoReturn:
+        raise AssertionError("the weights are asleep")
 
     def forward(
         self,
@@ -34,17 +37,21 @@ class AbsentModel:
         raise AssertionError("the weights are asleep")
 
 
+class WeightsLostError(Exception):
+    """Raised when loading new weights failed after the old ones were dropped. Another :meth:`ModelSlot.replace`
+    repairs it."""
+
+
 class ModelSlot:
     """Holds one model of a fixed configuration."""
 
-    def __init__(self, path: Path, dtype: str, load: Callable[[Path], Model]) -> None:
+    def __init__(self, path: Path, loader: ModelLoader) -> None:
         """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what is missing or not supported."""
         self._path = path
-        self._dtype = dtype
-        self._load = load
+        self._loader = loader
         # Recorded before loading, so that a file that changes during the load is noticed later.
         self._stamps: FileStamps | None = file_stamps(path)
-        self.model: Model = load(path)
+        self.model: Model = loader.load(path)
 
     @property
     def is_loaded(self) -> bool:
@@ -64,19 +71,35 @@ class ModelSlot:
             raise ValueError("the weights were dropped for good; call reload_weights")
         if file_stamps(self._path) != self._stamps:
             raise ValueError("the checkpoint's files changed after they were loaded; call reload_weights to use them")
-        self.model = self._load(self._path)
+        self.model = self._loader.load(self._path)
 
     def replace(self, path: Path) -> None:
-        """Load the weights of another checkpoint of the same configuration. Raises ``ValueError`` naming the first
-        difference, or what is wrong with the checkpoint; the old weights then stay."""
-        ours = self.model.config
-        theirs = load_model_config(path, self._dtype, ours.quantization)
+        """Load the weights of another checkpoint of the same configuration, in the place of the old ones.
+
+        Raises ``ValueError`` naming the first difference, or what is wrong with the checkpoint; the old weights then
+        stay. Raises :class:`WeightsLostError` if reading fails later; the model is then absent.
+        """
+        self._check(path)
+        stamps = file_stamps(path)
+        try:
+            if self.is_loaded:
+                self._loader.replace_weights(self.model, path)
+            else:
+                self.model = self._loader.load(path)
+        except Exception as error:
+            self.drop(restorable=False)
+            raise WeightsLostError(
+                f"loading {path} failed after the old weights were dropped ({type(error).__name__}: {error}); call "
+                "reload_weights again"
+            ) from error
+        self._path, self._stamps = path, stamps
+
+    def _check(self, path: Path) -> None:
+        ours, theirs = self.model.config, self._loader.read_config(path)
         for field in dataclasses.fields(ModelConfig):
             old, new = getattr(ours, field.name), getattr(theirs, field.name)
             if old != new:
                 raise ValueError(
                     f"{field.name} is {new} in the new checkpoint and {old} in the loaded one: not the same model"
                 )
-        stamps = file_stamps(path)
-        self.model = self._load(path)
-        self._path, self._stamps = path, stamps
+        self._loader.check(path)

@@ -1,6 +1,5 @@
 """Loads a checkpoint, measures memory and runs steps, on the device of its platform."""
 
-import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from .attention.cache import kv_layout, make_kv_pool
 from .batch.input_batch import InputBatch
 from .model_runner import ModelRunner
 from .model_slot import ModelSlot
-from .models.architectures import load_model
+from .models.architectures import ModelLoader
 from .models.model import Model
 from .ops.ops_choice import make_ops
 from .platform.platform import Platform
@@ -52,10 +51,8 @@ class ModelWorker:
         config = self._config.worker
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
-        load = functools.partial(
-            load_model, dtype=config.dtype, device=self._device, ops=ops, quantization=config.quantization
-        )
-        self._slot = ModelSlot(Path(config.model), config.dtype, load)
+        loader = ModelLoader(config.dtype, self._device, ops, config.quantization)
+        self._slot = ModelSlot(Path(config.model), loader)
         model_config = self._model.config
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
@@ -71,10 +68,12 @@ class ModelWorker:
         )
 
     def determine_available_memory(self) -> int:
-        """Return what memory remains for KV, next to the weights and a step's largest activations."""
-        return self._platform.kv_memory(self._platform.peak_of(self._profile))
+        """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
+        this host share it."""
+        activations = self._platform.peak_of(self._run_largest_step)
+        return self._platform.kv_memory(activations, self._config.cache.engines_on_host)
 
-    def _profile(self) -> None:
+    def _run_largest_step(self) -> None:
         """Run a step that fills the token budget and in which as many requests as possible draw a token."""
         block_size = self._config.cache.block_size
         lengths = self._largest_step()
@@ -132,9 +131,11 @@ class ModelWorker:
 
     def reload_weights(self, path: str) -> None:
         assert self._slot is not None, "load_model comes first"
-        self._slot.replace(Path(path))
-        self._take_model()
-        self._platform.return_freed()
+        try:
+            self._slot.replace(Path(path))
+        finally:  # the model is another one if it was asleep, or if the weights were lost
+            self._take_model()
+            self._platform.return_freed()
 
     def profile(self, start: bool) -> None:
         if start:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..config import EngineConfig
 from ..control.core_calls import CoreCalls
 from ..core import EngineCore
-from ..errors import UtilityError
+from ..errors import EnginePausedError, UtilityError
 from ..executor.executor import Executor
 from ..wire.messages import EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from ..wire.serialization import to_raw
@@ -33,15 +33,31 @@ class InprocClient:
     def abort_requests(self, request_ids: Sequence[str]) -> None:
         """End requests without an output; unknown ids are ignored."""
         self._calls.abort(list(request_ids))
+        gone = set(request_ids)
+        for outputs in self._early:
+            outputs.outputs = [output for output in outputs.outputs if output.request_id not in gone]
+
+    def check_awake(self) -> None:
+        """Raise ``EnginePausedError`` if a new request would not run because the engine is paused or asleep."""
+        if sentence := self._core.sleeping.calls_to_wake():
+            raise EnginePausedError(sentence)
+        if self._core.pausing.is_paused:
+            raise EnginePausedError("the engine is paused; call resume first")
 
     def get_output(self) -> EngineCoreOutputs:
-        """Run a step and return what it produced. Call it only while requests are unfinished."""
+        """Run a step and return what it produced. Call it only while requests are unfinished.
+
+        Raises ``EnginePausedError`` if none of them can advance because the engine is paused or asleep.
+        """
         if self._early:
             return self._early.popleft()
         while self._core.is_compiling() and not self._core.has_work():
             self._news.wait()
             self._news.clear()
-        return self._calls.step()
+        outputs = self._calls.step()
+        if not outputs.outputs and not self._core.has_work():
+            self.check_awake()
+        return outputs
 
     def call_utility(self, method: str, *args: object) -> object:
         """Call one of the core's utilities. Raises ``UtilityError`` when it fails."""

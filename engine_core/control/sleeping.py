@@ -29,6 +29,17 @@ class Sleeping:
         """Return whether the engine sleeps: from the call of :meth:`sleep` until all parts are awake again."""
         return self._level is not None
 
+    def calls_to_wake(self) -> str:
+        """Return what is asleep and which calls let requests run again, as a sentence; empty if the engine is awake."""
+        if self._level is None:
+            return ""
+        if self._level == 2 and "weights" in self._asleep:
+            return "the engine has no weights; call reload_weights() and then wake_up()"
+        if self._asleep == {"kv_cache"}:
+            return "the KV cache is asleep; call wake_up() first"
+        state = "asleep" if self._asleep or self._level else "paused"
+        return f"the engine is {state}; call wake_up() first"
+
     def sleep(self, level: int = 1, mode: str = "abort") -> "Future[None]":
         """Pause in ``mode`` and, once no request runs, release memory. The future is done after that.
 
@@ -68,6 +79,9 @@ class Sleeping:
         """Restore the parts that ``tags`` name, or all if None. Once all are awake, requests continue. Do nothing if
         awake.
 
+        At level 2 only ``reload_weights`` restores the weights, so waking them alone does nothing: as in vLLM, a caller
+        may wake the weights, reload them and then wake the KV cache.
+
         Raises ``ValueError`` for an unknown tag, and if the weights cannot be restored unchanged.
         """
         wanted = TAGS if tags is None else tags
@@ -75,6 +89,8 @@ class Sleeping:
             if tag not in TAGS:
                 raise ValueError(f"tag {tag!r} is unknown; use {' or '.join(TAGS)}")
         if self._level is None:
+            return
+        if self._level == 2 and set(wanted) == {"weights"}:
             return
         if waking := [tag for tag in TAGS if tag in wanted and tag in self._asleep]:
             self._executor.collective_rpc("wake_up", waking)
@@ -91,14 +107,24 @@ class Sleeping:
         """Load the weights of another checkpoint, awake or asleep, and forget cached prefixes.
 
         Raises ``ValueError`` if the engine is awake and requests run without being paused (frozen requests are computed
-        anew), and if the checkpoint is not of the same architecture.
+        anew), and if the checkpoint is not of the same architecture; the old weights then stay. The old weights are
+        replaced piece by piece: any later error leaves none, and the engine sleeps at level 2 until weights are loaded
+        and it is woken up.
         """
         if not self._asleep:
             if self._scheduler.running and not self._pausing.is_paused:
                 raise ValueError("requests are running; pause the engine, or wait until it is idle")
             if not self._release_blocks():
                 raise ValueError("KV from other engines is being loaded; retry")
-        self._executor.collective_rpc("reload_weights", path)
+        try:
+            self._executor.collective_rpc("reload_weights", path)
+        except ValueError:
+            raise
+        except Exception:
+            self._level = 2
+            self._asleep.add("weights")
+            self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+            raise
         self._asleep.discard("weights")
 
     def _on_quiet(self, quiet: "Future[None]") -> None:

@@ -100,7 +100,7 @@ def run_worker(address: str, make_worker: Callable[[EngineConfig], Worker]) -> i
         _send(socket, WorkerHello(os.getpid()))
         init = Decoder[WorkerInit](WorkerInit).decode(socket.recv_multipart())
         try:
-            worker = make_worker(init.config)
+            worker = make_worker(_config_of_rank(init))
         except Exception as error:
             log.debug("worker %d cannot start", init.rank, exc_info=True)
             _send(socket, WorkerFailed(str(error), is_config=isinstance(error, ValueError)))
@@ -108,6 +108,13 @@ def run_worker(address: str, make_worker: Callable[[EngineConfig], Worker]) -> i
         _send(socket, WorkerReady())
         WorkerProc(worker, socket, init).run()
     raise AssertionError("a worker runs until its process is ended")
+
+
+def _config_of_rank(init: WorkerInit) -> EngineConfig:
+    """Return the configuration in which every rank of the engine counts as a user of the host's memory."""
+    cache = init.config.cache
+    num_users = cache.engines_on_host * init.world_size
+    return msgspec.structs.replace(init.config, cache=msgspec.structs.replace(cache, engines_on_host=num_users))
 
 
 def _send(socket: "zmq.Socket[bytes]", message: object) -> None:

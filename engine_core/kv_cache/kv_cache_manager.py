@@ -1,11 +1,10 @@
 """Gives requests KV blocks for their tokens, and finds blocks that already hold them."""
 
-from tokenloom.request.prompt_block_hash import hash_block
-
 from ..config import CacheConfig
 from ..scheduling.request import Request
 from .block_pool import BlockPool
 from .kv_events import KVEventLog
+from .request_hashes import hash_next_block
 
 
 class KVCacheManager:
@@ -38,7 +37,7 @@ class KVCacheManager:
         hashes, find = request.block_hashes, self.pool.find
         for index in range(start, (request.num_tokens - 1) // self.block_size):
             if index == len(hashes):
-                self._hash_next_block(request)
+                hash_next_block(request, self.block_size, self._hash_seed)
             if (block_id := find(hashes[index])) is None:
                 break
             hits.append(block_id)
@@ -102,15 +101,9 @@ class KVCacheManager:
             first -= 1  # an equal block of another request had this hash when ours was full, and was evicted
         for index in range(first, num_full_blocks):
             if index == len(hashes):
-                self._hash_next_block(request)
+                hash_next_block(request, self.block_size, self._hash_seed)
             if self.pool.register(request.block_ids[index], hashes[index]) and self._events is not None:
                 start = index * self.block_size
                 token_ids = request.all_token_ids[start : start + self.block_size]
                 self._events.stored(hashes[index], hashes[index - 1] if index else None, token_ids)
         request.num_registered_blocks = num_full_blocks
-
-    def _hash_next_block(self, request: Request) -> None:
-        hashes = request.block_hashes
-        start = len(hashes) * self.block_size
-        token_ids = request.all_token_ids[start : start + self.block_size]
-        hashes.append(hash_block(hashes[-1] if hashes else self._hash_seed, token_ids, request.cache_salt))

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from tokenloom.request.prompt_block_hash import hash_block
-
 from ..config import CacheConfig
 from ..kv_cache.block_pool import BlockPool
+from ..kv_cache.request_hashes import hash_next_block
 from ..scheduling.request import Request
 from ..wire.scheduler_output import SchedulerOutput
 from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorStats
@@ -206,9 +205,7 @@ class OffloadConnector:
         """Return the hash of the block at ``index``; the request keeps the computed hashes."""
         hashes = request.block_hashes
         while len(hashes) <= index:
-            start = len(hashes) * self._block_size
-            token_ids = request.all_token_ids[start : start + self._block_size]
-            hashes.append(hash_block(hashes[-1] if hashes else self._hash_seed, token_ids, request.cache_salt))
+            hash_next_block(request, self._block_size, self._hash_seed)
         return hashes[index]
 
     def _note_loaded(self, load: TierLoad, count: int, failure: str) -> None:

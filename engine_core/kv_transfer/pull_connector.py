@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from ..kv_cache.block_pool import BlockPool
 from ..scheduling.request import Request, RequestStatus
+from ..wire.embedding_rows import content_salt
 from ..wire.scheduler_output import SchedulerOutput
 from .block_loads import LoadOrder, LoadResult
 from .failpoints import Failpoints
@@ -57,7 +58,8 @@ class PullConnector:
         if num_external_tokens and remote.target is not None:
             self._order_load(request, remote.target, block_ids, num_external_tokens)
         elif remote.lease_id and request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-            digest = prompt_digest(request.all_token_ids, request.cache_salt)
+            salt = content_salt(request.cache_salt, request.prompt_embeds)
+            digest = prompt_digest(request.all_token_ids, salt)
             blocks = block_ids[: -(-request.num_tokens // self._block_size)]
             self._leases.grant(remote.lease_id, request.request_id, blocks, request.num_tokens, digest)
             self._prefills[request.request_id] = request

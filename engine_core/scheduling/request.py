@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from tokenloom.request.sampling_params import RepetitionDetectionParams
 
 from ..kv_transfer.kv_messages import KVTarget
-from ..wire.embedding_rows import content_salt
 from ..wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
 
 
@@ -129,9 +128,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.sampling_params = params
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        embeds = message.prompt_embeds
-        self.cache_salt = content_salt(message.cache_salt, embeds) if embeds else message.cache_salt
-        self.prompt_embeds = embeds
+        self.cache_salt = message.cache_salt
+        self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority
 
         self.prompt_token_ids = message.prompt_token_ids

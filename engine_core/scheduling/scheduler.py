@@ -1,7 +1,7 @@
 """Decides what each step computes: a token budget, spent so that every request catches up with its tokens."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
@@ -10,23 +10,17 @@ from ..kv_cache.kv_events import KVEventLog
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.manager import FIELD, StructuredOutputManager
-from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, Logprobs, SchedulerStats
+from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from .request import Request, RequestStatus, finish_status, mark_finished
+from .ended_requests import EndedRequests
+from .request import Request, RequestStatus, finish_status
 from .stats_recorder import StatsRecorder
 from .step_planner import PauseState, StepPlanner
+from .step_results import StepResults
 from .steps_in_flight import StepsInFlight
 from .waiting_requests import FCFSQueue, PriorityQueue, RequestQueue, SchedulingPolicy, check_config, refusal
 
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-_NO_CHOICE = (
-    "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
-    "structured_outputs forbid"
-)
-_NO_FINITE_LOGIT = (
-    "the model computed no finite logit for this request, so no token can be chosen; "
-    "check prompt_embeds for extreme values, and the weights"
-)
 
 
 class Scheduler:
@@ -72,10 +66,11 @@ class Scheduler:
         self._recorder = StatsRecorder(clock, cache, config)
         self._planner = StepPlanner(config, self.waiting, self.kv, self._remote, self._recorder)
         self.running = self._planner.running
-        self._finished_req_ids: list[str] = []
+        self.ended = EndedRequests(self.requests, self.kv, self._remote, grammars, self._in_flight, self._recorder)
+        self.results = StepResults(
+            self.requests, self.waiting, self.running, self._in_flight, self.ended, self._recorder
+        )
         self._preempted_req_ids: list[str] = []
-        self.early_outputs: list[EngineCoreOutput] = []
-        """Outputs of requests that ended without a step, until :meth:`take_early_outputs`."""
 
     # Requests come and go
 
@@ -85,16 +80,14 @@ class Scheduler:
         request = Request(message, self.max_model_len, message.arrival_ns or self._clock())
         moves_kv = self._remote is not None
         if error := refusal(request, self._policy, self.kv, self.max_model_len, moves_kv=moves_kv):
-            self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
+            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
         elif status := finish_status(request):
-            self._finish_early(request, status)
+            self.ended.end_early(request, status)
         else:
             self.requests[request.request_id] = request
             if self._recorder.log_events:
                 self._recorder.queued(request)
-            if request.sampling_params.structured_output is not None:
-                self._await_grammar(request)
-            else:
+            if not request.sampling_params.is_constrained or self._constrain(request):
                 self.waiting.append(request)
                 self._wake()
 
@@ -113,7 +106,7 @@ class Scheduler:
             if status := finish_status(request):
                 if is_queued:
                     self.waiting.remove(request)
-                self._finish_early(request, status)
+                self.ended.end_early(request, status)
                 return
         is_parked = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_parked and self._remote.tokens_accepted(request):
@@ -126,21 +119,22 @@ class Scheduler:
             return
         for request_id in request_ids:
             if request := self.requests.get(request_id):
+                self._wake()
                 if request.status in _IN_QUEUE:
                     self.waiting.remove(request)
-                self._finish(request, RequestStatus.FINISHED_ABORTED)
+                self.ended.end(request, RequestStatus.FINISHED_ABORTED)
             elif self._remote is not None:
                 self._remote.connector.request_aborted(request_id)
-        self._drop_finished()
-        self.early_outputs = [output for output in self.early_outputs if output.request_id not in request_ids]
-        self._recorder.forget(request_ids)
+        self.running[:] = [request for request in self.running if not request.is_finished]
+        self.ended.drop_outputs(request_ids)
 
     def abort_all(self) -> None:
         """End every request, with ``FinishReason.ABORT`` as its output."""
+        self._wake()
         for request in list(self.requests.values()):
             if request.status in _IN_QUEUE:
                 self.waiting.remove(request)
-            self._finish_early(request, RequestStatus.FINISHED_ABORTED)
+            self.ended.end_early(request, RequestStatus.FINISHED_ABORTED)
         self.running.clear()
 
     def set_pause_state(self, state: PauseState) -> None:
@@ -159,15 +153,9 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Return whether a step would do anything; False while every request waits for an external event."""
-        if self.early_outputs or (self._grammars is not None and self._grammars.done):
+        if self.ended.outputs or (self._grammars is not None and self._grammars.done):
             return True
         return bool(self.requests) and not self._is_stalled
-
-    def take_early_outputs(self) -> list[EngineCoreOutput]:
-        """Return the outputs of requests that ended without a step, since the last call."""
-        outputs, self.early_outputs = self.early_outputs, []
-        self._recorder.attach_events(outputs)
-        return outputs
 
     # A step
 
@@ -176,12 +164,12 @@ class Scheduler:
         if self._grammars is not None and self._grammars.done:
             self._admit_compiled(self._grammars)
         plan = self._planner.plan(self.pause_state)
-        self.early_outputs += plan.early_outputs
+        self.ended.outputs += plan.early_outputs
         self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
         if not plan.num_scheduled_tokens:
             self._preempted_req_ids += plan.preempted_req_ids  # the worker learns of them with the next step
             return plan.output()
-        plan.finished_req_ids, self._finished_req_ids = self._finished_req_ids, []
+        plan.finished_req_ids = self.ended.take_req_ids()
         plan.preempted_req_ids[:0], self._preempted_req_ids = self._preempted_req_ids, []
         scheduled = plan.output()
         if self._in_flight is not None:
@@ -190,40 +178,7 @@ class Scheduler:
 
     def update_from_output(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the result of a step. Returns one output for each request with new tokens."""
-        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
-        if self._in_flight is not None:
-            result = self._in_flight.end(result, self.requests)
-        prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
-        has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits)
-        outputs: list[EngineCoreOutput] = []
-        any_finished = False
-        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
-            if not token_ids or (request := self.requests.get(request_id)) is None:
-                continue  # its prompt is incomplete, or it was aborted while the step executed
-            output = self._accept_tokens(request, token_ids)
-            if has_details:
-                output.new_logprobs = result.logprobs.get(request_id)
-                output.new_prompt_logprobs = prompt_logprobs.get(request_id)
-                output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
-            any_finished |= output.finish_reason is not None
-            outputs.append(output)
-        if any_finished:
-            self._drop_finished()
-        if result.without_choice:
-            self.end_constrained(dict.fromkeys(result.without_choice, _NO_CHOICE), "allowed_token_ids")
-        if result.without_finite_logit:
-            self._fail_computed(result.without_finite_logit)
-        self._recorder.attach_events(outputs)
-        return outputs
-
-    def end_constrained(self, ended: Mapping[str, str], field: str = FIELD) -> None:
-        """End requests whose text is complete without a stop token (""), or that fail with an error."""
-        for request_id, error in ended.items():
-            if (request := self.requests.get(request_id)) is None:
-                continue  # aborted while the step executed
-            self._take_out(request)
-            status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
-            self._finish_early(request, status, error, field if error else "")
+        return self.results.apply(scheduled, result)
 
     def update_from_connector(self, output: KVConnectorOutput) -> None:
         """Process the transfers that ended: requests that waited for them continue, lent blocks become free again."""
@@ -231,19 +186,21 @@ class Scheduler:
         self._wake()
         for request in reversed(self._remote.update(output)):
             if error := self._remote.failure_of(request):
-                self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
+                self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
             else:
                 self.waiting.prepend(request)
 
-    def recover_from_failed_step(self) -> None:
+    def recover_from_failed_step(self, finished_req_ids: Sequence[str] = ()) -> None:
         """Send every request back to waiting, as if the worker had never known any, and forget all cached blocks.
 
-        Blocks can be hit once they are scheduled, so after a failed step it is unknown which of them were written.
+        Blocks can be hit once they are scheduled, so after a failed step it is unknown which of them were written. It
+        is also unknown whether the worker forgot the requests that the failed step names in ``finished_req_ids``, and
+        which requests it knows from that step and those after it: the next step makes it forget all of them.
         """
         if self._in_flight is not None:
             self._in_flight.abandon(self.requests.values())
-            # Steps after the failed one have run, and the worker may know requests again.
-            self._finished_req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
+        self.ended.req_ids += finished_req_ids
+        self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
         for request in reversed(self.running):
             self._planner.requeue(request, RequestStatus.WAITING)
         self.running.clear()
@@ -295,90 +252,21 @@ class Scheduler:
         """Note a change after which a request may run that could not run before."""
         self._is_stalled = False
 
-    def _await_grammar(self, request: Request) -> None:
+    def _constrain(self, request: Request) -> bool:
+        """Return whether a constrained request may be queued now; otherwise it waits for its grammar or has ended."""
         if self._grammars is None:
             error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
-            self._finish_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
-        elif error := self._grammars.compile(request):
-            self._finish_early(request, RequestStatus.FINISHED_ERROR, error)
+            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
+        elif error := self._grammars.constrain(request):
+            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        return request.status is RequestStatus.WAITING
 
     def _admit_compiled(self, grammars: StructuredOutputManager) -> None:
         """Move requests whose grammar has compiled into the waiting queue."""
         for compiled in grammars.take_compiled():
             request = self.requests[compiled.request_id]
             if compiled.error:
-                self._finish_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
+                self.ended.end_early(request, RequestStatus.FINISHED_ERROR, compiled.error, compiled.field)
             else:
                 request.set_status(RequestStatus.WAITING)
                 self.waiting.append(request)
-
-    def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, Logprobs]:
-        """Hand each request its part of the step. Returns the prompts that are complete, by request id."""
-        starts = scheduled.num_computed_tokens()
-        complete: dict[str, Logprobs] = {}
-        for req_id, part in result.prompt_logprobs.items():
-            if (request := self.requests.get(req_id)) is not None and (
-                whole := request.take_prompt_logprobs(starts[req_id], scheduled.num_scheduled_tokens[req_id], part)
-            ) is not None:
-                complete[req_id] = whole
-        return complete
-
-    def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
-        output = EngineCoreOutput(request.request_id, token_ids, request.num_tokens - request.num_prompt_tokens)
-        for count, token_id in enumerate(token_ids, 1):
-            request.append_token(token_id)
-            if status := finish_status(request):
-                output.new_token_ids = token_ids[:count]
-                mark_finished(output, request, status)
-                break
-        if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
-            self.waiting.num_tokens += len(output.new_token_ids)
-            if status is not None:
-                self.waiting.remove(request)
-        if status is not None:
-            self._finish(request, status)
-        if not request.first_output_sent:
-            request.first_output_sent = True
-            output.prefill_stats = self._recorder.prefill_stats(request)
-            output.kv_wait_ns = request.kv_wait_ns
-        return output
-
-    def _drop_finished(self) -> None:
-        self.running[:] = [request for request in self.running if not request.is_finished]
-
-    def _finish(self, request: Request, status: RequestStatus) -> None:
-        """End a request; the caller removes it from ``running`` or ``waiting``."""
-        self._wake()
-        if request.is_known_to_worker:
-            self._finished_req_ids.append(request.request_id)
-        request.set_status(status)
-        if self._in_flight is not None:
-            self._in_flight.request_ended(request.request_id)
-        if self._remote is None or not self._remote.request_finished(request):
-            self.kv.free(request)
-        self.requests.pop(request.request_id, None)
-        if self._grammars is not None and request.sampling_params.structured_output is not None:
-            self._grammars.forget(request.request_id)
-
-    def _fail_computed(self, request_ids: Iterable[str]) -> None:
-        """End requests whose logits are useless. No other request may find their blocks: the KV may be useless too."""
-        for request_id in request_ids:
-            if (request := self.requests.get(request_id)) is not None:  # otherwise it was aborted during the step
-                self._take_out(request)
-                self.kv.pool.forget(request.block_ids)
-                self._finish_early(request, RequestStatus.FINISHED_ERROR, _NO_FINITE_LOGIT)
-                self.early_outputs[-1].error_is_internal = True
-
-    def _take_out(self, request: Request) -> None:
-        """Remove a request, of which a step was just processed, from its queue."""
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        else:  # preempted while the step was in flight
-            self.waiting.remove(request)
-
-    def _finish_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
-        """End a request without a step; it is in no queue. ``field`` is the field of the request at fault, if any."""
-        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
-        self._finish(request, status)
-        mark_finished(output, request, status)
-        self.early_outputs.append(output)

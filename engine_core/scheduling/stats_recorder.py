@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.block_pool import BlockPool
 from ..wire.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
-from .request import Request, RequestStatus
+from .request import Request
 from .waiting_requests import RequestQueue
 
 
@@ -40,15 +40,11 @@ class StatsRecorder:
             num_external = min(remote.num_external_tokens, num_cached) if remote is not None else 0
             request.num_external_cached_tokens = num_external
             if self._enable_prefix_caching and not request.skip_reading_prefix_cache:
-                counters.prefix_cache_requests += 1
                 counters.prefix_cache_queries += request.num_prompt_tokens
                 counters.prefix_cache_hits += num_cached - num_external
             if remote is not None and not remote.lease_id:
                 counters.external_prefix_cache_queries += request.num_prompt_tokens - (num_cached - num_external)
                 counters.external_prefix_cache_hits += num_external
-        elif request.status is RequestStatus.PREEMPTED and self._enable_prefix_caching:
-            counters.preempted_prefix_cache_queries += request.num_tokens
-            counters.preempted_prefix_cache_hits += request.num_computed_tokens
 
     def preempted(self, request: Request) -> None:
         """Record that a request lost its blocks."""

@@ -172,7 +172,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Share of blocks held by requests, in [0, 1]."""
     num_free_blocks: int = 0
     prefix_cache_queries: int = 0
-    """Prompt tokens looked up (counter)."""
+    """Prompt tokens looked up (counter); a preempted request is not counted again."""
     prefix_cache_hits: int = 0
     """Prompt tokens found in the pool (counter)."""
     num_preemptions: int = 0
@@ -185,12 +185,6 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Counters of requests whose remote KV was not used, by reason (``KV_FAILURES``)."""
     num_leases: int = 0
     """Leases held now."""
-    prefix_cache_requests: int = 0
-    """Requests looked up in the prefix cache (counter)."""
-    preempted_prefix_cache_queries: int = 0
-    """Tokens of preempted requests looked up again (counter); not part of ``prefix_cache_queries``."""
-    preempted_prefix_cache_hits: int = 0
-    """The part of those tokens that was found (counter)."""
     external_prefix_cache_queries: int = 0
     """Prompt tokens, not found in the pool, that were looked up in another engine or tier (counter)."""
     external_prefix_cache_hits: int = 0
@@ -265,6 +259,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
     """Number of columns of prompt embeddings."""
+    finds_reasoning: bool = False
+    """Whether the marks around the model's reasoning are known."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..platform.memory import forget_mapped
+from ..platform.memory import forget_mapped, return_freed
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -56,6 +56,13 @@ class Checkpoint:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
         self._taken.add(name)
         return tensor.to(self._device, self._dtype)
+
+    def return_dropped(self) -> None:
+        """Return the memory of dropped tensors to the system, such as copies that were made while packing.
+
+        The allocator would otherwise keep it in pieces that the next tensors do not fit into.
+        """
+        return_freed()
 
     def skip(self, names: Iterable[str]) -> None:
         """Accept tensors that may be present and are not needed."""

@@ -1,10 +1,11 @@
 """Loads a checkpoint with the model class of its architecture."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..checkpoint.model_config import load_model_config
+from ..checkpoint.model_config import ModelConfig, load_model_config
 from ..checkpoint.weights import Checkpoint
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
@@ -36,3 +37,30 @@ def load_model(
             model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
         checkpoint.refuse_rest()
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """Loads checkpoints with the same settings, which are those of :func:`load_model`."""
+
+    dtype: str = "auto"
+    device: torch.device | None = None
+    ops: Ops | None = None
+    quantization: str | None = None
+
+    def read_config(self, path: Path) -> ModelConfig:
+        """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
+        return load_model_config(path, self.dtype, self.quantization)
+
+    def load(self, path: Path) -> Model:
+        """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
+        return load_model(path, self.dtype, self.device, self.ops, self.quantization)
+
+    def check(self, path: Path) -> None:
+        """Raise the errors of :meth:`load` without reading the content of the tensors."""
+        load_model(path, self.dtype, torch.device("meta"), quantization=self.quantization)
+
+    def replace_weights(self, model: Model, path: Path) -> None:
+        """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
+        with Checkpoint(path, model.config.dtype, self.device or torch.device("cpu")) as checkpoint:
+            model.load_weights(checkpoint)

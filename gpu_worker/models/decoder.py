@@ -94,12 +94,21 @@ class DecoderModel:
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, ops: Ops, device: torch.device) -> None:
         assert config.rope is not None
         self.config = config
+        self._ops = ops
+        self._rotary = RotaryEmbedding(config.rope, device)
+        self._layers: list[DecoderLayer] = []
+        self.load_weights(checkpoint)
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        config, ops = self.config, self._ops
+        vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         self._embedding, output = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
         self._lm_head = make_linear(output)
-        self._rotary = RotaryEmbedding(config.rope, device)
-        self._layers = [
-            DecoderLayer(checkpoint, f"model.layers.{layer}", config, ops, layer) for layer in range(config.num_layers)
-        ]
+        for layer in range(config.num_layers):
+            if len(self._layers) == config.num_layers:
+                del self._layers[0]
+                checkpoint.return_dropped()
+            self._layers.append(DecoderLayer(checkpoint, f"model.layers.{layer}", config, ops, layer))
         self._norm = AddNorm(checkpoint, "model.norm", config, ops)
         # Older checkpoints stored the frequencies that the configuration determines.
         checkpoint.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers))

@@ -53,12 +53,22 @@ class GPT2Model:
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
         self.config = config
+        self._blocks: list[Block] = []
+        self.load_weights(checkpoint)
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        config = self.config
+        vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         # The first GPT-2 checkpoints hold the tensors without the name of the language model around them.
         prefix = "transformer." if "transformer.wpe.weight" in checkpoint else ""
         self._token_embedding, output = load_embeddings(checkpoint, f"{prefix}wte.weight", config)
         self._lm_head = make_linear(output)
         self._position_embedding = checkpoint.take(f"{prefix}wpe.weight", config.max_model_len, config.hidden_size)
-        self._blocks = [Block(checkpoint, f"{prefix}h.{layer}", config, layer) for layer in range(config.num_layers)]
+        for layer in range(config.num_layers):
+            if len(self._blocks) == config.num_layers:
+                del self._blocks[0]
+                checkpoint.return_dropped()
+            self._blocks.append(Block(checkpoint, f"{prefix}h.{layer}", config, layer))
         self._norm = load_layer_norm(checkpoint, f"{prefix}ln_f", config.hidden_size, config.norm_eps)
 
     def forward(

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import ModelConfig
+from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds
 
 
@@ -14,6 +15,13 @@ class Model(Protocol):
 
     @property
     def config(self) -> ModelConfig: ...
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        """Replace all weights with those of a checkpoint of the same configuration, one part after the other.
+
+        Each old part is dropped before its successor is loaded, so both copies are never in memory. After an exception
+        the model is of no use. Raises ``ValueError`` if a tensor is absent or has another shape.
+        """
 
     def forward(
         self,

@@ -36,15 +36,21 @@ class CUDAPlatform:
         self.return_freed()
         return max(0, peak - before)
 
-    def kv_memory(self, activations: int) -> int:
+    def kv_memory(self, activations: int, num_engines: int) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
-        return kv_share(free, total, activations)
+        return kv_share(free, total, activations, num_engines, torch.cuda.memory_reserved(self.device))
 
     def return_freed(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def kv_share(free: int, total: int, activations: int) -> int:
-    """Return the KV memory of a device with so many bytes in all and so many free, next to a step's activations."""
-    return max(0, int(_SHARE * total) - (total - free) - activations)
+def kv_share(free: int, total: int, activations: int, num_engines: int = 1, own: int = 0) -> int:
+    """Return the KV memory of an engine, next to a step's ``activations``, in bytes.
+
+    The device has ``total`` bytes, of which ``free`` are free. ``num_engines`` engines use it, and this one has
+    allocated ``own`` bytes, which are its weights.
+    """
+    part = int(_SHARE * total) // num_engines - own
+    left = int(_SHARE * total) - (total - free)
+    return max(0, min(part, left) - activations)

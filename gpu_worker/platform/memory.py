@@ -20,11 +20,11 @@ def peak_of(call: Callable[[], None]) -> int:
     If the kernel does not let a process reset its peak, the peak since the process began counts, which is never too
     low.
     """
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     call()
-    return max(0, _status("VmHWM") - before)
+    return max(0, status_bytes("VmHWM") - before)
 
 
 def return_freed() -> None:
@@ -48,7 +48,8 @@ def forget_mapped(paths: Iterable[Path]) -> None:
             libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_PAGEOUT)
 
 
-def _status(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """Return a field of this process's memory, such as ``VmRSS``, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * _KIB

@@ -8,7 +8,8 @@ import torch
 from . import memory
 
 _SHARE = 0.5
-"""The share of the free memory for KV; the operating system's page cache and the other services need the rest."""
+"""The share of the free memory for the KV pools of all engines on a host. The rest is for the page cache, the other
+services, and the weights of engines that have not loaded theirs yet."""
 
 
 class Platform(Protocol):
@@ -31,8 +32,9 @@ class Platform(Protocol):
     def peak_of(self, call: Callable[[], None]) -> int:
         """Run the call and return how much memory it needs at its peak beyond what was in use."""
 
-    def kv_memory(self, activations: int) -> int:
-        """Return how much a KV pool may take if a step needs ``activations`` next to it."""
+    def kv_memory(self, activations: int, num_engines: int) -> int:
+        """Return how much the KV pool of one of ``num_engines`` engines that share the memory may take, if a step of
+        each needs ``activations`` in addition."""
 
     def return_freed(self) -> None:
         """Return free memory to the system."""
@@ -52,9 +54,10 @@ class CPUPlatform:
     def peak_of(self, call: Callable[[], None]) -> int:
         return memory.peak_of(call)
 
-    def kv_memory(self, activations: int) -> int:
-        """Return half of what the host (or control group) has free after a step's largest activations."""
-        return int(_SHARE * max(0, memory.available_memory() - activations))
+    def kv_memory(self, activations: int, num_engines: int) -> int:
+        """Return this engine's part of half of what the host (or control group) has free after a step of every
+        engine."""
+        return int(_SHARE * max(0, memory.available_memory() - num_engines * activations)) // num_engines
 
     def return_freed(self) -> None:
         memory.return_freed()

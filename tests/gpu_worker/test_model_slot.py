@@ -1,18 +1,22 @@
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.gpu_worker.conftest import EditConfig, RunModel, SaveCheckpoint
-from tokenloom.gpu_worker.model_slot import ModelSlot
-from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
+from tokenloom.gpu_worker.model_slot import ModelSlot, WeightsLostError
+from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
 from tokenloom.gpu_worker.models.model import Model
+from tokenloom.gpu_worker.platform.memory import return_freed, status_bytes
 
 
-def make_slot(path: Path) -> ModelSlot:
-    return ModelSlot(path, "auto", load_model)
+def make_slot(path: Path, quantization: str | None = None) -> ModelSlot:
+    return ModelSlot(path, ModelLoader(quantization=quantization))
 
 
 @pytest.fixture
@@ -99,3 +103,97 @@ def test_a_broken_checkpoint_is_refused_and_changes_nothing(
     with pytest.raises(ValueError, match=r"config\.json"):
         slot.replace(path.parent / "nowhere")
     torch.testing.assert_close(logits(slot.model), before, rtol=0, atol=0)
+
+
+def test_a_reload_that_fails_halfway_leaves_no_weights_until_another_succeeds(
+    save_checkpoint: SaveCheckpoint, logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot, other = make_slot(save_checkpoint("llama")), save_checkpoint("llama", initializer_range=0.3)
+    take = Checkpoint.take
+
+    def fail_in_a_layer(self: Checkpoint, name: str, *shape: int) -> torch.Tensor:
+        tensor = take(self, name, *shape)
+        if name.endswith("layers.1.mlp.down_proj.weight") and tensor.device.type == "cpu":
+            raise OSError("the disk failed")
+        return tensor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "take", fail_in_a_layer)
+        with pytest.raises(WeightsLostError, match="OSError: the disk failed"):
+            slot.replace(other)
+    assert not slot.is_loaded
+    with pytest.raises(ValueError, match="reload_weights"):
+        slot.restore()
+    slot.replace(other)
+    torch.testing.assert_close(logits(slot.model), logits(load_model(other)), rtol=0, atol=0)
+
+
+def test_a_tensor_that_does_not_fit_is_found_before_any_is_replaced(save_checkpoint: SaveCheckpoint, logits) -> None:
+    slot, other = make_slot(save_checkpoint("llama")), save_checkpoint("llama", initializer_range=0.3)
+    before = logits(slot.model)
+    tensors = load_file(other / "model.safetensors")
+    last = tensors.pop("model.norm.weight")
+    save_file(tensors, other / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no tensor model\.norm\.weight"):
+        slot.replace(other)
+    save_file(tensors | {"model.norm.weight": last[:-1].clone()}, other / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape"):
+        slot.replace(other)
+    save_file(tensors | {"model.norm.weight": last, "model.extra": last.clone()}, other / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unsupported feature: model\.extra"):
+        slot.replace(other)
+    torch.testing.assert_close(logits(slot.model), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_every_kind_of_model_takes_new_weights(save_checkpoint: SaveCheckpoint, logits, kind: str) -> None:
+    slot, other = make_slot(save_checkpoint(kind)), save_checkpoint(kind, initializer_range=0.3)
+    slot.replace(other)
+    torch.testing.assert_close(logits(slot.model), logits(load_model(other)), rtol=0, atol=0)
+
+
+LARGE = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(("quantization", "most"), [(None, 24), ("int8-dynamic", 56)])
+def test_replacing_needs_memory_for_one_part_of_the_model(
+    save_checkpoint: SaveCheckpoint, logits, quantization: str | None, most: int
+) -> None:
+    """A layer is 13 MiB of the model's 136 MiB. Rounding to int8 makes several copies of a matrix in float32."""
+    path, other = save_checkpoint("llama", **LARGE), save_checkpoint("llama", **LARGE, initializer_range=0.3)
+    slot = make_slot(path, quantization)
+    return_freed()
+    with PeakOfAnonymousMemory() as peak:
+        slot.replace(other)
+    print(f"{quantization}: {peak.nbytes >> 20} MiB more while the weights were replaced")
+    assert peak.nbytes < most << 20
+    fresh = make_slot(other, quantization)
+    torch.testing.assert_close(logits(slot.model), logits(fresh.model), rtol=0, atol=0)
+
+
+class PeakOfAnonymousMemory:
+    """Samples how much memory, apart from pages of files, this process has beyond what it had at the beginning."""
+
+    def __enter__(self) -> "PeakOfAnonymousMemory":
+        self.nbytes = 0
+        self._before = status_bytes("RssAnon")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.0005):
+            self.nbytes = max(self.nbytes, status_bytes("RssAnon") - self._before)

@@ -64,6 +64,16 @@ async def test_the_same_over_grpc(mesh: Mesh) -> None:
     assert token_ids == mesh.expected([5, *IDS], 10)
 
 
+async def test_different_embeddings_share_the_tokens_before_them(mesh: Mesh) -> None:
+    prefix = list(range(40, 80))
+    other = base64.b64encode(save({"prompt_embeds": ROWS + 1})).decode()
+    for text, ids, cached in ((TEXT, IDS, 0), (other, embeds_ids(EmbedsSpan(0, ROWS + 1)), 32), (TEXT, IDS, 48)):
+        answer = (await complete(mesh, prompt_embeds=[{"token_ids": prefix}, {"embeds": text}])).json()
+        assert answer["choices"][0]["token_ids"] == mesh.expected([*prefix, *ids], 10)
+        details = answer["usage"]["prompt_tokens_details"]
+        assert (details["cached_tokens"] if details else 0) == cached
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

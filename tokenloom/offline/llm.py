@@ -3,9 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -14,17 +13,19 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.request import validation
 from tokenloom.request.errors import TokenloomError
+from tokenloom.services.engine.core.grammar_config import reasoning_mode
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 from tokenloom.services.engine.engine_settings import for_checkpoint
-from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.v1 import types_pb2
 
+from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
+from .chat_prompts import ChatPrompts
 from .engine_args import engine_config
 from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
 from .outputs import RequestOutput
 from .progress import Progress
-from .prompts import Message, Prompt, TokenizedPrompt, as_conversations, as_prompts, plain_message, read_prompt
+from .prompts import Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
 
@@ -34,7 +35,8 @@ _log = logging.getLogger(__name__)
 class LLM:
     """Continues prompts and conversations with one model, with vLLM's arguments. For one thread at a time.
 
-    Wrong arguments, prompts and parameters, and unsupported checkpoints, raise ``ValueError``.
+    Wrong arguments, prompts and parameters, and unsupported checkpoints, raise ``ValueError``. While the engine sleeps
+    or is paused, requests raise ``EnginePausedError``, which names the call that lets them run.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class LLM:
             path = resolve(str(model))
             self._info = CheckpointInfo.load(path)
             self._tokenizer = load_tokenizer(path if tokenizer is None else resolve(str(tokenizer)))
+        self._path = path
         self.model_name = served_model_name or served_name(path, str(model))
         config = for_checkpoint(config, str(path))
         self._client = InprocClient(config, make_executor(config, make_worker, WORKER_COMMAND))
@@ -79,9 +82,11 @@ class LLM:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
+            reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
         )
-        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed)
+        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
         self._loop = OfflineLoop(self._client)
+        self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
 
     def generate(
         self,
@@ -138,9 +143,9 @@ class LLM:
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
         """
-        encoded = self._encode_chats(
+        encoded = self._chats.encode(
             as_conversations(messages),
-            self._template(chat_template),
+            chat_template,
             tools,
             add_generation_prompt=add_generation_prompt,
             template_kwargs=chat_template_kwargs,
@@ -148,6 +153,27 @@ class LLM:
         with _as_value_error():
             requests = self._builder.build(encoded, sampling_params)
         return self._run(requests, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest continuations of each prompt; return them in the order of the prompts.
+
+        Each step runs one request of one token for each beam, whose prefix hits the prefix cache.
+
+        Args:
+            params: ``beam_width`` may be at most half of ``max_logprobs``.
+            concurrency_limit: Prompts that are searched at once; None: all.
+        """
+        with _as_value_error():
+            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
+            search = OfflineBeamSearch(self._builder, self._tokenizer, lambda requests: self._run(requests, False))
+            return search.search(tokenized, params, concurrency_limit, use_tqdm)
 
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""
@@ -158,7 +184,7 @@ class LLM:
 
     def enqueue_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> str:
         """Add one conversation, as :meth:`enqueue` does a prompt."""
-        encoded = self._encode_chats([messages], self._template(None))
+        encoded = self._chats.encode([messages])
         with _as_value_error():
             (request,) = self._builder.build(encoded, sampling_params)
         self._loop.enqueue(request)
@@ -180,16 +206,46 @@ class LLM:
         """Drop the KV blocks of earlier prompts. Returns whether it succeeded."""
         return bool(self._client.call_utility("reset_prefix_cache"))
 
-    def sleep(self, level: int = 1) -> None:
-        """Release the memory of weights and KV cache (levels as in vLLM)."""
-        self._client.call_utility("sleep", level)
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Pause and release memory.
+
+        Raises ``UtilityError`` for an unknown level or mode, and if asleep at another level.
+
+        Args:
+            level: 0 only pauses; 1 releases weights and KV cache, which :meth:`wake_up` restores; 2 releases both, and
+                :meth:`reload_weights` must load weights before waking.
+            mode: What happens to requests of other calls that are in flight: ``abort`` ends them, ``wait`` finishes
+                those that have begun, ``keep`` lets them continue after waking.
+        """
+        self._client.call_utility("sleep", level, mode)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore ``weights``, ``kv_cache``, or both (None)."""
+        """Restore ``weights``, ``kv_cache``, or both (None).
+
+        After ``sleep(2)`` the weights come from :meth:`reload_weights`. Raises ``UtilityError`` if they are missing.
+        """
         self._client.call_utility("wake_up", tags)
 
+    def reload_weights(self, path: str | Path | None = None) -> None:
+        """Load the weights of another checkpoint of the same architecture, awake or asleep, and forget cached prefixes.
+
+        Args:
+            path: A checkpoint directory or a hub id; None: the model that this object was made with.
+
+        Raises ``ValueError`` if there is no such checkpoint, ``UtilityError`` if it does not fit or requests run.
+        """
+        with _as_value_error():
+            directory = self._path if path is None else resolve(str(path))
+        self._client.call_utility("reload_weights", str(directory))
+
     def collective_rpc(self, method: str, args: Sequence[object] = ()) -> list[object]:
-        """Call ``profile`` or ``resident_bytes`` on every worker; return the results by rank."""
+        """Call ``profile``, ``resident_bytes`` or ``reload_weights`` on every worker; return the results by rank.
+
+        ``reload_weights`` has at most one argument, as :meth:`reload_weights`.
+        """
+        if method == "reload_weights":  # not the workers' own: the core must know of it
+            self.reload_weights(*cast("Sequence[str]", args))
+            return [None]
         results = self._client.call_utility("collective_rpc", method, list(args))
         assert isinstance(results, list)
         return results
@@ -197,28 +253,6 @@ class LLM:
     def close(self) -> None:
         """Release the model and the KV cache. Idempotent; the object cannot be used afterwards."""
         self._client.close()
-
-    def _template(self, source: str | None) -> ChatTemplate:
-        if source is not None:
-            return ChatTemplate(source, self._info.special_tokens)
-        if self._own_template is None:
-            raise ValueError(f"model {self.model_name!r} has no chat template: give one as chat_template")
-        return self._own_template
-
-    @cached_property
-    def _own_template(self) -> ChatTemplate | None:
-        return ChatTemplate.from_checkpoint(self._info)
-
-    def _encode_chats(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        template: ChatTemplate,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> list[TokenizedPrompt]:
-        texts = [template.render([*map(plain_message, messages)], tools, **options) for messages in conversations]
-        # The template writes the special tokens itself.
-        return [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         with self._loop.running(requests), Progress(len(requests), use_tqdm) as progress:

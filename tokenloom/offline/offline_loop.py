@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tokenloom.engine_core.client.core_client import InprocClient
+from tokenloom.engine_core.errors import EnginePausedError
 
 from .offline_request import OfflineRequest
 from .offline_sample import OfflineSample
@@ -18,7 +19,8 @@ class OfflineLoop:
         self._enqueued: list[OfflineRequest] = []
 
     def enqueue(self, request: OfflineRequest) -> None:
-        """Add a request that `next_ended` will return."""
+        """Add a request that `next_ended` will return. Raises ``EnginePausedError``."""
+        self._client.check_awake()
         self._add(request)
         self._enqueued.append(request)
 
@@ -34,7 +36,9 @@ class OfflineLoop:
 
     @contextmanager
     def running(self, requests: Sequence[OfflineRequest]) -> Iterator[None]:
-        """Add requests; when the context ends, abort those that have not ended."""
+        """Add requests; when the context ends, abort those that have not ended. Raises ``EnginePausedError``."""
+        if requests:
+            self._client.check_awake()
         try:
             for request in requests:
                 self._add(request)
@@ -43,9 +47,15 @@ class OfflineLoop:
             self._abort([request for request in requests if not request.output.finished])
 
     def step(self) -> list[OfflineRequest]:
-        """Compute a step and return the requests that it ended. After an exception no request is in flight."""
+        """Compute a step and return the requests that it ended.
+
+        Raises ``EnginePausedError`` if none of the requests in flight can advance; they stay. After any other exception
+        no request is in flight.
+        """
         try:
             return self._step()
+        except EnginePausedError:
+            raise
         except BaseException:  # keyboard interrupts included: the next call finds an idle engine
             self._abort([request for request, _ in self._live.values()])
             self._enqueued.clear()

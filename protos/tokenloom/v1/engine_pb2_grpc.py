@@ -258,7 +258,8 @@ class EngineAdminServicer:
     def ReloadWeights(self, request, context):
         """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
         and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-        not fit; then the old weights stay.
+        not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
+        the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

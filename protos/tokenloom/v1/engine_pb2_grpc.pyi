@@ -126,7 +126,8 @@ class EngineAdminStub:
     ReloadWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]
     """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
     and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-    not fit; then the old weights stay.
+    not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
+    the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
     """
     StartProfile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
@@ -170,7 +171,8 @@ class EngineAdminAsyncStub(EngineAdminStub):
     ReloadWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.ReloadWeightsRequest, _engine_pb2.ReloadWeightsResponse]  # type: ignore[assignment]
     """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
     and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-    not fit; then the old weights stay.
+    not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
+    the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
     """
     StartProfile: _aio.UnaryUnaryMultiCallable[_engine_pb2.StartProfileRequest, _engine_pb2.StartProfileResponse]  # type: ignore[assignment]
     """Starts to record a profile of the worker, which slows it down. FAILED_PRECONDITION without a configured directory, or while recording."""
@@ -271,7 +273,8 @@ class EngineAdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.ReloadWeightsResponse, _abc.Awaitable[_engine_pb2.ReloadWeightsResponse]]:
         """Loads the weights of another checkpoint of the same architecture, awake or asleep. The fingerprint changes, cached prefixes are forgotten,
         and streams end so that peers reconnect. FAILED_PRECONDITION if requests are live and the engine is not paused, or if the checkpoint does
-        not fit; then the old weights stay.
+        not fit; then the old weights stay. Tensors are replaced one after the other: if reading fails halfway, FAILED_PRECONDITION says so, and
+        the engine sleeps until another ReloadWeights succeeds and WakeUp is called.
         """
 
     @_abc_1.abstractmethod

@@ -22,7 +22,8 @@ class Weights:
         The reload continues if the call is cancelled, so that the core and the mesh agree on the weights.
 
         Raises ``InvalidArgument`` if the path is no checkpoint, ``FailedPrecondition`` if requests are live or the
-        checkpoint does not fit; then the weights stay as they are.
+        checkpoint does not fit; then the weights stay as they are. If reading fails halfway, it raises
+        ``FailedPrecondition`` too, and the engine sleeps until other weights are loaded and it is woken up.
         """
         directory = Path(path)
         if not directory.is_absolute() or not (directory / "config.json").is_file():
@@ -50,5 +51,6 @@ class Weights:
             await self._engine.core.call("reload_weights", str(directory))
             await self._engine.publish_weights(weights)
         finally:
-            if is_ours:
+            # A reload that failed halfway leaves the core asleep without weights; the engine then stays paused.
+            if is_ours and not await self._engine.core.call("is_sleeping"):
                 await self._engine.pause.end()

@@ -103,6 +103,25 @@ def test_requests_continue_when_all_is_awake(order: Sequence[str]) -> None:
     assert tokens_of(finish(core)["a"]) == expected_tokens([1], 5, VOCAB_SIZE)
 
 
+@pytest.mark.parametrize("order", [("weights", "reload", "kv_cache"), ("kv_cache", "weights", "reload")])
+def test_level_two_wakes_in_vllms_order(order: Sequence[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}}}')
+    core = make_core()
+    core.sleeping.sleep(2)
+    for part in order:
+        assert core.sleeping.is_sleeping()
+        assert core.sleeping.calls_to_wake()
+        if part == "reload":
+            core.sleeping.reload_weights(str(tmp_path))
+        else:
+            core.sleeping.wake_up([part])
+    core.sleeping.wake_up()
+    assert not core.sleeping.is_sleeping()
+    assert not core.sleeping.calls_to_wake()
+    core.add_request(make_request("a", [1]))
+    assert tokens_of(finish(core)["a"]) == expected_tokens([1], 5, VOCAB_SIZE)
+
+
 def test_waking_before_the_last_has_finished_calls_it_off() -> None:
     core = busy_core()
     falling = core.sleeping.sleep(1, "wait")
@@ -163,3 +182,27 @@ def test_weights_are_replaced_only_while_no_request_runs(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     with pytest.raises(ValueError, match="vocab_size is 5 in the checkpoint"):
         core.sleeping.reload_weights(str(tmp_path))
+
+
+def test_without_weights_after_a_failed_reload_it_sleeps_until_others_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = busy_core()
+    core.pause("keep")
+    with monkeypatch.context() as patch:
+        patch.setattr(core.executor, "collective_rpc", fail_to_read)
+        with pytest.raises(OSError, match="the disk failed"):
+            core.sleeping.reload_weights(str(tmp_path))
+    assert core.sleeping.is_sleeping()
+    with pytest.raises(ValueError, match="asleep"):
+        core.resume()
+    assert finish(core) == {}
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {VOCAB_SIZE}}}')
+    core.sleeping.reload_weights(str(tmp_path))
+    core.sleeping.wake_up()
+    assert not core.sleeping.is_sleeping()
+    assert tokens_of(finish(core)["a"]) == expected_tokens(range(9), 6, VOCAB_SIZE)[1:]
+
+
+def fail_to_read(method: str, *args: object) -> list[object]:
+    raise OSError("the disk failed")

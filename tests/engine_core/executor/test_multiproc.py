@@ -50,6 +50,24 @@ parser.add_argument("--address")
 raise SystemExit(run_worker(parser.parse_known_args()[0].address, refuse))
 """
 
+DIVIDING_WORKER = """
+import argparse
+from tokenloom.engine_core.executor.worker_process import run_worker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+
+class DividingWorker(HashWorker):
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_engines = config.cache.engines_on_host
+
+    def determine_available_memory(self):
+        return 1200 // self.num_engines
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--address")
+raise SystemExit(run_worker(parser.parse_known_args()[0].address, DividingWorker))
+"""
+
 ORPHAN_MAKER = """
 import sys
 from tests.engine_core.client.blocking import SyncMPClient
@@ -127,7 +145,7 @@ def test_a_killed_worker_fails_the_waiting_step_and_wakes_an_idle_core() -> None
     core.add_request(make_request("a", [1, 2], 200))
     core.step()
     os.kill(executor.workers[0].pid, signal.SIGKILL)
-    assert told.wait(5)
+    assert told.wait(60)
     with pytest.raises(ExecutorFailedError, match="worker 0 ended with status -9"):
         core.step()
     core.shutdown()
@@ -140,6 +158,17 @@ def test_an_error_of_a_starting_worker_is_reported_by_its_cause(tmp_path: Path) 
         MultiprocExecutor(make_config(), [sys.executable, str(script)])
     with pytest.raises(ExecutorFailedError, match="worker 0 ended with status 3 while it started"):
         MultiprocExecutor(make_config(), [sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_the_ranks_of_all_engines_divide_the_host_s_memory(tmp_path: Path) -> None:
+    (script := tmp_path / "worker.py").write_text(DIVIDING_WORKER)
+    config = make_config()
+    config = msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, engines_on_host=3))
+    executor = MultiprocExecutor(config, [sys.executable, str(script)], world_size=2)
+    try:
+        assert executor.determine_available_memory() == 200
+    finally:
+        executor.shutdown()
 
 
 def test_kv_that_moves_is_refused() -> None:

@@ -3,7 +3,7 @@ import pytest
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_pool
 from tokenloom.engine_core.config import CacheConfig
-from tokenloom.engine_core.kv_cache import kv_cache_manager
+from tokenloom.engine_core.kv_cache import request_hashes
 from tokenloom.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from tokenloom.engine_core.kv_cache.kv_events import BlockRemoved, BlockStored, KVEventLog
 from tokenloom.engine_core.scheduling.request import Request
@@ -149,7 +149,7 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         hashed.append(tuple(token_ids))
         return hash_block(parent, token_ids, salt)
 
-    monkeypatch.setattr(kv_cache_manager, "hash_block", count)
+    monkeypatch.setattr(request_hashes, "hash_block", count)
     kv = make_kv(30)
     request = make_request_of(list(range(20)))
     for _ in range(3):

@@ -156,7 +156,7 @@ def test_accepted_tokens_can_be_the_whole_answer(
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", [1], 3, accepted=accepted, stop=stop))
     assert scheduler.has_work()
-    (output,) = scheduler.take_early_outputs()
+    (output,) = scheduler.ended.take_outputs()
     assert (output.new_token_ids, output.token_index) == ([], len(accepted))
     assert (output.finish_reason, output.stop_token_id) == (reason, stop_token_id)
     check_idle(scheduler)
@@ -173,7 +173,7 @@ def test_accepted_tokens_can_be_the_whole_answer(
 def test_a_request_that_can_never_run_is_refused(num_prompt_tokens: int, max_tokens: int, message: str) -> None:
     scheduler = make_scheduler(num_blocks=10)
     scheduler.add_request(make_request("a", [1] * num_prompt_tokens, max_tokens))
-    (output,) = scheduler.take_early_outputs()
+    (output,) = scheduler.ended.take_outputs()
     assert (output.finish_reason, output.error) == (FinishReason.ERROR, message)
     check_idle(scheduler)
 
@@ -189,7 +189,7 @@ def test_a_request_may_need_the_whole_pool() -> None:
 def test_priorities_need_their_policy() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", [1], priority=1))
-    assert scheduler.take_early_outputs()[0].error == "priority is 1, but the engine's scheduling policy is fcfs"
+    assert scheduler.ended.take_outputs()[0].error == "priority is 1, but the engine's scheduling policy is fcfs"
 
 
 # Aborts

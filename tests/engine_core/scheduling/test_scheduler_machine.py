@@ -255,7 +255,7 @@ class CoreMachine(RuleBasedStateMachine):
     def adds_up(self) -> None:
         scheduler = self.core.scheduler
         check_scheduler(scheduler)
-        to_forget = {*scheduler._finished_req_ids}
+        to_forget = {*scheduler.ended.req_ids}
         for step in self.core.steps_in_flight:
             to_forget.update(step.scheduled.finished_req_ids)
         assert self.worker._rows.keys() <= {*scheduler.requests, *to_forget}, "the worker keeps the dead"

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_core, make_request, tokens_of
+from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.fake_workers.hash_worker import HIDDEN_SIZE, embeds_ids, expected_tokens
 from tokenloom.engine_core.wire.array_arena import MIN_BYTES
-from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan, content_salt
+from tokenloom.engine_core.wire.embedding_rows import EmbedsSpan, block_salt, content_salt
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.engine_core.wire.serialization import Decoder, encode
 
@@ -59,6 +60,58 @@ def test_only_the_same_rows_share_blocks() -> None:
         assert tokens_of(finish(core)[str(index)]) == expected(request)
         hits.append(core.scheduler.stats().prefix_cache_hits - before)
     assert hits == [0, 0, 28]
+
+
+def hits_of(core: EngineCore, *requests: EngineCoreRequest) -> list[int]:
+    """Run the requests one after the other. Returns how many tokens each found in the prefix cache."""
+    hits = []
+    for request in requests:
+        before = core.scheduler.stats().prefix_cache_hits
+        core.add_request(request)
+        assert tokens_of(finish(core)[request.request_id]) == expected(request)
+        hits.append(core.scheduler.stats().prefix_cache_hits - before)
+    return hits
+
+
+def test_prompts_share_the_blocks_before_their_first_embedding() -> None:
+    """Blocks of 4 tokens: two are before position 11."""
+    requests = [
+        make_mixed("plain"),
+        make_mixed("a", make_span(11, 8)),
+        make_mixed("b", make_span(11, 8, seed=1)),
+        make_mixed("first block", make_span(3, 1)),
+        make_mixed("b again", make_span(11, 8, seed=1)),
+        make_mixed("plain again"),
+    ]
+    assert hits_of(make_core(), *requests) == [0, 8, 8, 0, 28, 28]
+
+
+def test_prompts_share_equal_embeddings_up_to_the_first_difference() -> None:
+    first, long = make_span(2, 4), make_span(9, 12, seed=1)
+    last_row_differs = EmbedsSpan(9, np.vstack([long.rows[:-1], long.rows[-1:] + 1]))
+    requests = [
+        make_mixed("a", first, long),
+        make_mixed("b", first, last_row_differs),  # its last row is token 20, the first of the sixth block
+        make_mixed("c", first, EmbedsSpan(10, long.rows)),
+        make_mixed("d", EmbedsSpan(2, first.rows[:2]), EmbedsSpan(4, first.rows[2:]), long),
+    ]
+    assert hits_of(make_core(), *requests) == [0, 20, 8, 28]
+
+
+def test_a_salt_of_the_request_separates_equal_embeddings() -> None:
+    requests = [make_mixed(str(index), make_span(11, 8)) for index in range(3)]
+    requests[1].cache_salt = requests[2].cache_salt = b"mine"
+    assert hits_of(make_core(), *requests) == [0, 0, 28]
+
+
+def test_the_salt_of_a_block_covers_what_lies_in_it() -> None:
+    spans = [make_span(2, 4), make_span(6, 1, seed=1), make_span(9, 12, seed=2)]
+    at = {start: block_salt(b"s", spans, start, start + 4) for start in range(0, 28, 4)}
+    assert at[24] == b"s"
+    assert len(set(at.values())) == 7
+    moved = [EmbedsSpan(span.position + 4, span.rows) for span in spans]
+    assert block_salt(b"s", moved, 0, 4) == b"s"
+    assert block_salt(b"s", moved, 4, 8) == at[0]
 
 
 def test_rows_outlast_preemption_and_a_failed_step() -> None:

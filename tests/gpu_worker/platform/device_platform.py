@@ -21,8 +21,8 @@ class ApartPlatform:
         call()
         return 1 << 20
 
-    def kv_memory(self, activations: int) -> int:
-        return self._kv_memory - activations
+    def kv_memory(self, activations: int, num_engines: int) -> int:
+        return (self._kv_memory - activations) // num_engines
 
     def return_freed(self) -> None:
         self.num_returned += 1

@@ -10,6 +10,7 @@ from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerCon
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.platform import memory
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.platform.memory import available_memory
 
@@ -18,11 +19,11 @@ DEMO_MODEL = Path(demo_model.__file__).parent
 GREEDY = SamplingParams(max_tokens=4, seed=1, temperature=0.0)
 
 
-def make_worker(max_model_len=None, scheduler=None, **worker):
+def make_worker(max_model_len=None, scheduler=None, engines_on_host=1, **worker):
     return CPUWorker(
         EngineConfig(
             worker=WorkerConfig(model=str(DEMO_MODEL), **worker),
-            cache=CacheConfig(block_size=16),
+            cache=CacheConfig(block_size=16, engines_on_host=engines_on_host),
             scheduler=scheduler or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=128),
             max_model_len=max_model_len,
         )
@@ -115,6 +116,18 @@ class RunnerThatNotes:
 
     def dummy_run(self, query_lens, block_size):
         self._notes.append((self._num_blocks, query_lens))
+
+
+def test_four_engines_of_a_host_get_a_quarter_each(monkeypatch):
+    """Each leaves room for a step of every engine, and all four together plan half of what is free."""
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "peak_of", lambda call: 50)
+    plans = []
+    for engines in (1, 4):
+        worker = make_worker(engines_on_host=engines)
+        worker.load_model()
+        plans.append(worker.determine_available_memory())
+    assert plans == [(1000 - 50) // 2, (1000 - 4 * 50) // 2 // 4]
 
 
 def test_steps_are_profiled_between_start_and_stop(tmp_path):

@@ -33,3 +33,8 @@ def test_auto_is_the_cpu_without_a_gpu(monkeypatch):
 )
 def test_kv_gets_nine_tenths_less_what_is_in_use(free, activations, share):
     assert kv_share(free, 100, activations) == share
+
+
+def test_engines_on_one_gpu_divide_it():
+    assert kv_share(free=80, total=100, activations=5, num_engines=3, own=10) == 15
+    assert kv_share(free=20, total=100, activations=5, num_engines=3, own=10) == 5  # the others hold the rest

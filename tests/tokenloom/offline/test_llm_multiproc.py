@@ -73,7 +73,9 @@ def test_the_same_tokens_asleep_and_awake_and_with_reloaded_weights(expected):
     assert awake - asleep > DEMO_MODEL.joinpath("model.safetensors").stat().st_size
     llm.wake_up()
     assert [(sample.token_ids, sample.text) for sample in say(llm)] == expected
-    llm._client.call_utility("reload_weights", str(DEMO_MODEL))
+    llm.sleep(2)
+    llm.reload_weights()
+    llm.wake_up()
     assert [(sample.token_ids, sample.text) for sample in say(llm)] == expected
     with pytest.raises(UtilityError, match="without profiler_dir"):
         llm.collective_rpc("profile", [True])

@@ -109,3 +109,25 @@ async def test_what_does_not_fit_changes_nothing(
         await peer.send(make_add(1, [3], 5))
         received = await peer.read_until_finished([1])
         assert received.token_ids[1] == expected_tokens([3], 5, VOCAB_SIZE)
+
+
+async def test_a_reload_that_fails_halfway_leaves_the_engine_asleep_until_another_succeeds(
+    admin: EngineAdminStub, host: Host, checkpoint: Path
+) -> None:
+    whole = (checkpoint / "config.json").read_text()
+    (checkpoint / "config.json").write_text("{}")  # the worker fails with an error that is no refusal
+    with pytest.raises(grpc.aio.AioRpcError, match="reload_weights") as failure:
+        await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+    assert failure.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert (await admin.IsSleeping(engine_pb2.IsSleepingRequest())).sleeping
+    async with Peer(host.address) as peer:
+        await peer.send(make_add(1, [3], 5))
+        with pytest.raises(grpc.aio.AioRpcError, match="asleep"):
+            await admin.Resume(engine_pb2.ResumeRequest())
+        (checkpoint / "config.json").write_text(whole)
+        await admin.ReloadWeights(ReloadWeightsRequest(path=str(checkpoint)))
+        await admin.WakeUp(WakeUpRequest())
+    async with Peer(host.address) as peer:
+        await peer.send(make_add(1, [3], 5))
+        received = await peer.read_until_finished([1])
+        assert received.token_ids[1] == expected_tokens([3], 5, VOCAB_SIZE)

@@ -1,0 +1,78 @@
+"""Ends requests, with or without a step."""
+
+from collections.abc import Collection
+
+from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_transfer.remote_kv import RemoteKV
+from ..structured_output.manager import StructuredOutputManager
+from ..wire.messages import EngineCoreOutput
+from .request import Request, RequestStatus, mark_finished
+from .stats_recorder import StatsRecorder
+from .steps_in_flight import StepsInFlight
+
+
+class EndedRequests:
+    """Gives back what a request held when it ends, and keeps what its client and the worker must still learn."""
+
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        kv: KVCacheManager,
+        remote: RemoteKV | None,
+        grammars: StructuredOutputManager | None,
+        in_flight: StepsInFlight | None,
+        recorder: StatsRecorder,
+    ) -> None:
+        """``requests``: the live requests of the scheduler, from which ended ones are removed."""
+        self._requests = requests
+        self._kv = kv
+        self._remote = remote
+        self._grammars = grammars
+        self._in_flight = in_flight
+        self._recorder = recorder
+        self.outputs: list[EngineCoreOutput] = []
+        """Outputs that no result of a step will bring, until :meth:`take_outputs`."""
+        self.req_ids: list[str] = []
+        """Ended requests that the worker must forget: the next step names them."""
+
+    def end(self, request: Request, status: RequestStatus) -> None:
+        """End a request; the caller removes it from ``running`` or ``waiting``."""
+        if request.is_known_to_worker:
+            self.req_ids.append(request.request_id)
+        request.set_status(status)
+        if self._in_flight is not None:
+            self._in_flight.request_ended(request.request_id)
+        if self._remote is None or not self._remote.request_finished(request):
+            self._kv.free(request)
+        self._requests.pop(request.request_id, None)
+        if self._grammars is not None and request.sampling_params.is_constrained:
+            self._grammars.forget(request.request_id)
+
+    def end_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
+        """End a request without a step; it is in no queue. ``field`` is the field of the request at fault, if any."""
+        output = EngineCoreOutput(request.request_id, [], request.num_output_tokens, error=error, error_field=field)
+        self.end(request, status)
+        mark_finished(output, request, status)
+        self.outputs.append(output)
+
+    def end_useless(self, request: Request, error: str) -> None:
+        """Fail a request that this engine cannot compute; it is in no queue. Its blocks are not found any more."""
+        self._kv.pool.forget(request.block_ids)
+        self.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        self.outputs[-1].error_is_internal = True
+
+    def drop_outputs(self, request_ids: Collection[str]) -> None:
+        """Forget the outputs of requests whose clients do not want them any more."""
+        self.outputs = [output for output in self.outputs if output.request_id not in request_ids]
+        self._recorder.forget(request_ids)
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """Return the outputs since the last call."""
+        outputs, self.outputs = self.outputs, []
+        self._recorder.attach_events(outputs)
+        return outputs
+
+    def take_req_ids(self) -> list[str]:
+        """Return the requests that ended since the last call and that the worker knows."""
+        req_ids, self.req_ids = self.req_ids, []
+        return req_ids

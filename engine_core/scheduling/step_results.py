@@ -1,0 +1,123 @@
+"""Applies the results of steps to their requests."""
+
+from collections.abc import Mapping
+
+from ..structured_output.manager import FIELD
+from ..wire.messages import EngineCoreOutput, Logprobs
+from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from .ended_requests import EndedRequests
+from .request import Request, RequestStatus, finish_status, mark_finished
+from .stats_recorder import StatsRecorder
+from .steps_in_flight import StepsInFlight
+from .waiting_requests import RequestQueue
+
+_NO_CHOICE = (
+    "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
+    "structured_outputs forbid"
+)
+_NO_FINITE_LOGIT = (
+    "the model computed no finite logit for this request, so no token can be chosen; "
+    "check prompt_embeds for extreme values, and the weights"
+)
+
+
+class StepResults:
+    """Appends the tokens that a step drew, and ends the requests that they complete."""
+
+    def __init__(
+        self,
+        requests: Mapping[str, Request],
+        waiting: RequestQueue,
+        running: list[Request],
+        in_flight: StepsInFlight | None,
+        ended: EndedRequests,
+        recorder: StatsRecorder,
+    ) -> None:
+        """``requests``, ``waiting`` and ``running`` are the scheduler's."""
+        self._requests = requests
+        self._waiting = waiting
+        self._running = running
+        self._in_flight = in_flight
+        self._ended = ended
+        self._recorder = recorder
+
+    def apply(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineCoreOutput]:
+        """Process the result of a step. Returns one output for each request with new tokens."""
+        assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
+        if self._in_flight is not None:
+            result = self._in_flight.end(scheduled, result, self._requests)
+        prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
+        has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits)
+        outputs: list[EngineCoreOutput] = []
+        any_finished = False
+        for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
+            if not token_ids or (request := self._requests.get(request_id)) is None:
+                continue  # its prompt is incomplete, or it was aborted while the step executed
+            output = self._accept_tokens(request, token_ids)
+            if has_details:
+                output.new_logprobs = result.logprobs.get(request_id)
+                output.new_prompt_logprobs = prompt_logprobs.get(request_id)
+                output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
+            any_finished |= output.finish_reason is not None
+            outputs.append(output)
+        if any_finished:
+            self._running[:] = [request for request in self._running if not request.is_finished]
+        if result.without_choice:
+            self.end_constrained(dict.fromkeys(result.without_choice, _NO_CHOICE), "allowed_token_ids")
+        for request_id in result.without_finite_logit:
+            self._fail_computed(request_id)
+        self._recorder.attach_events(outputs)
+        return outputs
+
+    def end_constrained(self, ended: Mapping[str, str], field: str = FIELD) -> None:
+        """End requests whose text is complete without a stop token (""), or that fail with an error."""
+        for request_id, error in ended.items():
+            if (request := self._requests.get(request_id)) is None:
+                continue  # aborted while the step executed
+            self._take_out(request)
+            status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
+            self._ended.end_early(request, status, error, field if error else "")
+
+    def _fail_computed(self, request_id: str) -> None:
+        """End a request whose logits are useless. No other request may find its blocks: the KV may be useless too."""
+        if (request := self._requests.get(request_id)) is not None:  # otherwise it was aborted while the step executed
+            self._take_out(request)
+            self._ended.end_useless(request, _NO_FINITE_LOGIT)
+
+    def _take_out(self, request: Request) -> None:
+        """Remove a request of the step from its queue."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:  # preempted while the step was in flight
+            self._waiting.remove(request)
+
+    def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, Logprobs]:
+        """Hand each request its part of the step. Returns the prompts that are complete, by request id."""
+        starts = scheduled.num_computed_tokens()
+        complete: dict[str, Logprobs] = {}
+        for req_id, part in result.prompt_logprobs.items():
+            if (request := self._requests.get(req_id)) is not None and (
+                whole := request.take_prompt_logprobs(starts[req_id], scheduled.num_scheduled_tokens[req_id], part)
+            ) is not None:
+                complete[req_id] = whole
+        return complete
+
+    def _accept_tokens(self, request: Request, token_ids: list[int]) -> EngineCoreOutput:
+        output = EngineCoreOutput(request.request_id, token_ids, request.num_tokens - request.num_prompt_tokens)
+        for count, token_id in enumerate(token_ids, 1):
+            request.append_token(token_id)
+            if status := finish_status(request):
+                output.new_token_ids = token_ids[:count]
+                mark_finished(output, request, status)
+                break
+        if request.status is RequestStatus.PREEMPTED:  # while the step was in flight
+            self._waiting.num_tokens += len(output.new_token_ids)
+            if status is not None:
+                self._waiting.remove(request)
+        if status is not None:
+            self._ended.end(request, status)
+        if not request.first_output_sent:
+            request.first_output_sent = True
+            output.prefill_stats = self._recorder.prefill_stats(request)
+            output.kv_wait_ns = request.kv_wait_ns
+        return output

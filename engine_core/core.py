@@ -48,7 +48,7 @@ class EngineCore:
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
         self._grammars: StructuredOutputManager | None = None
         if config.structured_output is not None:
-            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size)
+            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size, config.reasoning)
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -78,6 +78,7 @@ class EngineCore:
             kv_layout=model.kv_layout,
             numerics=model.numerics,
             hidden_size=model.hidden_size,
+            finds_reasoning=config.reasoning.marks is not None,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -132,36 +133,39 @@ class EngineCore:
         ``take_aborts`` returns the requests that were aborted while a step executed.
         """
         scheduled = self.scheduler.schedule()
-        if self._connector is not None:
-            start_transfers(self._connector, scheduled)
-        ended = self._execute(scheduled)
-        outputs = self._update(*ended, take_aborts) if ended is not None else []
-        if self._unsampled is not None:
-            self._sample_deferred(self._unsampled)
+        outputs: list[EngineCoreOutput] = []
+        try:
+            if self._connector is not None:
+                start_transfers(self._connector, scheduled)
+            if (ended := self._execute(scheduled)) is not None:
+                outputs += self._update(*ended, take_aborts)
+            if self._unsampled is not None:
+                self._sample_deferred(self._unsampled)
+        except BaseException as error:  # interrupts from the keyboard included: the offline API continues after them
+            self._recover(error, scheduled, outputs)
+            raise
         if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
-        if self.scheduler.ended.outputs:
-            outputs += self.scheduler.ended.take_outputs()
+        outputs += self.scheduler.ended.take_outputs()
         self._settle(outputs)
         return self._report(outputs)
 
     def _execute(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
-        """Begin a step; wait for the oldest one if no other can begin before it has ended, and return its result.
-
-        A step that fails leaves the scheduler as if the worker had never known any request.
-        """
-        try:
-            if scheduled.total_num_scheduled_tokens:
-                self._begin(scheduled)
-                if self._unsampled is None and len(self.steps_in_flight) < self._max_in_flight:
-                    return None
-            if not self.steps_in_flight:
+        """Begin a step; wait for the oldest one if no other can begin before it has ended, and return its result."""
+        if scheduled.total_num_scheduled_tokens:
+            self._begin(scheduled)
+            if self._unsampled is None and len(self.steps_in_flight) < self._max_in_flight:
                 return None
-            oldest = self.steps_in_flight.popleft()
-            return oldest.scheduled, oldest.pending.result()
-        except Exception as error:
-            self._recover(error, scheduled)
+        if not self.steps_in_flight:
+            return None
+        oldest = self.steps_in_flight[0]
+        try:
+            result = oldest.pending.result()
+        except Exception:
+            self.steps_in_flight.popleft()  # it has ended; after an interrupt it is still in flight
             raise
+        self.steps_in_flight.popleft()
+        return oldest.scheduled, result
 
     def _begin(self, scheduled: SchedulerOutput) -> None:
         """Begin both halves of a step. The bitmasks of grammars are computed while the model runs.
@@ -195,24 +199,33 @@ class EngineCore:
         """Begin the second half of a step, after the token before it became known."""
         assert self._grammars is not None
         self._unsampled = None
-        try:
-            masks = self._grammars.start_step(scheduled, self.scheduler.requests)
-            self.steps_in_flight.append(StepInFlight(scheduled, self._sample(masks)))
-        except Exception as error:
-            self._recover(error, scheduled)
-            raise
+        masks = self._grammars.start_step(scheduled, self.scheduler.requests)
+        self.steps_in_flight.append(StepInFlight(scheduled, self._sample(masks)))
 
-    def _recover(self, error: Exception, scheduled: SchedulerOutput) -> None:
-        """Report a failed step, wait for the others in flight, and let every request begin anew."""
+    def _recover(self, error: BaseException, scheduled: SchedulerOutput, outputs: list[EngineCoreOutput]) -> None:
+        """Report a failed step, wait for the others in flight, and let every request begin anew, as if the worker had
+        never known any.
+
+        The next step returns ``outputs``. An interrupt ends the waiting: the steps left still run before later ones,
+        and their results are dropped.
+        """
         scheduler = self.scheduler
-        dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
-        while self.steps_in_flight:
-            with contextlib.suppress(Exception):  # the first failure is the one to report
-                self.steps_in_flight.popleft().pending.result()
-        self._unsampled = None
-        if self._iterations is not None:
-            self._iterations.abandon()
-        scheduler.recover_from_failed_step()
+        try:
+            if isinstance(error, Exception):
+                dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
+            while self.steps_in_flight:
+                with contextlib.suppress(Exception):  # the first failure is the one to report
+                    self.steps_in_flight[0].pending.result()
+                self.steps_in_flight.popleft()
+            if self._grammars is not None:
+                self._grammars.wait_for_masks()
+        finally:
+            self.steps_in_flight.clear()
+            self._unsampled = None
+            if self._iterations is not None:
+                self._iterations.abandon()
+            scheduler.recover_from_failed_step(scheduled.finished_req_ids)
+            scheduler.ended.outputs[:0] = outputs
 
     def _update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]

@@ -19,7 +19,7 @@ from .batch.transfer import to_device
 from .models.model import Model
 from .sampler import Sampler
 from .sampler.device_sampler import DeviceSampler
-from .sampler.grammar_mask import allow_only
+from .sampler.grammar_mask import allow_only, force
 
 Logits = npt.NDArray[np.float32]
 _CPU = torch.device("cpu")
@@ -151,6 +151,8 @@ class ModelRunner:
             if grammar is not None:
                 allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
             self._batch.logits_processors.apply(logits, rows)
+            if grammar is not None:
+                force(grammar, [inputs.req_ids[index] for index in indices], logits)
             tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
             if self._batch.logits_processors:
                 masked = np.flatnonzero(np.isneginf(logits[np.arange(len(tokens)), tokens])).tolist()

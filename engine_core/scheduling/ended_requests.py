@@ -45,7 +45,7 @@ class EndedRequests:
         if self._remote is None or not self._remote.request_finished(request):
             self._kv.free(request)
         self._requests.pop(request.request_id, None)
-        if self._grammars is not None and request.sampling_params.structured_output is not None:
+        if self._grammars is not None and request.sampling_params.is_constrained:
             self._grammars.forget(request.request_id)
 
     def end_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:

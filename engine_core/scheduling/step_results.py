@@ -41,7 +41,7 @@ class StepResults:
         """Process the result of a step. Returns one output for each request with new tokens."""
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
         if self._in_flight is not None:
-            result = self._in_flight.end(result, self._requests)
+            result = self._in_flight.end(scheduled, result, self._requests)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
         has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits)
         outputs: list[EngineCoreOutput] = []

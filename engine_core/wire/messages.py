@@ -257,6 +257,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
     """Number of columns of prompt embeddings."""
+    finds_reasoning: bool = False
+    """Whether the marks around the model's reasoning are known."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

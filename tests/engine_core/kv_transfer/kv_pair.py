@@ -38,6 +38,7 @@ class MemoryTransport:
     """Pools of one process."""
 
     name = "memory"
+    serves_on_demand = False
 
     def __init__(self, pools: dict[bytes, KVPool]) -> None:
         """``pools``: by endpoint; shared by all who can read each other."""
@@ -49,6 +50,9 @@ class MemoryTransport:
         endpoint = b"%d" % len(self._pools)
         self._pools[endpoint] = pool
         return endpoint
+
+    def attend(self, seconds: float) -> None:
+        pass
 
     def open(self, endpoint: bytes, layout: str) -> "MemoryReader":
         return MemoryReader(self, self._pools[endpoint])

@@ -14,6 +14,8 @@ from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_WAIT, PauseMode, PauseRequest, ResumeRequest
 from tokenloom.v1.engine_pb2_grpc import EngineAdminStub
+from tokenloom.v1.kserve import grpc_service_pb2 as kserve_pb2
+from tokenloom.v1.kserve import grpc_service_pb2_grpc as kserve_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -147,6 +149,31 @@ async def test_the_same_over_grpc(mesh: Mesh) -> None:
         assert response.logprobs.top == 2
         assert response.finish_reason == types_pb2.FINISH_REASON_LENGTH
     assert responses[-1].usage.completion_tokens == 15
+
+
+async def test_the_same_over_kserves_protocol(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    request = kserve_pb2.ModelInferRequest(model_name=MODEL)
+    text = request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    text.contents.bytes_contents.append(b"Once upon a time")
+    request.parameters["use_beam_search"].bool_param = request.parameters["ignore_eos"].bool_param = True
+    request.parameters["n"].int64_param = 3
+    request.parameters["max_tokens"].int64_param = 4
+    answer = await search(http, prompt="Once upon a time", n=3, max_tokens=4)
+    async with open_channel(mesh.gateway.settings.listen) as channel:
+        stub = kserve_pb2_grpc.GRPCInferenceServiceStub(channel)
+        response = await stub.ModelInfer(request)
+        request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+        with pytest.raises(grpc.aio.AioRpcError, match="stream is not available with use_beam_search"):
+            await stub.ModelInfer(request)
+    texts = response.outputs[0].contents.bytes_contents
+    assert [each.decode() for each in texts] == [choice["text"] for choice in answer["choices"]]
+
+
+async def test_a_session_cannot_search(mesh: Mesh) -> None:
+    turn = inference_pb2.GenerateRequest(text="Once", beam_search=inference_pb2.BeamSearch())
+    async with open_channel(mesh.gateway.settings.listen) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="beam_search is not supported in a session"):
+            await anext(aiter(inference_pb2_grpc.InferenceStub(channel).GenerateSession(iter([turn]))))
 
 
 @pytest.mark.parametrize(

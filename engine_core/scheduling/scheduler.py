@@ -1,7 +1,7 @@
 """Decides what each step computes: a token budget, spent so that every request catches up with its tokens."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
@@ -190,15 +190,17 @@ class Scheduler:
             else:
                 self.waiting.prepend(request)
 
-    def recover_from_failed_step(self) -> None:
+    def recover_from_failed_step(self, finished_req_ids: Sequence[str] = ()) -> None:
         """Send every request back to waiting, as if the worker had never known any, and forget all cached blocks.
 
-        Blocks can be hit once they are scheduled, so after a failed step it is unknown which of them were written.
+        Blocks can be hit once they are scheduled, so after a failed step it is unknown which of them were written. It
+        is also unknown whether the worker forgot the requests that the failed step names in ``finished_req_ids``, and
+        which requests it knows from that step and those after it: the next step makes it forget all of them.
         """
         if self._in_flight is not None:
             self._in_flight.abandon(self.requests.values())
-            # Steps after the failed one have run, and the worker may know requests again.
-            self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
+        self.ended.req_ids += finished_req_ids
+        self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
         for request in reversed(self.running):
             self._planner.requeue(request, RequestStatus.WAITING)
         self.running.clear()

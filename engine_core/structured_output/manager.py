@@ -168,6 +168,10 @@ class StructuredOutputManager:
                 return True
         return False
 
+    def wait_for_masks(self) -> None:
+        """Wait until no bitmask is being computed, after a step was given up."""
+        self._masks.submit(lambda: None).result()
+
     def close(self) -> None:
         """End the compilers and threads. Idempotent."""
         self._compiler.close()

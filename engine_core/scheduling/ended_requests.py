@@ -55,6 +55,12 @@ class EndedRequests:
         mark_finished(output, request, status)
         self.outputs.append(output)
 
+    def end_useless(self, request: Request, error: str) -> None:
+        """Fail a request that this engine cannot compute; it is in no queue. Its blocks are not found any more."""
+        self._kv.pool.forget(request.block_ids)
+        self.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        self.outputs[-1].error_is_internal = True
+
     def drop_outputs(self, request_ids: Collection[str]) -> None:
         """Forget the outputs of requests whose clients do not want them any more."""
         self.outputs = [output for output in self.outputs if output.request_id not in request_ids]

@@ -157,6 +157,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Scheduler events since the request's last output; only if events are logged."""
     error_field: str = ""
     """With ``error``: the wrong field of the request. A retry would fail again."""
+    error_is_internal: bool = False
+    """With ``error``: the engine could not compute the request, and neither could another one of its kind."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

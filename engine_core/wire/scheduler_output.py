@@ -85,3 +85,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Number of NaN logits by request, for rows that contain any, if they are counted."""
     without_choice: list[str] = []
     """Requests whose masks allow no token; their entry in ``sampled_token_ids`` is empty."""
+    without_finite_logit: list[str] = []
+    """Requests whose logits are all NaN or infinite; their entry in ``sampled_token_ids`` is empty."""

@@ -20,10 +20,12 @@ from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.executor import Executor
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer import kv_copier
+from tokenloom.engine_core.worker import Worker
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
@@ -171,10 +173,12 @@ def _executor(config: EngineConfig) -> Executor:
         worker_config = msgspec.structs.replace(config.worker, model=str(DEMO_MODEL))
         return MultiprocExecutor(msgspec.structs.replace(config, worker=worker_config), WORKER_COMMAND)
     if is_hash:
-        return UniProcExecutor(HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN))
-    from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
+        worker: Worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+    else:
+        from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
 
-    return UniProcExecutor(CPUWorker(config))
+        worker = CPUWorker(config)
+    return ThreadedExecutor(worker) if config.scheduler.async_scheduling else UniProcExecutor(worker)
 
 
 class SplitMesh(Mesh):

@@ -33,7 +33,9 @@ class WorkerConfig(Struct, frozen=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
     ] = "auto"
-    dtype: Annotated[Dtype, "Number format of weights and activations; auto: the checkpoint's."] = "auto"
+    dtype: Annotated[
+        Dtype, "Number format of weights and activations; auto: the checkpoint's, and bfloat16 for float16."
+    ] = "auto"
     quantization: Annotated[
         Literal["int8-dynamic"] | None,
         "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row.",
@@ -183,6 +185,9 @@ class StructuredOutputConfig(Struct, frozen=True):
         "Library that makes outputs follow a grammar; auto: llguidance.",
         Meta(extra={"name": "structured_outputs_backend"}),
     ] = "auto"
+    disable_any_whitespace: Annotated[
+        bool, "Allow no blanks between the tokens of json and json_object, whatever a request asks for."
+    ] = False
     tokenizer: str = ""
     """Path of the model's ``tokenizer.json``."""
     tokenizer_digest: bytes = b""

@@ -51,7 +51,8 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     response_format: Annotated[
         Any,
         Meta(
-            description='{"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": …}}.',
+            description='{"type": "text" | "json_object" | "json_schema" | "structural_tag", "json_schema": '
+            '{"schema": …}}; a structural_tag has a format, or structures and triggers.',
             extra_json_schema={"anyOf": [{"type": "object"}, {"type": "null"}]},
         ),
     ] = None

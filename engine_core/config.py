@@ -33,7 +33,9 @@ class WorkerConfig(Struct, frozen=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
     ] = "auto"
-    dtype: Annotated[Dtype, "Number format of weights and activations; auto: the checkpoint's."] = "auto"
+    dtype: Annotated[
+        Dtype, "Number format of weights and activations; auto: the checkpoint's, and bfloat16 for float16."
+    ] = "auto"
     quantization: Annotated[
         Literal["int8-dynamic"] | None,
         "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row.",

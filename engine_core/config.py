@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
 Count = Annotated[int, Meta(ge=1)]
@@ -31,7 +33,9 @@ class WorkerConfig(Struct, frozen=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
     ] = "auto"
-    dtype: Annotated[Dtype, "Number format of weights and activations; auto: the checkpoint's."] = "auto"
+    dtype: Annotated[
+        Dtype, "Number format of weights and activations; auto: the checkpoint's, and bfloat16 for float16."
+    ] = "auto"
     quantization: Annotated[
         Literal["int8-dynamic"] | None,
         "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row.",
@@ -181,12 +185,30 @@ class StructuredOutputConfig(Struct, frozen=True):
         "Library that makes outputs follow a grammar; auto: llguidance.",
         Meta(extra={"name": "structured_outputs_backend"}),
     ] = "auto"
+    disable_any_whitespace: Annotated[
+        bool, "Allow no blanks between the tokens of json and json_object, whatever a request asks for."
+    ] = False
     tokenizer: str = ""
     """Path of the model's ``tokenizer.json``."""
     tokenizer_digest: bytes = b""
     """SHA-256 of that file, so that a process that loads it later can verify that it has not changed."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence tokens of the checkpoint; empty: those that the tokenizer names."""
+
+
+class ReasoningConfig(Struct, frozen=True):
+    """How the reasoning that a model writes before its answer is found by its tokens."""
+
+    parser: Annotated[
+        ReasoningParserName,
+        "How the model writes reasoning; auto: as its chat template indicates.",
+        Meta(extra={"name": "reasoning_parser"}),
+    ] = "auto"
+    enable_in_reasoning: Annotated[
+        bool, "Apply the constraints of structured outputs to the reasoning too, instead of only to the answer."
+    ] = False
+    marks: ReasoningMarks | None = None
+    """The marks around the reasoning in the model's tokens; None: reasoning is not distinguished from the answer."""
 
 
 class ParallelConfig(Struct, frozen=True):
@@ -225,6 +247,7 @@ class EngineConfig(Struct, frozen=True):
     observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer, so outputs cannot be constrained."""
+    reasoning: ReasoningConfig = ReasoningConfig()
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

@@ -8,10 +8,9 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
-from .executor.executor import Executor, PendingOutput
+from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .kv_cache.kv_cache_config import size_kv_cache
-from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
 from .scheduling.scheduler import Scheduler
@@ -37,7 +36,7 @@ class EngineCore:
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
         self._grammars: StructuredOutputManager | None = None
         if config.structured_output is not None:
-            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size)
+            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size, config.reasoning)
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -69,6 +68,7 @@ class EngineCore:
             kv_layout=model.kv_layout,
             numerics=model.numerics,
             hidden_size=model.hidden_size,
+            finds_reasoning=config.reasoning.marks is not None,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -280,6 +280,6 @@ class EngineCore:
             return
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        memory = PoolMemory.allocate(num_blocks * config.cache.block_size * bytes_per_token, shared=is_shared)
-        self.executor.initialize_kv_cache(num_blocks, memory)
+        nbytes = num_blocks * config.cache.block_size * bytes_per_token
+        self.executor.initialize_kv_cache(num_blocks, PoolSpec(nbytes, is_shared))
         self._connector.register_kv_caches(self.executor.kv_pool())

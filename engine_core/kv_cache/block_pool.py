@@ -11,6 +11,9 @@ class EvictionListener(Protocol):
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """A cached block gets a new holder, which writes to it in the coming step at the earliest."""
 
+    def forgot(self, block_hash: bytes) -> None:
+        """This content is wrong: no copy of it may be used."""
+
     def forgot_all(self) -> None:
         """No cached content is valid any more."""
 
@@ -93,6 +96,16 @@ class BlockPool:
         self._hashes[block_id] = block_hash
         self.registered_in[block_id] = self.step
         return True
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Let these held blocks not be found any more, because their content is wrong."""
+        for block_id in block_ids:
+            block_hash = self._hashes[block_id]
+            if block_hash is not None:
+                del self._by_hash[block_hash]
+                self._hashes[block_id] = None
+                for listener in self.listeners:
+                    listener.forgot(block_hash)
 
     def forget_all(self) -> None:
         """Let no block be found any more; held blocks stay held."""

@@ -76,6 +76,10 @@ class OffloadConnector:
         elif self._tier is not None and self._tier.has_room(len(self._evictions) + 1):
             self._evictions.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
 
+    def forgot(self, block_hash: bytes) -> None:
+        """Called by the block pool when content proved wrong: the tier must not bring it back."""
+        self._index.remove(block_hash)
+
     def forgot_all(self) -> None:
         """Called by the block pool when all cached content became useless, for example because the weights changed."""
         self._index.clear()

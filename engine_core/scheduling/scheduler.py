@@ -87,9 +87,7 @@ class Scheduler:
             self.requests[request.request_id] = request
             if self._recorder.log_events:
                 self._recorder.queued(request)
-            if request.sampling_params.structured_output is not None:
-                self._await_grammar(request)
-            else:
+            if not request.sampling_params.is_constrained or self._constrain(request):
                 self.waiting.append(request)
                 self._wake()
 
@@ -254,12 +252,14 @@ class Scheduler:
         """Note a change after which a request may run that could not run before."""
         self._is_stalled = False
 
-    def _await_grammar(self, request: Request) -> None:
+    def _constrain(self, request: Request) -> bool:
+        """Return whether a constrained request may be queued now; otherwise it waits for its grammar or has ended."""
         if self._grammars is None:
             error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
-        elif error := self._grammars.compile(request):
+        elif error := self._grammars.constrain(request):
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        return request.status is RequestStatus.WAITING
 
     def _admit_compiled(self, grammars: StructuredOutputManager) -> None:
         """Move requests whose grammar has compiled into the waiting queue."""

@@ -13,6 +13,7 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.request import validation
 from tokenloom.request.errors import TokenloomError
+from tokenloom.services.engine.core.grammar_config import reasoning_mode
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 from tokenloom.services.engine.engine_settings import for_checkpoint
 from tokenloom.v1 import types_pb2
@@ -81,8 +82,9 @@ class LLM:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
+            reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
         )
-        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed)
+        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
         self._loop = OfflineLoop(self._client)
         self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
 

@@ -11,6 +11,7 @@ from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import bad_words, validation
 from tokenloom.request.prompt_embeds import check_embeds
+from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.engine.core.core_request import to_core_sampling, to_spans
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
@@ -27,9 +28,16 @@ class RequestBuilder:
     """Builds requests. Raises ``InvalidArgument`` or ``ValueError`` naming what is wrong."""
 
     def __init__(
-        self, info: CheckpointInfo, tokenizer: Tokenizer, limits: types_pb2.ModelLimits, seed: int | None
+        self,
+        info: CheckpointInfo,
+        tokenizer: Tokenizer,
+        limits: types_pb2.ModelLimits,
+        seed: int | None,
+        reasoning_marks: ReasoningMarks | None = None,
     ) -> None:
-        """``seed`` decides the outputs of requests that set no seed."""
+        """``seed`` decides the outputs of requests that set no seed. ``reasoning_marks``: around the model's reasoning;
+        None: they are not known."""
+        self._reasoning_marks = reasoning_marks
         self._info = info
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
@@ -119,7 +127,8 @@ class RequestBuilder:
             spaces_between_special=params.spaces_between_special_tokens,
             detokenize=params.detokenize,
         )
-        return TextSettings(detokenizer, self._vocabulary if params.detokenize else None, eos)
+        reasoning = None if self._reasoning_marks is None else Reasoning(self._reasoning_marks, prompt.token_ids)
+        return TextSettings(detokenizer, self._vocabulary if params.detokenize else None, eos, reasoning)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -114,6 +114,23 @@ def test_an_evicted_prefix_comes_back(make_core: Callable[..., OffloadingCore]) 
     assert stats.kv_recomputes == {}
 
 
+def test_wrong_content_does_not_come_back(make_core: Callable[..., OffloadingCore]) -> None:
+    core = make_core(num_blocks=10)
+    first, second = prompt_of(1, 30), prompt_of(2, 30)
+    for prompt in (first, second):
+        core.run(prompt)
+    core.core.add_request(make_request("a", first, 4))
+    hashes = core.core.scheduler.requests["a"].block_hashes
+    while not core.blocks_loaded:
+        core.core.step()
+    core.core.scheduler.kv.pool.forget(core.core.scheduler.requests["a"].block_ids)
+    assert len(hashes) >= 5
+    core.core.abort_requests(["a"])
+    loaded = core.blocks_loaded
+    assert core.run(first) == [expected(first)]
+    assert core.blocks_loaded == loaded
+
+
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 29, 32, 33])
 def test_prompts_of_all_lengths_come_back(make_core: Callable[..., OffloadingCore], num_tokens: int) -> None:
     core = make_core(num_blocks=10)

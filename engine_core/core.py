@@ -136,7 +136,11 @@ class EngineCore:
         if self._connector is not None and (news := take_news(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         outputs += self.scheduler.ended.take_outputs()
-        self._settle(outputs)
+        try:
+            self._settle(outputs)
+        except BaseException:
+            self.scheduler.ended.outputs[:0] = outputs  # the next step returns them
+            raise
         return self._report(outputs)
 
     def _execute(

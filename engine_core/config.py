@@ -190,6 +190,9 @@ class StructuredOutputConfig(Struct, frozen=True):
         "Library that makes outputs follow a grammar; auto: llguidance.",
         Meta(extra={"name": "structured_outputs_backend"}),
     ] = "auto"
+    disable_any_whitespace: Annotated[
+        bool, "Allow no blanks between the tokens of json and json_object, whatever a request asks for."
+    ] = False
     tokenizer: str = ""
     """Path of the model's ``tokenizer.json``."""
     tokenizer_digest: bytes = b""

@@ -1,7 +1,6 @@
 """The engine's loop without I/O."""
 
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -11,24 +10,22 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
-from .executor.executor import Executor, PendingOutput
+from .executor.executor import Executor, PendingOutput, PoolSpec
 from .kv_cache.kv_cache_config import size_kv_cache
-from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.core_kv import CoreKV
-from .kv_transfer.kv_connector import finish_transfers, start_transfers
+from .kv_transfer.kv_connector import StepTransfers, take_news
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
-log = logging.getLogger(__name__)
-
 
 class StepInFlight(NamedTuple):
-    """Pairs a step that the executor has begun with its future result."""
+    """Holds a step that the executor has begun, with its KV transfers and its future result."""
 
     scheduled: SchedulerOutput
+    transfers: StepTransfers | None
     pending: PendingOutput
 
 
@@ -63,8 +60,10 @@ class EngineCore:
         self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
-        self._max_in_flight = self._settle_max_in_flight()
-        self._unsampled: SchedulerOutput | None = None  # the step whose grammars need the token before
+        self._max_in_flight = executor.max_concurrent_batches
+        assert self._max_in_flight <= 2, "loads planned with a step wait for one step before it, not for several"
+        self._unsampled: tuple[SchedulerOutput, StepTransfers | None] | None = None
+        """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability
         self._iterations = IterationLog() if config.observability.log_iterations else None
         self.num_steps = 0
@@ -133,31 +132,42 @@ class EngineCore:
         ``take_aborts`` returns the requests that were aborted while a step executed.
         """
         scheduled = self.scheduler.schedule()
+        transfers = StepTransfers(self._connector, scheduled) if self._connector is not None else None
         outputs: list[EngineCoreOutput] = []
         try:
-            if self._connector is not None:
-                start_transfers(self._connector, scheduled)
-            if (ended := self._execute(scheduled)) is not None:
+            if (ended := self._execute(scheduled, transfers)) is not None:
                 outputs += self._update(*ended, take_aborts)
             if self._unsampled is not None:
-                self._sample_deferred(self._unsampled)
+                self._sample_deferred(*self._unsampled)
         except BaseException as error:  # interrupts from the keyboard included: the offline API continues after them
             self._recover(error, scheduled, outputs)
             raise
-        if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
+        if self._connector is not None and (news := take_news(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         outputs += self.scheduler.ended.take_outputs()
         self._settle(outputs)
         return self._report(outputs)
 
-    def _execute(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
-        """Begin a step; wait for the oldest one if no other can begin before it has ended, and return its result."""
-        if scheduled.total_num_scheduled_tokens:
-            self._begin(scheduled)
-            if self._unsampled is None and len(self.steps_in_flight) < self._max_in_flight:
-                return None
-        if not self.steps_in_flight:
-            return None
+    def _execute(
+        self, scheduled: SchedulerOutput, transfers: StepTransfers | None
+    ) -> tuple[StepInFlight, ModelRunnerOutput] | None:
+        """Begin a step; wait for the oldest one if no other can begin before it has ended, and return its result.
+
+        Afterwards no step before this one runs, so that its loads may fill blocks which those used.
+        """
+        if transfers is not None and not self.steps_in_flight:
+            transfers.start_loads()
+        try:
+            if scheduled.total_num_scheduled_tokens:
+                self._begin(scheduled, transfers)
+                if self._unsampled is None and len(self.steps_in_flight) < self._max_in_flight:
+                    return None
+            return self._wait_for_oldest() if self.steps_in_flight else None
+        finally:
+            if transfers is not None:
+                transfers.start_loads()
+
+    def _wait_for_oldest(self) -> tuple[StepInFlight, ModelRunnerOutput]:
         oldest = self.steps_in_flight[0]
         try:
             result = oldest.pending.result()
@@ -165,9 +175,9 @@ class EngineCore:
             self.steps_in_flight.popleft()  # it has ended; after an interrupt it is still in flight
             raise
         self.steps_in_flight.popleft()
-        return oldest.scheduled, result
+        return oldest, result
 
-    def _begin(self, scheduled: SchedulerOutput) -> None:
+    def _begin(self, scheduled: SchedulerOutput, transfers: StepTransfers | None) -> None:
         """Begin both halves of a step. The bitmasks of grammars are computed while the model runs.
 
         Only the first half begins where a bitmask depends on a token that is still in flight.
@@ -177,7 +187,7 @@ class EngineCore:
         masks, requests = None, self.scheduler.requests
         if self._grammars is not None and self._grammars.live:
             if self._grammars.awaits_tokens(scheduled, requests):
-                self._unsampled = scheduled
+                self._unsampled = scheduled, transfers
             else:
                 masks = self._grammars.start_step(scheduled, requests)
         try:
@@ -186,7 +196,7 @@ class EngineCore:
             if masks is not None:
                 masks.output()  # the thread must be idle even if the model failed
         if self._unsampled is None:
-            self.steps_in_flight.append(StepInFlight(scheduled, self._sample(masks)))
+            self.steps_in_flight.append(StepInFlight(scheduled, transfers, self._sample(masks)))
 
     def _sample(self, masks: GrammarStep | None) -> PendingOutput:
         if masks is None:
@@ -195,12 +205,12 @@ class EngineCore:
         self.scheduler.results.end_constrained(masks.ended)
         return pending
 
-    def _sample_deferred(self, scheduled: SchedulerOutput) -> None:
+    def _sample_deferred(self, scheduled: SchedulerOutput, transfers: StepTransfers | None) -> None:
         """Begin the second half of a step, after the token before it became known."""
         assert self._grammars is not None
         self._unsampled = None
         masks = self._grammars.start_step(scheduled, self.scheduler.requests)
-        self.steps_in_flight.append(StepInFlight(scheduled, self._sample(masks)))
+        self.steps_in_flight.append(StepInFlight(scheduled, transfers, self._sample(masks)))
 
     def _recover(self, error: BaseException, scheduled: SchedulerOutput, outputs: list[EngineCoreOutput]) -> None:
         """Report a failed step, wait for the others in flight, and let every request begin anew, as if the worker had
@@ -228,15 +238,15 @@ class EngineCore:
             scheduler.ended.outputs[:0] = outputs
 
     def _update(
-        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
+        self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
-        if self._connector is not None:
-            self._connector.wait_for_save()
+        if step.transfers is not None:
+            step.transfers.step_ended()
         self._abort(take_aborts())
         self.num_steps += 1
         if self._iterations is not None:
-            self._iterations.end(self.num_steps, scheduled)
-        return self.scheduler.update_from_output(scheduled, result)
+            self._iterations.end(self.num_steps, step.scheduled)
+        return self.scheduler.update_from_output(step.scheduled, result)
 
     def _settle(self, outputs: list[EngineCoreOutput]) -> None:
         """Let sessions, and pauses and sleep that wait for running requests, continue."""
@@ -292,13 +302,6 @@ class EngineCore:
             return
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        memory = PoolMemory.allocate(num_blocks * config.cache.block_size * bytes_per_token, shared=is_shared)
-        self.executor.initialize_kv_cache(num_blocks, memory)
+        nbytes = num_blocks * config.cache.block_size * bytes_per_token
+        self.executor.initialize_kv_cache(num_blocks, PoolSpec(nbytes, is_shared))
         self._connector.register_kv_caches(self.executor.kv_pool())
-
-    def _settle_max_in_flight(self) -> int:
-        """Return how many steps may overlap: 1 where KV moves, because only between steps it is known who writes."""
-        if self.executor.max_concurrent_batches > 1 and self._connector is not None:
-            log.warning("async scheduling has no effect: an engine that moves KV computes one step at a time")
-            return 1
-        return self.executor.max_concurrent_batches

@@ -190,9 +190,9 @@ class ModelRunner:
         return tokens, kept
 
     @torch.inference_mode()
-    def dummy_run(self, query_lens: list[int], block_size: int) -> None:
+    def dummy_run(self, query_lens: list[int], block_size: int, num_layers: int | None = None) -> None:
         """Compute prompts of these lengths in separate blocks from block 0 on, and the logits of the last token of
-        each.
+        each. ``num_layers``: compute only the first layers; None: all.
 
         This is for profiling and warm-up: no request may hold a block.
         """
@@ -205,7 +205,9 @@ class ModelRunner:
         tables: IntArray = first_blocks[:, None] + np.arange(int(num_blocks.max()))
         plan = self._backend.plan(cu_query_lens, lengths, tables, slots)
         positions_tensor = self._to_device(positions)
-        hidden = self._model.forward(torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches, plan)
+        hidden = self._model.forward(
+            torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches[:num_layers], plan
+        )
         self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
 

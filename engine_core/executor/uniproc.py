@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
-from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .executor import PendingOutput, call_worker
+from .executor import PendingOutput, PoolSpec, call_worker
 
 
 class FinishedOutput:
@@ -36,7 +35,8 @@ class UniProcExecutor:
     def determine_available_memory(self) -> int:
         return self._worker.determine_available_memory()
 
-    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
+    def initialize_kv_cache(self, num_blocks: int, pool: PoolSpec | None = None) -> None:
+        memory = pool.allocate() if pool is not None else None
         self._worker.initialize_kv_cache(num_blocks, memory)
 
     def kv_pool(self) -> KVPool:

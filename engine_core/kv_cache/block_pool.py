@@ -30,6 +30,11 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.generations = [0] * num_blocks
         """[num_blocks] grows when a block gets a new holder: with an old generation its content is gone."""
+        self.step = 0
+        """The number of the step that is being planned. A connector that saves evicted blocks counts it; otherwise it
+        stays 0."""
+        self.registered_in = [0] * num_blocks
+        """[num_blocks] the step in which a block was registered. Steps after it do not write to the block any more."""
         self.listeners: list[EvictionListener] = []
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -89,6 +94,7 @@ class BlockPool:
             return False
         self._by_hash[block_hash] = block_id
         self._hashes[block_id] = block_hash
+        self.registered_in[block_id] = self.step
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:

@@ -1,41 +1,36 @@
 """Interrupts the caller of a core, as Ctrl-C does, wherever a step begins or is waited for."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 
 from tests.engine_core.executor.interrupted import InterruptedExecutor
-from tests.engine_core.executor.late import LateExecutor
+from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request, make_worker
 from tests.engine_core.invariants import check_idle, check_scheduler
-from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor.executor import Executor
-from tokenloom.engine_core.executor.threaded import ThreadedExecutor
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
-from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.wire.messages import EngineCoreOutput
 
 PROMPTS = {name: [seed] * 9 for seed, name in enumerate("abc")}
 NUM_TOKENS = 6
 NUM_CALLS = 21
 """Calls of an undisturbed run, at least: seven steps with three calls each."""
-EXECUTORS: list[Callable[[HashWorker], Executor]] = [UniProcExecutor, LateExecutor, ThreadedExecutor]
 
 
-@pytest.fixture(params=EXECUTORS, ids=lambda executor: executor.__name__)
-def make_executor(request: pytest.FixtureRequest) -> Callable[[HashWorker], Executor]:
-    made: Callable[[HashWorker], Executor] = request.param
-    return made
+@pytest.fixture(params=EXECUTORS)
+def executor(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
 class Interrupted:
     """Holds a core, and what its clients received from it."""
 
-    def __init__(self, make_executor: Callable[[HashWorker], Executor], at: Collection[int], *, after: bool) -> None:
-        config: EngineConfig = make_config(budget=16, async_scheduling=make_executor is not UniProcExecutor)
+    def __init__(self, executor: str, at: Collection[int], *, after: bool) -> None:
+        config = make_config(budget=16, async_scheduling=executor != "uniproc")
         self.worker = make_worker(config)
-        self.executor = InterruptedExecutor(make_executor(self.worker), at, after=after)
+        self.executor = InterruptedExecutor(EXECUTORS[executor](self.worker), at, after=after)
         self.core = EngineCore(config, self.executor)  # type: ignore[arg-type]
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
 
@@ -80,10 +75,8 @@ class Interrupted:
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", range(1, NUM_CALLS + 1))
-def test_every_request_gets_its_tokens_after_an_interrupt(
-    make_executor: Callable[[HashWorker], Executor], at: int, after: bool
-) -> None:
-    run = Interrupted(make_executor, {at}, after=after)
+def test_every_request_gets_its_tokens_after_an_interrupt(executor: str, at: int, after: bool) -> None:
+    run = Interrupted(executor, {at}, after=after)
     run.add()
     run.finish()
     assert run.executor.num_interrupts == 1
@@ -94,11 +87,9 @@ def test_every_request_gets_its_tokens_after_an_interrupt(
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
-def test_every_request_gets_its_tokens_after_several_interrupts(
-    make_executor: Callable[[HashWorker], Executor], every: int, after: bool
-) -> None:
+def test_every_request_gets_its_tokens_after_several_interrupts(executor: str, every: int, after: bool) -> None:
     at = {*range(4, 40, every), 20, 21}  # also during the recovery from another one
-    run = Interrupted(make_executor, at, after=after)
+    run = Interrupted(executor, at, after=after)
     run.add()
     run.finish()
     assert run.executor.num_interrupts > 5
@@ -109,10 +100,8 @@ def test_every_request_gets_its_tokens_after_several_interrupts(
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", range(1, NUM_CALLS + 1))
-def test_aborting_sleeping_and_adding_work_after_an_interrupt(
-    make_executor: Callable[[HashWorker], Executor], at: int, after: bool
-) -> None:
-    run = Interrupted(make_executor, {at}, after=after)
+def test_aborting_sleeping_and_adding_work_after_an_interrupt(executor: str, at: int, after: bool) -> None:
+    run = Interrupted(executor, {at}, after=after)
     core = run.core
     run.add()
     next(run.run())

@@ -16,15 +16,21 @@ from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.kv_transfer import kv_copier
+from tokenloom.engine_core.worker import Worker
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
 from tokenloom.services.engine.core.grammar_config import reasoning_config, structured_output_config
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
@@ -157,13 +163,22 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
         structured_output=structured_output_config(DEMO_MODEL),
         reasoning=reasoning_config(DEMO_MODEL, config.reasoning),
     )
-    transports = make_transports(config)
-    if is_hash:
-        worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
-        return AsyncInprocClient(config, UniProcExecutor(worker), transports)
-    from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
+    return AsyncInprocClient(config, _executor(config), make_transports(config))
 
-    return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
+
+def _executor(config: EngineConfig) -> Executor:
+    is_hash = config.worker.worker == "hash"
+    if config.parallel.distributed_executor_backend == "mp":
+        # The hash worker's process gets its vocabulary from the checkpoint.
+        worker_config = msgspec.structs.replace(config.worker, model=str(DEMO_MODEL))
+        return MultiprocExecutor(msgspec.structs.replace(config, worker=worker_config), WORKER_COMMAND)
+    if is_hash:
+        worker: Worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+    else:
+        from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
+
+        worker = CPUWorker(config)
+    return ThreadedExecutor(worker) if config.scheduler.async_scheduling else UniProcExecutor(worker)
 
 
 class SplitMesh(Mesh):

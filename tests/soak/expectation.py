@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Protocol
 
 from tests.mesh.harness import VOCAB_SIZE
-from tokenloom.checkpoint import DEMO_MODEL
+from tests.soak.plan import Ask
+from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
 
 class Expectation(Protocol):
     """By worker."""
 
-    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
+    def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
         """The tokens of each."""
 
     def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
@@ -22,8 +23,19 @@ class Expectation(Protocol):
 class HashExpectation:
     """Of the hash worker: exact."""
 
-    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
-        return [expected_tokens(*pair, VOCAB_SIZE) for pair in zip(prompts, max_tokens, strict=True)]
+    def __init__(self) -> None:
+        self._end: list[int] = load_tokenizer(DEMO_MODEL).encode("</think>", add_special_tokens=False).ids
+
+    def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [self._tokens(ask) for ask in asks]
+
+    def _tokens(self, ask: Ask) -> list[int]:
+        """After its budget the end of the reasoning is forced."""
+        if ask.budget is None or ask.budget >= ask.max_tokens:
+            return expected_tokens(ask.prompt, ask.max_tokens, VOCAB_SIZE)
+        begin = expected_tokens(ask.prompt, ask.budget, VOCAB_SIZE) + self._end
+        rest = expected_tokens(ask.prompt + begin, max(ask.max_tokens - len(begin), 0), VOCAB_SIZE)
+        return (begin + rest)[: ask.max_tokens]
 
     def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
         return False
@@ -39,8 +51,8 @@ class ModelExpectation:
         self._path = model
         self._engine = Engine(model)
 
-    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
-        return self._engine.generate(prompts, max_tokens)
+    def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return self._engine.generate([ask.prompt for ask in asks], [ask.max_tokens for ask in asks])
 
     def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
         """A near tie: the reference's logits of the two are less than 1e-4 apart."""

@@ -109,8 +109,8 @@ def service_of(pool: KVPool, *transports: FakeTransport) -> tuple[KVService, Man
     service = KVService(KVConfig(), transports, Failpoints(), executor=executor, clock=Clock())
     service.register(pool)
     service.leases.generations = [0] * pool.num_blocks
-    service.leases.grant(b"lease", "request", [1, 2], 20, b"digest")
-    service.leases.publish("request", 20)
+    lease = service.leases.grant(b"lease", "request", [1, 2], 20, b"digest")
+    service.leases.publish(lease, 20)
     return service, executor
 
 

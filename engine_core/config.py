@@ -55,6 +55,11 @@ class WorkerConfig(Struct, frozen=True):
     compute_nans_in_logits: Annotated[
         bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
     ] = False
+    logits_metrics_interval: Annotated[
+        Size,
+        "Measure the logits of one step of so many for the metrics tokenloom_logits_… and tokenloom_temperature; "
+        "0: never, and no such metrics.",
+    ] = 0
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 

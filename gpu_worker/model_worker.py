@@ -194,4 +194,5 @@ class ModelWorker:
             self._device,
             sampler,
             count_nans=config.worker.compute_nans_in_logits,
+            logits_metrics_interval=config.worker.logits_metrics_interval,
         )

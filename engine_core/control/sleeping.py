@@ -71,8 +71,8 @@ class Sleeping:
         falling, self._falling = self._falling, None
         self.is_settling = False
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no request may touch released memory
+        self._asleep = set(TAGS)  # before the call: after an interrupt the workers sleep, or will
         self._executor.collective_rpc("sleep", self._level)
-        self._asleep = set(TAGS)
         falling.set_result(None)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

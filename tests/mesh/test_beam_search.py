@@ -10,6 +10,7 @@ import pytest
 
 from tests.mesh.harness import MODEL, SOON, VOCAB_SIZE, Mesh
 from tests.mesh.split import SplitMesh
+from tokenloom.client import AsyncClient, errors
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from tokenloom.v1.engine_pb2 import PAUSE_MODE_ABORT, PAUSE_MODE_WAIT, PauseMode, PauseRequest, ResumeRequest
@@ -167,6 +168,14 @@ async def test_the_same_over_kserves_protocol(mesh: Mesh, http: httpx.AsyncClien
             await stub.ModelInfer(request)
     texts = response.outputs[0].contents.bytes_contents
     assert [each.decode() for each in texts] == [choice["text"] for choice in answer["choices"]]
+
+
+async def test_the_same_with_our_client(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    async with AsyncClient(mesh.gateway.settings.listen) as client:
+        answer = await client.generate(prompt=PROMPT, n=3, max_tokens=5, ignore_eos=True, use_beam_search=True)
+        with pytest.raises(errors.InvalidArgument, match="use_beam_search is not available in a stream"):
+            await client.stream(prompt=PROMPT, use_beam_search=True)
+    assert [list(output.token_ids) for output in answer.outputs] == [ids for ids, _ in expected(mesh, PROMPT, 3, 5)]
 
 
 async def test_a_session_cannot_search(mesh: Mesh) -> None:

@@ -1,6 +1,7 @@
 """What the answers must be: those of one engine that nothing happens to."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -8,6 +9,7 @@ from tests.mesh.harness import VOCAB_SIZE
 from tests.soak.plan import Ask
 from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.request.reasoning import FORMATS, Reasoning, marks_of
 
 
 class Expectation(Protocol):
@@ -24,18 +26,24 @@ class HashExpectation:
     """Of the hash worker: exact."""
 
     def __init__(self) -> None:
-        self._end: list[int] = load_tokenizer(DEMO_MODEL).encode("</think>", add_special_tokens=False).ids
+        tokenizer = load_tokenizer(DEMO_MODEL)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        self._marks = marks_of(FORMATS["deepseek_r1"], lambda text: encode(text).ids)
 
     def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
         return [self._tokens(ask) for ask in asks]
 
     def _tokens(self, ask: Ask) -> list[int]:
-        """After its budget the end of the reasoning is forced."""
-        if ask.budget is None or ask.budget >= ask.max_tokens:
+        """After its budget the end of the reasoning is forced, from as much of it on as the output ends with."""
+        if ask.budget is None:
             return expected_tokens(ask.prompt, ask.max_tokens, VOCAB_SIZE)
-        begin = expected_tokens(ask.prompt, ask.budget, VOCAB_SIZE) + self._end
-        rest = expected_tokens(ask.prompt + begin, max(ask.max_tokens - len(begin), 0), VOCAB_SIZE)
-        return (begin + rest)[: ask.max_tokens]
+        reasoning, tokens = Reasoning(self._marks, ask.prompt), list[int]()
+        while len(tokens) < ask.max_tokens:
+            is_used_up = reasoning.is_inside and reasoning.num_tokens >= ask.budget
+            (drawn,) = expected_tokens(ask.prompt + tokens, 1, VOCAB_SIZE)
+            tokens.append(reasoning.next_of_end if is_used_up else drawn)
+            reasoning.feed(tokens[-1:])
+        return tokens
 
     def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
         return False

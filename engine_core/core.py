@@ -12,17 +12,21 @@ from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
 from .executor.executor import Executor, PendingOutput
-from .kv_cache.kv_cache_config import size_kv_cache
+from .kv_cache.kv_cache_config import KVCacheConfig
+from .kv_cache.kv_cache_size import size_kv_cache
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import finish_transfers, start_transfers
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
-from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, WarmUp
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 log = logging.getLogger(__name__)
+
+_HEALTH_SECONDS = 30.0
+"""How long workers may take to answer a health check; they answer after the steps that have begun."""
 
 
 class StepInFlight(NamedTuple):
@@ -60,7 +64,7 @@ class EngineCore:
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
-        self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
+        warm_up = self._initialize_kv_cache(config, kv_cache, model.kv_bytes_per_token)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
         self._max_in_flight = self._settle_max_in_flight()
@@ -78,6 +82,7 @@ class EngineCore:
             kv_layout=model.kv_layout,
             numerics=model.numerics,
             hidden_size=model.hidden_size,
+            warm_up=warm_up,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -261,6 +266,10 @@ class EngineCore:
         """Forget all cached blocks. Does nothing and returns False while requests run that may not be preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
+    def check_health(self) -> None:
+        """Raise ``ExecutorFailedError`` if a worker fails or does not answer in time."""
+        self.executor.check_health(_HEALTH_SECONDS)
+
     def failpoints_fired(self) -> dict[str, int]:
         """Return how often each injected fault has happened."""
         return self._kv.failpoints.fired() if self._kv is not None else {}
@@ -273,15 +282,15 @@ class EngineCore:
             self._grammars.close()
         self.executor.shutdown()
 
-    def _initialize_kv_cache(self, config: EngineConfig, num_blocks: int, bytes_per_token: int) -> None:
+    def _initialize_kv_cache(self, config: EngineConfig, kv_cache: KVCacheConfig, bytes_per_token: int) -> WarmUp:
         if self._connector is None:
-            self.executor.initialize_kv_cache(num_blocks)
-            return
+            return self.executor.initialize_kv_cache(kv_cache)
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        memory = PoolMemory.allocate(num_blocks * config.cache.block_size * bytes_per_token, shared=is_shared)
-        self.executor.initialize_kv_cache(num_blocks, memory)
+        memory = PoolMemory.allocate(kv_cache.num_blocks * config.cache.block_size * bytes_per_token, shared=is_shared)
+        warm_up = self.executor.initialize_kv_cache(kv_cache, memory)
         self._connector.register_kv_caches(self.executor.kv_pool())
+        return warm_up
 
     def _settle_max_in_flight(self) -> int:
         """Return how many steps may overlap: 1 where KV moves, because only between steps it is known who writes."""

@@ -5,8 +5,10 @@ from typing import Protocol
 
 import msgspec
 
+from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.kv_transport import KVPool
+from .wire.messages import WarmUp
 from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -35,10 +37,11 @@ class Worker(Protocol):
     def determine_available_memory(self) -> int:
         """Return how many bytes the KV pool may take, after a profile run with the largest chunk and its logits."""
 
-    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        """Make the pool and warm up.
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
+        """Make the pool and the buffers of steps, and compute steps of the sizes that will run. Returns which.
 
         Args:
+            kv_cache: The number of blocks, and the context length that was fitted to them.
             memory: Memory for the pool, of at least ``num_blocks * block_size * kv_bytes_per_token`` bytes. If None,
                 the worker allocates its own, which no other process can map.
         """
@@ -83,6 +86,9 @@ class Worker(Protocol):
 
         Raises ``ValueError`` without a directory, when starting twice, and when stopping without a start.
         """
+
+    def check_health(self) -> None:
+        """Raise an exception if the worker cannot compute."""
 
     def resident_bytes(self) -> int:
         """Return the resident memory of the worker's process, in bytes."""

@@ -1,15 +1,18 @@
 """Loads a checkpoint, measures memory and runs steps, on the device of its platform."""
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
+from tokenloom.engine_core.wire.messages import WarmUp
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import ModelInfo
 
@@ -25,6 +28,7 @@ from .ops.ops_choice import make_ops
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .sampler.device_sampler import DeviceSampler
+from .warm_up import LargestStep, decode_batches, largest_step, run_decode_steps, within
 
 
 class ModelWorker:
@@ -45,6 +49,8 @@ class ModelWorker:
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
+        self._max_model_len = 0
+        self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
@@ -54,6 +60,7 @@ class ModelWorker:
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization)
         self._slot = ModelSlot(Path(config.model), loader)
         model_config = self._model.config
+        self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
         dtype, quantization = model_config.dtype_name, model_config.quantization
@@ -70,35 +77,47 @@ class ModelWorker:
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
         this host share it."""
-        activations = self._platform.peak_of(self._run_largest_step)
-        return self._platform.kv_memory(activations, self._config.cache.engines_on_host)
+        self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
+        return self._platform.kv_memory(self._largest.activation_bytes, self._config.cache.engines_on_host)
 
-    def _run_largest_step(self) -> None:
-        """Run a step that fills the token budget and in which as many requests as possible draw a token."""
-        block_size = self._config.cache.block_size
-        lengths = self._largest_step()
-        runner = self._make_runner(num_blocks=sum(-(-length // block_size) for length in lengths))
-        runner.dummy_run(lengths, block_size)
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
+        """Allocate the pool and the buffers for the fitted context length, and compute steps of the sizes to come."""
+        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
+        self._max_model_len = kv_cache.max_model_len
+        if self._largest is None:
+            lengths = largest_step(scheduler, kv_cache.max_model_len)
+            self._largest = self._run_largest_step(within(kv_cache.num_blocks, block_size, lengths))
+        started = time.perf_counter()
+        self._make_pool(kv_cache.num_blocks, memory)
+        batches = decode_batches(scheduler, kv_cache.num_blocks)
+        run_decode_steps(self._require_runner(), batches, block_size)
+        if self._pool is not None:
+            self._pool.memory.discard()  # pages take memory when a request writes to them
+        self._platform.return_freed()
+        return WarmUp(
+            seconds=self._largest.seconds + time.perf_counter() - started,
+            decode_batches=batches,
+            prefill_tokens=self._largest.num_tokens,
+            sampled_rows=batches[-1],
+            activation_bytes=self._largest.activation_bytes,
+        )
 
-    def _largest_step(self) -> list[int]:
-        """Return that step's query lengths: the longest prompts that leave one token to each other request."""
-        scheduler = self._config.scheduler
-        tokens = scheduler.max_num_batched_tokens
-        lengths = []
-        for others in range(min(scheduler.max_num_seqs, tokens) - 1, -1, -1):
-            lengths.append(min(self._max_model_len, tokens - others))
-            tokens -= lengths[-1]
-        return lengths
-
-    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        """Allocate the pool and compute one token, so that the first request finds warm code."""
+    def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         model_config, block_size = self._model.config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
         if memory is not None:
             self._pool = make_kv_pool(model_config, num_blocks, block_size, memory)
         self._runner = self._make_runner(num_blocks, memory)
-        self._runner.dummy_run([1], block_size)
+
+    def _run_largest_step(self, lengths: list[int]) -> LargestStep:
+        """Compute prompts of these lengths, in a pool of their own, and measure what that takes."""
+        block_size, num_tokens = self._config.cache.block_size, sum(lengths)
+        num_blocks = sum(-(-length // block_size) for length in lengths)
+        started = time.perf_counter()
+        peak = self._platform.peak_of(lambda: _run(self._make_runner(num_blocks), lengths, block_size))
+        kv_bytes = num_tokens * self._model.config.kv_bytes_per_token
+        return LargestStep(num_tokens, max(0, peak - kv_bytes), time.perf_counter() - started)
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "call initialize_kv_cache first, with memory of the host"
@@ -143,6 +162,11 @@ class ModelWorker:
         else:
             self._profiler.stop()
 
+    def check_health(self) -> None:
+        """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
+        if float(torch.ones(8, device=self._device).sum()) != 8.0:
+            raise RuntimeError(f"{self._device.type} computes wrong sums")
+
     def resident_bytes(self) -> int:
         return resident_bytes()
 
@@ -162,10 +186,6 @@ class ModelWorker:
         assert self._runner is not None, "call initialize_kv_cache first"
         return self._runner
 
-    @property
-    def _max_model_len(self) -> int:
-        return min(self._model.config.max_model_len, self._config.max_model_len or sys.maxsize)
-
     def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
         assert self._backend is not None, "load_model comes first"
         config = self._config
@@ -181,3 +201,7 @@ class ModelWorker:
             sampler,
             count_nans=config.worker.compute_nans_in_logits,
         )
+
+
+def _run(runner: ModelRunner, lengths: list[int], block_size: int) -> None:
+    runner.dummy_run(lengths, block_size)

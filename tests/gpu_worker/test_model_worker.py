@@ -58,8 +58,8 @@ def test_the_same_tokens_as_on_the_host(kinds):
 def test_the_platform_says_how_much_is_left_for_kv():
     config = make_config()
     worker = ModelWorker(config, ApartPlatform(kv_memory=5 << 20))
-    worker.load_model()
-    assert worker.determine_available_memory() == 4 << 20
+    activations = (1 << 20) - 64 * worker.load_model().kv_bytes_per_token
+    assert worker.determine_available_memory() == (5 << 20) - activations
 
 
 def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
@@ -68,6 +68,7 @@ def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
     core = EngineCore(config, UniProcExecutor(worker))
     before = generate(core, ["drawn"])
     core.reset_prefix_cache()
+    platform.num_returned = 0
     worker.sleep(1)
     assert platform.num_returned == 1
     worker.wake_up(["weights", "kv_cache"])

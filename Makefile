@@ -77,7 +77,9 @@ wheels: install ## build the package and its dependencies as wheels, for image b
 
 soak: install ## run random schedules of faults, random JSON schemas, expensive grammars and malformed requests
 	$(BIN)/python -m tests.soak --schedules 1000
+	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
+	$(BIN)/python -m tests.soak --schedules 100 --executor mp
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000

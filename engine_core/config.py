@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
+
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
 Count = Annotated[int, Meta(ge=1)]
@@ -189,6 +191,21 @@ class StructuredOutputConfig(Struct, frozen=True):
     """End-of-sequence tokens of the checkpoint; empty: those that the tokenizer names."""
 
 
+class ReasoningConfig(Struct, frozen=True):
+    """How the reasoning that a model writes before its answer is found by its tokens."""
+
+    parser: Annotated[
+        ReasoningParserName,
+        "How the model writes reasoning; auto: as its chat template indicates.",
+        Meta(extra={"name": "reasoning_parser"}),
+    ] = "auto"
+    enable_in_reasoning: Annotated[
+        bool, "Apply the constraints of structured outputs to the reasoning too, instead of only to the answer."
+    ] = False
+    marks: ReasoningMarks | None = None
+    """The marks around the reasoning in the model's tokens; None: reasoning is not distinguished from the answer."""
+
+
 class ParallelConfig(Struct, frozen=True):
     """Where the workers run, and how arrays move between processes."""
 
@@ -225,6 +242,7 @@ class EngineConfig(Struct, frozen=True):
     observability: ObservabilityConfig = ObservabilityConfig()
     structured_output: StructuredOutputConfig | None = None
     """None: the model has no tokenizer, so outputs cannot be constrained."""
+    reasoning: ReasoningConfig = ReasoningConfig()
     max_model_len: Annotated[
         Count | None,
         "Most tokens of prompt and output together; by default what the model supports and the KV cache can hold.",

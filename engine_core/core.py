@@ -1,7 +1,6 @@
 """The engine's loop without I/O."""
 
 import contextlib
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -11,28 +10,26 @@ from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
-from .executor.executor import Executor, PendingOutput
+from .executor.executor import Executor, PendingOutput, PoolSpec
 from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_cache_size import size_kv_cache
-from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.core_kv import CoreKV
-from .kv_transfer.kv_connector import finish_transfers, start_transfers
+from .kv_transfer.kv_connector import StepTransfers, take_news
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
 from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, WarmUp
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
-log = logging.getLogger(__name__)
-
 _HEALTH_SECONDS = 30.0
 """How long workers may take to answer a health check; they answer after the steps that have begun."""
 
 
 class StepInFlight(NamedTuple):
-    """Pairs a step that the executor has begun with its future result."""
+    """Holds a step that the executor has begun, with its KV transfers and its future result."""
 
     scheduled: SchedulerOutput
+    transfers: StepTransfers | None
     pending: PendingOutput
 
 
@@ -52,7 +49,7 @@ class EngineCore:
         kv_cache = size_kv_cache(config, model, executor.determine_available_memory)
         self._grammars: StructuredOutputManager | None = None
         if config.structured_output is not None:
-            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size)
+            self._grammars = StructuredOutputManager(config.structured_output, model.vocab_size, config.reasoning)
         self.scheduler = Scheduler(
             config.scheduler,
             config.cache,
@@ -67,8 +64,10 @@ class EngineCore:
         warm_up = self._initialize_kv_cache(config, kv_cache, model.kv_bytes_per_token)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
-        self._max_in_flight = self._settle_max_in_flight()
-        self._unsampled: SchedulerOutput | None = None  # the step whose grammars need the token before
+        self._max_in_flight = executor.max_concurrent_batches
+        assert self._max_in_flight <= 2, "loads planned with a step wait for one step before it, not for several"
+        self._unsampled: tuple[SchedulerOutput, StepTransfers | None] | None = None
+        """A step whose second half has not begun, because its grammars need the tokens of the step before it."""
         self._observability = config.observability
         self._iterations = IterationLog() if config.observability.log_iterations else None
         self.num_steps = 0
@@ -83,6 +82,7 @@ class EngineCore:
             numerics=model.numerics,
             hidden_size=model.hidden_size,
             warm_up=warm_up,
+            finds_reasoning=config.reasoning.marks is not None,
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -137,38 +137,52 @@ class EngineCore:
         ``take_aborts`` returns the requests that were aborted while a step executed.
         """
         scheduled = self.scheduler.schedule()
-        if self._connector is not None:
-            start_transfers(self._connector, scheduled)
-        ended = self._execute(scheduled)
-        outputs = self._update(*ended, take_aborts) if ended is not None else []
-        if self._unsampled is not None:
-            self._sample_deferred(self._unsampled)
-        if self._connector is not None and (news := finish_transfers(self._connector, scheduled)) is not None:
+        transfers = StepTransfers(self._connector, scheduled) if self._connector is not None else None
+        outputs: list[EngineCoreOutput] = []
+        try:
+            if (ended := self._execute(scheduled, transfers)) is not None:
+                outputs += self._update(*ended, take_aborts)
+            if self._unsampled is not None:
+                self._sample_deferred(*self._unsampled)
+        except BaseException as error:  # interrupts from the keyboard included: the offline API continues after them
+            self._recover(error, scheduled, outputs)
+            raise
+        if self._connector is not None and (news := take_news(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
-        if self.scheduler.ended.outputs:
-            outputs += self.scheduler.ended.take_outputs()
+        outputs += self.scheduler.ended.take_outputs()
         self._settle(outputs)
         return self._report(outputs)
 
-    def _execute(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
+    def _execute(
+        self, scheduled: SchedulerOutput, transfers: StepTransfers | None
+    ) -> tuple[StepInFlight, ModelRunnerOutput] | None:
         """Begin a step; wait for the oldest one if no other can begin before it has ended, and return its result.
 
-        A step that fails leaves the scheduler as if the worker had never known any request.
+        Afterwards no step before this one runs, so that its loads may fill blocks which those used.
         """
+        if transfers is not None and not self.steps_in_flight:
+            transfers.start_loads()
         try:
             if scheduled.total_num_scheduled_tokens:
-                self._begin(scheduled)
+                self._begin(scheduled, transfers)
                 if self._unsampled is None and len(self.steps_in_flight) < self._max_in_flight:
                     return None
-            if not self.steps_in_flight:
-                return None
-            oldest = self.steps_in_flight.popleft()
-            return oldest.scheduled, oldest.pending.result()
-        except Exception as error:
-            self._recover(error, scheduled)
-            raise
+            return self._wait_for_oldest() if self.steps_in_flight else None
+        finally:
+            if transfers is not None:
+                transfers.start_loads()
 
-    def _begin(self, scheduled: SchedulerOutput) -> None:
+    def _wait_for_oldest(self) -> tuple[StepInFlight, ModelRunnerOutput]:
+        oldest = self.steps_in_flight[0]
+        try:
+            result = oldest.pending.result()
+        except Exception:
+            self.steps_in_flight.popleft()  # it has ended; after an interrupt it is still in flight
+            raise
+        self.steps_in_flight.popleft()
+        return oldest, result
+
+    def _begin(self, scheduled: SchedulerOutput, transfers: StepTransfers | None) -> None:
         """Begin both halves of a step. The bitmasks of grammars are computed while the model runs.
 
         Only the first half begins where a bitmask depends on a token that is still in flight.
@@ -178,7 +192,7 @@ class EngineCore:
         masks, requests = None, self.scheduler.requests
         if self._grammars is not None and self._grammars.live:
             if self._grammars.awaits_tokens(scheduled, requests):
-                self._unsampled = scheduled
+                self._unsampled = scheduled, transfers
             else:
                 masks = self._grammars.start_step(scheduled, requests)
         try:
@@ -187,7 +201,7 @@ class EngineCore:
             if masks is not None:
                 masks.output()  # the thread must be idle even if the model failed
         if self._unsampled is None:
-            self.steps_in_flight.append(StepInFlight(scheduled, self._sample(masks)))
+            self.steps_in_flight.append(StepInFlight(scheduled, transfers, self._sample(masks)))
 
     def _sample(self, masks: GrammarStep | None) -> PendingOutput:
         if masks is None:
@@ -196,39 +210,48 @@ class EngineCore:
         self.scheduler.results.end_constrained(masks.ended)
         return pending
 
-    def _sample_deferred(self, scheduled: SchedulerOutput) -> None:
+    def _sample_deferred(self, scheduled: SchedulerOutput, transfers: StepTransfers | None) -> None:
         """Begin the second half of a step, after the token before it became known."""
         assert self._grammars is not None
         self._unsampled = None
-        try:
-            masks = self._grammars.start_step(scheduled, self.scheduler.requests)
-            self.steps_in_flight.append(StepInFlight(scheduled, self._sample(masks)))
-        except Exception as error:
-            self._recover(error, scheduled)
-            raise
+        masks = self._grammars.start_step(scheduled, self.scheduler.requests)
+        self.steps_in_flight.append(StepInFlight(scheduled, transfers, self._sample(masks)))
 
-    def _recover(self, error: Exception, scheduled: SchedulerOutput) -> None:
-        """Report a failed step, wait for the others in flight, and let every request begin anew."""
+    def _recover(self, error: BaseException, scheduled: SchedulerOutput, outputs: list[EngineCoreOutput]) -> None:
+        """Report a failed step, wait for the others in flight, and let every request begin anew, as if the worker had
+        never known any.
+
+        The next step returns ``outputs``. An interrupt ends the waiting: the steps left still run before later ones,
+        and their results are dropped.
+        """
         scheduler = self.scheduler
-        dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
-        while self.steps_in_flight:
-            with contextlib.suppress(Exception):  # the first failure is the one to report
-                self.steps_in_flight.popleft().pending.result()
-        self._unsampled = None
-        if self._iterations is not None:
-            self._iterations.abandon()
-        scheduler.recover_from_failed_step()
+        try:
+            if isinstance(error, Exception):
+                dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
+            while self.steps_in_flight:
+                with contextlib.suppress(Exception):  # the first failure is the one to report
+                    self.steps_in_flight[0].pending.result()
+                self.steps_in_flight.popleft()
+            if self._grammars is not None:
+                self._grammars.wait_for_masks()
+        finally:
+            self.steps_in_flight.clear()
+            self._unsampled = None
+            if self._iterations is not None:
+                self._iterations.abandon()
+            scheduler.recover_from_failed_step(scheduled.finished_req_ids)
+            scheduler.ended.outputs[:0] = outputs
 
     def _update(
-        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
+        self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
-        if self._connector is not None:
-            self._connector.wait_for_save()
+        if step.transfers is not None:
+            step.transfers.step_ended()
         self._abort(take_aborts())
         self.num_steps += 1
         if self._iterations is not None:
-            self._iterations.end(self.num_steps, scheduled)
-        return self.scheduler.update_from_output(scheduled, result)
+            self._iterations.end(self.num_steps, step.scheduled)
+        return self.scheduler.update_from_output(step.scheduled, result)
 
     def _settle(self, outputs: list[EngineCoreOutput]) -> None:
         """Let sessions, and pauses and sleep that wait for running requests, continue."""
@@ -287,14 +310,7 @@ class EngineCore:
             return self.executor.initialize_kv_cache(kv_cache)
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        memory = PoolMemory.allocate(kv_cache.num_blocks * config.cache.block_size * bytes_per_token, shared=is_shared)
-        warm_up = self.executor.initialize_kv_cache(kv_cache, memory)
+        nbytes = kv_cache.num_blocks * config.cache.block_size * bytes_per_token
+        warm_up = self.executor.initialize_kv_cache(kv_cache, PoolSpec(nbytes, is_shared))
         self._connector.register_kv_caches(self.executor.kv_pool())
         return warm_up
-
-    def _settle_max_in_flight(self) -> int:
-        """Return how many steps may overlap: 1 where KV moves, because only between steps it is known who writes."""
-        if self.executor.max_concurrent_batches > 1 and self._connector is not None:
-            log.warning("async scheduling has no effect: an engine that moves KV computes one step at a time")
-            return 1
-        return self.executor.max_concurrent_batches

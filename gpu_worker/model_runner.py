@@ -18,9 +18,9 @@ from .attention.attention_backend import AttentionBackend, IntArray, KVCache
 from .batch.input_batch import InputBatch, StepInputs
 from .batch.transfer import to_device
 from .models.model import Model
-from .sampler import Sampler
+from .sampler import NO_TOKEN, Sampler
 from .sampler.device_sampler import DeviceSampler
-from .sampler.grammar_mask import allow_only
+from .sampler.grammar_mask import allow_only, force
 
 Logits = npt.NDArray[np.float32]
 _CPU = torch.device("cpu")
@@ -103,7 +103,10 @@ class ModelRunner:
             self._executed = _Executed(inputs, self._logits(inputs, hidden), self._prompt_logprobs(inputs, hidden))
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        plan = self._backend.plan(inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping)
+        tails = self._batch.take_foreign_tails(inputs) if self._backend.reads_tails else None
+        plan = self._backend.plan(
+            inputs.cu_query_lens, inputs.seq_lens, inputs.block_tables, inputs.slot_mapping, tails
+        )
         token_ids, positions = self._to_device(inputs.token_ids), self._to_device(inputs.positions)
         # Copied: arrays from a message are read-only, which torch does not support.
         embeds = [(start, self._to_device(rows.copy())) for start, rows in inputs.embeds]
@@ -141,7 +144,7 @@ class ModelRunner:
         if not len(inputs.sampled):
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
-        kept, masked = None, []
+        kept, masked = None, list[int]()
         if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
             tokens = self._device_sampler.sample(executed.logits, *self._batch.sampling(inputs))
         else:
@@ -152,15 +155,16 @@ class ModelRunner:
             if grammar is not None:
                 allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
             self._batch.logits_processors.apply(logits, rows)
+            if grammar is not None:
+                force(grammar, [inputs.req_ids[index] for index in indices], logits)
             tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
-            if self._batch.logits_processors:
-                masked = np.flatnonzero(np.isneginf(logits[np.arange(len(tokens)), tokens])).tolist()
-        self._batch.append(rows, np.array(tokens, dtype=np.int64))
+            if min(tokens) == NO_TOKEN and self._batch.logits_processors:
+                masked = [row for row, token_id in enumerate(tokens) if token_id < 0 and np.isneginf(logits[row]).all()]
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]
-        for row in masked:
-            output.sampled_token_ids[indices[row]] = []
-            output.without_choice.append(inputs.req_ids[indices[row]])
+        if min(tokens) == NO_TOKEN:
+            tokens = _drop_undrawn(output, tokens, indices, masked)
+        self._batch.append(rows, np.array(tokens, dtype=np.int64))
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
@@ -191,6 +195,19 @@ class ModelRunner:
         if self._device_sampler is not None:
             self._device_sampler.sample(logits, rows, indices)
         self._sampler.sample(logits.cpu().numpy(), rows, indices)
+
+
+def _drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int], masked: Sequence[int]) -> list[int]:
+    """List the requests of the rows without a token in ``output``, those of ``masked`` rows as without choice.
+
+    Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
+    """
+    for row, token_id in enumerate(tokens):
+        if token_id == NO_TOKEN:
+            output.sampled_token_ids[indices[row]] = []
+            ended = output.without_choice if row in masked else output.without_finite_logit
+            ended.append(output.req_ids[indices[row]])
+    return [max(token_id, 0) for token_id in tokens]
 
 
 def _count_nans(logits: Logits, req_ids: Sequence[str]) -> dict[str, int]:

@@ -18,8 +18,10 @@ settings.load_profile("tokenloom")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Before any import of torch, and for every process that a test starts: the threads of one step wait for each other by
-# spinning, so on cores that others use too, two of them take many times as long as one.
+# spinning, so on cores that others use too, two of them take many times as long as one. Where a test wants two, they
+# sleep while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 # The dear ones first: what begins late must be short, or one of two workers ends long before the other.

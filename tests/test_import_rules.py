@@ -22,9 +22,11 @@ FOLDERS = {
     "tokenloom": ROOT / "tokenloom",
     **{f"tokenloom.{link.name}": link.resolve() for link in (ROOT / "tokenloom").iterdir() if link.is_symlink()},
 }
-# What the engine core shares with every entrance: the table of sampling parameters, and the rule of block hashes.
+# What the engine core shares with every entrance: the table of sampling parameters, the rule of block hashes, and how
+# reasoning is found by its tokens.
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
 BLOCK_HASH = "tokenloom.request.prompt_block_hash"
+REASONING = "tokenloom.request.reasoning"
 # Names, checks and errors of requests and of the model's files, for every entrance.
 ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint")
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
@@ -197,7 +199,7 @@ def test_engine_core(module: Module) -> None:
     asynchronous = tuple(f"tokenloom.engine_core.client.{name}" for name in names)
     never = () if module.name in asynchronous else ("asyncio", "zmq.asyncio")
     libraries = {"msgspec", "zmq", "numpy"} | GRAMMAR_LIBRARIES.get(module.name, set())
-    allowed = [SAMPLING_PARAMS, BLOCK_HASH]
+    allowed = [SAMPLING_PARAMS, BLOCK_HASH, REASONING]
     assert not violations("tokenloom.engine_core", allowed, third_party=libraries, never=never, modules=[module])
 
 

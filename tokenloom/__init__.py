@@ -8,6 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .offline.beam_search import BeamSearchOutput as BeamSearchOutput
+    from .offline.beam_search import BeamSearchParams as BeamSearchParams
+    from .offline.beam_search import BeamSearchSequence as BeamSearchSequence
     from .offline.llm import LLM as LLM
     from .offline.outputs import CompletionOutput as CompletionOutput
     from .offline.outputs import Logprob as Logprob
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
+    "BeamSearchOutput": ".offline.beam_search",
+    "BeamSearchParams": ".offline.beam_search",
+    "BeamSearchSequence": ".offline.beam_search",
     "LLM": ".offline.llm",
     "CompletionOutput": ".offline.outputs",
     "Logprob": ".offline.outputs",
@@ -30,6 +36,9 @@ _HOMES = {
 }
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Logprob",
     "RepetitionDetectionParams",

@@ -11,6 +11,9 @@ from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
 
 from .kv_shape import SHAPES, Shape
 
+_SECONDS = 3600.0
+"""Longer than a measurement takes."""
+
 
 def transports(ways: list[str]) -> dict[str, KVTransport]:
     """Maps the names of the ways to transports. A name is a transport's name, with its medium in brackets."""
@@ -33,7 +36,10 @@ def serve(shape: Shape, ways: list[str]) -> None:
     pool = shape.make_pool(shared=True)
     shape.fill(pool)
     served = transports(ways)
-    print(json.dumps({way: (transport.serve(pool) or b"").hex() for way, transport in served.items()}), flush=True)
+    endpoints = {way: (transport.serve(pool) or b"").hex() for way, transport in served.items()}
+    for transport in served.values():
+        transport.attend(_SECONDS)
+    print(json.dumps(endpoints), flush=True)
     sys.stdin.read()
     for transport in served.values():
         transport.close()

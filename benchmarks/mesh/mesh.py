@@ -47,6 +47,9 @@ class MeshCase:
     waiting: int = 0
     """Requests beyond the batch. Without them a place stays empty from one request's end to the next one's first
     step."""
+    prefill: int = 0
+    decode: int = 0
+    """Engines that compute only prompts, and only outputs, with ``batch`` requests in each; 0: one engine for both."""
 
     @property
     def num_streams(self) -> int:
@@ -74,6 +77,7 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         "prefill-tokens-beside-decode": 8192,
         "num-kv-blocks": 2 * blocks,
     }
+    split = {"prefill": case.prefill, "decode": case.decode} if case.prefill else {}
     flags = tuple(text for name, value in engine.items() for text in (f"--{name}", str(value)))
     if case.async_scheduling:
         flags += ("--async-scheduling",)
@@ -84,7 +88,8 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         served_model_name=_NAME,
         port=0,
         drain_timeout=5.0,
-        flags={"engine": flags},
+        flags={"engine": flags, "coordinator": ("--pd-threshold", "0") if split else ()},
+        **split,
         common_flags=("--log-level", "warning"),
     )
 
@@ -124,6 +129,8 @@ def summarize(
         "batch": case.batch,
         "waiting": case.waiting,
         "async_scheduling": case.async_scheduling,
+        "prefill": case.prefill,
+        "decode": case.decode,
         "frame_interval": case.frame_interval,
         "duration": round(result.seconds, 3),
         "failed": len(result.outcomes) - len(good),

@@ -1,7 +1,7 @@
 """Defines the protocol between the core and its executors, and which methods of workers may be called by name."""
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -20,6 +20,19 @@ WORKER_METHODS: Final = CLIENT_METHODS | {
     *("sleep", "wake_up", "reload_weights", "check_health"),
 }
 """Methods of workers that may be called by name. Their arguments and results are msgspec types."""
+
+
+class PoolSpec(NamedTuple):
+    """Says what memory a pool needs whose blocks move."""
+
+    nbytes: int
+    """Size of each worker's pool."""
+    shared: bool
+    """Whether other engines map it."""
+
+    def allocate(self) -> PoolMemory:
+        """Allocate the pool of a worker in this process."""
+        return PoolMemory.allocate(self.nbytes, self.shared)
 
 
 class PendingOutput(Protocol):
@@ -42,11 +55,11 @@ class Executor(Protocol):
     def determine_available_memory(self) -> int:
         """Return how many bytes the KV pool may take in the worker that has the least memory."""
 
-    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
-        """Make the pools and warm up the workers, with the arguments of ``Worker``. Returns the slowest report."""
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
+        """Make the pools and warm up the workers. ``pool``: None if no KV moves. Returns the slowest report."""
 
     def kv_pool(self) -> KVPool:
-        """Return the pool for transports."""
+        """Return the pool for transports, over all workers. Only for pools made with a ``PoolSpec``."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         """Begin the forward pass of a step; may return before its end. Errors are raised here or by the result."""

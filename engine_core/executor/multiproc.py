@@ -13,16 +13,24 @@ import zmq
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError
 from ..kv_cache.kv_cache_config import KVCacheConfig
-from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.array_arena import ArrayArena
 from ..wire.messages import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, encode, from_raw, to_raw
 from ..worker import ModelInfo
-from .executor import PendingOutput
+from .executor import PendingOutput, PoolSpec
+from .rank_pools import RankPool, RankPools, merged_layout
 from .worker_launch import WorkerProcess
-from .worker_messages import OUTPUT_RANK, SampleCall, WorkerCall, WorkerErrorKind, WorkerReply, WorkerRequestType
+from .worker_messages import (
+    OUTPUT_RANK,
+    PoolCall,
+    SampleCall,
+    WorkerCall,
+    WorkerErrorKind,
+    WorkerReply,
+    WorkerRequestType,
+)
 
 
 class RemoteOutput:
@@ -46,11 +54,6 @@ class MultiprocExecutor:
         Raises ``ValueError`` for a configuration that does not work, ``ExecutorFailedError`` when a worker does not
         start.
         """
-        if config.kv.transports or config.kv.offload_path:
-            raise ValueError(
-                "distributed_executor_backend mp does not work with kv_transports or kv_offload_path, because the KV "
-                "pool is in the workers' memory"
-            )
         self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replies: list[dict[int, WorkerReply]] = [{} for _ in range(world_size)]  # read, and not yet asked for
@@ -64,7 +67,13 @@ class MultiprocExecutor:
         self._wake_read, self._wake_write = os.pipe()
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._arena = arena = ArrayArena(config.parallel.array_arena_bytes, num_readers=world_size)
-        self.workers = [WorkerProcess(self._context, command, rank, arena.address) for rank in range(world_size)]
+        moves_kv = bool(config.kv.transports or config.kv.offload_path)
+        self._pools = RankPools(world_size) if moves_kv else None
+        self._pool: KVPool | None = None
+        pool_fd = self._pools.fd if self._pools is not None else None
+        self.workers = [
+            WorkerProcess(self._context, command, rank, arena.address, pool_fd) for rank in range(world_size)
+        ]
         try:
             for worker in self.workers:
                 worker.shake_hands(config, world_size)
@@ -76,18 +85,33 @@ class MultiprocExecutor:
             threading.Thread(target=self._watch, args=(worker,), name="worker-monitor", daemon=True).start()
 
     def load_model(self) -> ModelInfo:
-        return msgspec.convert(self.collective_rpc("load_model")[OUTPUT_RANK], ModelInfo)
+        models = msgspec.convert(self.collective_rpc("load_model"), list[ModelInfo])
+        layout = merged_layout([model.kv_layout for model in models])
+        return msgspec.structs.replace(models[OUTPUT_RANK], kv_layout=layout)
 
     def determine_available_memory(self) -> int:
         return min(msgspec.convert(self.collective_rpc("determine_available_memory"), list[int]))
 
-    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
-        assert memory is None, "refused at start"
-        warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
+        if pool is None:
+            warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
+        else:
+            parts = self._make_pools(kv_cache, pool)
+            warm_ups = [part.warm_up for part in parts]
         return max(warm_ups, key=lambda warm_up: warm_up.seconds)
 
+    def _make_pools(self, kv_cache: KVCacheConfig, pool: PoolSpec) -> list[RankPool]:
+        assert self._pools is not None, "the configuration at start moves KV"
+        call_id = next(self._call_ids)
+        self._send(WorkerRequestType.POOL, PoolCall(call_id, kv_cache, self._pools.allocate(pool.nbytes)))
+        replies = self.wait(call_id, range(len(self.workers)))
+        parts = [msgspec.convert(from_raw(reply.result), RankPool) for reply in replies]
+        self._pool = self._pools.merge(parts)
+        return parts
+
     def kv_pool(self) -> KVPool:
-        raise AssertionError("refused at start: the pool is in the workers' memory")
+        assert self._pool is not None, "initialize_kv_cache comes first, with a PoolSpec"
+        return self._pool
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         self._send(WorkerRequestType.EXECUTE, scheduler_output)
@@ -127,6 +151,8 @@ class MultiprocExecutor:
             worker.stop()
         self._context.destroy(linger=0)
         self._arena.close()
+        if self._pools is not None:
+            self._pools.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 

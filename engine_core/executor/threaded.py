@@ -5,13 +5,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..errors import ExecutorFailedError
 from ..kv_cache.kv_cache_config import KVCacheConfig
-from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.messages import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
-from .executor import PendingOutput, call_worker
+from .executor import PendingOutput, PoolSpec, call_worker
 
 
 class ThreadedExecutor:
@@ -33,7 +32,8 @@ class ThreadedExecutor:
     def determine_available_memory(self) -> int:
         return self._thread.submit(self._worker.determine_available_memory).result()
 
-    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
+        memory = pool.allocate() if pool is not None else None
         return self._thread.submit(self._worker.initialize_kv_cache, kv_cache, memory).result()
 
     def kv_pool(self) -> KVPool:

@@ -33,10 +33,12 @@ class WorkerProcess:
         command: Sequence[str],
         rank: int,
         arrays: ArenaAddress | None,
+        pool_fd: int | None,
     ) -> None:
-        """Start the process with ``command``. It inherits the memory of ``arrays``."""
+        """Start the process with ``command``. It inherits the memory of ``arrays`` and the descriptor ``pool_fd``."""
         self.rank = rank
         self._arrays = arrays
+        self._pool_fd = pool_fd
         # mkdtemp makes a directory with mode 0700: no other user can connect.
         self._address = f"ipc://{tempfile.mkdtemp(prefix='tl-worker-')}/worker"
         self.socket = context.socket(zmq.PAIR)
@@ -46,7 +48,7 @@ class WorkerProcess:
             [*command, "--address", self._address],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=() if arrays is None else (arrays.fd,),
+            pass_fds=[fd for fd in (arrays.fd if arrays is not None else None, pool_fd) if fd is not None],
         )
 
     @property
@@ -56,7 +58,7 @@ class WorkerProcess:
     def shake_hands(self, config: EngineConfig, world_size: int) -> None:
         """Exchange HELLO, INIT and READY. Raises ``ValueError`` for a bad configuration, or ``ExecutorFailedError``."""
         assert isinstance(self._receive(), WorkerHello)
-        self.socket.send_multipart(encode(WorkerInit(config, self.rank, world_size, self._arrays)))
+        self.socket.send_multipart(encode(WorkerInit(config, self.rank, world_size, self._arrays, self._pool_fd)))
         assert isinstance(self._receive(), WorkerReady)
 
     def wait(self) -> int:

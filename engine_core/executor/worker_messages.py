@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from ..config import EngineConfig
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..wire.array_arena import ArenaAddress
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
@@ -28,6 +29,8 @@ class WorkerInit(msgspec.Struct, tag="INIT"):
     world_size: int
     arrays: ArenaAddress | None
     """Shared memory with the large arrays of steps, which each rank reads; None if they come in frames."""
+    pool_fd: int | None
+    """Inherited descriptor of the memory for all ranks' KV pools; None if no KV moves."""
 
 
 class WorkerReady(msgspec.Struct, tag="READY"):
@@ -54,6 +57,8 @@ class WorkerRequestType(enum.Enum):
     """A SampleCall, which ends the latest step. The output rank answers, and every rank that failed."""
     CALL = b"\x02"
     """A WorkerCall. Every rank answers."""
+    POOL = b"\x03"
+    """A PoolCall. Every rank answers."""
 
 
 class SampleCall(msgspec.Struct, array_like=True, gc=False):
@@ -71,6 +76,18 @@ class WorkerCall(msgspec.Struct, array_like=True, gc=False):
     args: list[msgspec.Raw]
 
 
+class PoolCall(msgspec.Struct, array_like=True, gc=False):
+    """Calls ``Worker.initialize_kv_cache`` with the rank's part of the memory for KV pools.
+
+    The result is a ``RankPool``.
+    """
+
+    call_id: int
+    kv_cache: KVCacheConfig
+    part_bytes: int
+    """Size of a rank's part; that of rank r begins at r times it."""
+
+
 class WorkerErrorKind(enum.IntEnum):
     """Classifies an answer without a result."""
 
@@ -81,12 +98,12 @@ class WorkerErrorKind(enum.IntEnum):
 
 
 class WorkerReply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Answers the SAMPLE or CALL with the same id."""
+    """Answers the SAMPLE, CALL or POOL with the same id."""
 
     call_id: int
     output: ModelRunnerOutput | None = None
     """The output of a SAMPLE."""
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
-    """The result of a CALL."""
+    """The result of a CALL or POOL."""
     error_kind: WorkerErrorKind | None = None
     error: str = ""

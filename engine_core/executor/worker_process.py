@@ -8,15 +8,18 @@ import msgspec
 import zmq
 
 from ..config import EngineConfig
+from ..kv_cache.pool_memory import PoolMemory
 from ..process.process_guard import ProcessGuard
 from ..wire.array_arena import ArenaReader
 from ..wire.scheduler_output import SchedulerOutput
-from ..wire.serialization import Decoder, Frame, encode
+from ..wire.serialization import Decoder, Frame, encode, to_raw
 from ..worker import Worker
 from .executor import call_worker
+from .rank_pools import RankPool
 from .worker_launch import remove_socket
 from .worker_messages import (
     OUTPUT_RANK,
+    PoolCall,
     SampleCall,
     WorkerCall,
     WorkerErrorKind,
@@ -39,10 +42,12 @@ class WorkerProc:
         self._worker = worker
         self._socket = socket
         self._rank = init.rank
+        self._pool_fd = init.pool_fd
         self._failure: Exception | None = None  # of the step executed last
         self._steps = Decoder(SchedulerOutput, arrays)
         self._samples = Decoder(SampleCall, arrays)
         self._calls = Decoder(WorkerCall)
+        self._pools = Decoder(PoolCall)
 
     def run(self) -> None:
         """Serve messages forever: the process ends when the executor kills it or has ended itself."""
@@ -55,6 +60,8 @@ class WorkerProc:
                     self._sample(self._samples.decode(body))
                 case WorkerRequestType.CALL:
                     self._call(self._calls.decode(body))
+                case WorkerRequestType.POOL:
+                    self._register_pool(self._pools.decode(body))
 
     def _execute(self, scheduled: SchedulerOutput) -> None:
         self._failure = None
@@ -76,11 +83,25 @@ class WorkerProc:
                 self._reply(WorkerReply(call.call_id, output))
 
     def _call(self, call: WorkerCall) -> None:
+        self._answer(call.call_id, lambda: call_worker(self._worker, call.method, call.args))
+
+    def _register_pool(self, call: PoolCall) -> None:
+        self._answer(call.call_id, lambda: to_raw(self._make_pool(call)))
+
+    def _answer(self, call_id: int, result: Callable[[], msgspec.Raw]) -> None:
         try:
-            reply = WorkerReply(call.call_id, result=call_worker(self._worker, call.method, call.args))
+            reply = WorkerReply(call_id, result=result())
         except Exception as error:
-            reply = _failed(call.call_id, error)
+            reply = _failed(call_id, error)
         self._reply(reply)
+
+    def _make_pool(self, call: PoolCall) -> RankPool:
+        """Make the pool in this rank's part of the shared memory, and return where its blocks are."""
+        assert self._pool_fd is not None, "the executor passes the memory at start if KV moves"
+        memory = PoolMemory.of_part(self._pool_fd, self._rank * call.part_bytes, call.part_bytes)
+        warm_up = self._worker.initialize_kv_cache(call.kv_cache, memory)
+        pool = self._worker.kv_pool()
+        return RankPool(list(pool.regions), pool.num_blocks, pool.layout, warm_up)
 
     def _reply(self, reply: WorkerReply) -> None:
         self._socket.send_multipart(encode(reply))

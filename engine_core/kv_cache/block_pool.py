@@ -11,6 +11,9 @@ class EvictionListener(Protocol):
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """A cached block gets a new holder, which writes to it in the coming step at the earliest."""
 
+    def forgot(self, block_hash: bytes) -> None:
+        """This content is wrong: no copy of it may be used."""
+
     def forgot_all(self) -> None:
         """No cached content is valid any more."""
 
@@ -27,6 +30,11 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self.generations = [0] * num_blocks
         """[num_blocks] grows when a block gets a new holder: with an old generation its content is gone."""
+        self.step = 0
+        """The number of the step that is being planned. A connector that saves evicted blocks counts it; otherwise it
+        stays 0."""
+        self.registered_in = [0] * num_blocks
+        """[num_blocks] the step in which a block was registered. Steps after it do not write to the block any more."""
         self.listeners: list[EvictionListener] = []
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -86,7 +94,18 @@ class BlockPool:
             return False
         self._by_hash[block_hash] = block_id
         self._hashes[block_id] = block_hash
+        self.registered_in[block_id] = self.step
         return True
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Let these held blocks not be found any more, because their content is wrong."""
+        for block_id in block_ids:
+            block_hash = self._hashes[block_id]
+            if block_hash is not None:
+                del self._by_hash[block_hash]
+                self._hashes[block_id] = None
+                for listener in self.listeners:
+                    listener.forgot(block_hash)
 
     def forget_all(self) -> None:
         """Let no block be found any more; held blocks stay held."""

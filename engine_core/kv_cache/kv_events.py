@@ -58,6 +58,10 @@ class KVEventLog:
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
         """Record a block that can no longer be hit."""
+        self.forgot(block_hash)
+
+    def forgot(self, block_hash: bytes) -> None:
+        """Record content that can no longer be hit."""
         last = self.events[-1] if self.events else None
         if isinstance(last, BlockRemoved):
             last.block_hashes.append(block_hash)

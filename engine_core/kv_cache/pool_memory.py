@@ -1,7 +1,8 @@
-"""Allocates the memory of a KV pool: either shared with readers in other processes, or in huge pages.
+"""Allocates the memory of a KV pool: either shared with other processes, or in huge pages.
 
 The two exclude each other on common kernels: a memfd gets no transparent huge pages, anonymous memory gets them, and
-decode attention is faster with them. So only a pool that other engines read is shared.
+decode attention is faster with them. So only a pool that other engines read, or that belongs to a worker in a process
+of its own, is shared.
 """
 
 import contextlib
@@ -16,11 +17,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 class PoolMemory:
     """Holds the zeroed, writable memory of one pool. The bytes live until the last view of ``buffer`` is gone."""
 
-    def __init__(self, buffer: mmap.mmap, fd: int | None) -> None:
-        """Take ownership of ``buffer`` and ``fd``, which :meth:`allocate` makes."""
+    def __init__(self, buffer: mmap.mmap, fd: int | None, *, is_shared: bool) -> None:
+        """Take ownership of ``buffer`` and ``fd``, which the class methods make."""
         self._buffer = buffer
         self._fd = fd
-        self._is_shared = fd is not None
+        self._is_shared = is_shared
         # An open descriptor keeps the bytes alive, so it is closed with this object at the latest.
         self._close = weakref.finalize(self, os.close, fd) if fd is not None else None
 
@@ -31,25 +32,32 @@ class PoolMemory:
         ``shared`` makes a sealed memfd that peers can map read-only; otherwise the memory is anonymous, and in huge
         pages if the kernel supports them.
         """
-        nbytes = max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
+        nbytes = whole_pages(nbytes)
         if shared:
-            return cls._shared(nbytes)
+            fd = create_memfd()
+            try:
+                return cls.of_memfd(fd, nbytes)
+            finally:
+                os.close(fd)  # the mapping stays
         buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # the kernel has no huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)
-        return cls(buffer, None)
+        return cls(buffer, None, is_shared=False)
 
     @classmethod
-    def _shared(cls, nbytes: int) -> "PoolMemory":
-        fd = os.memfd_create("tokenloom-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(fd, nbytes)
-            buffer = mmap.mmap(fd, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # the file cannot shrink, so a reader never gets a bus error
-            # Readers get a descriptor that cannot write; a seal against writing would also prevent ``discard``.
-            return cls(buffer, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-        finally:
-            os.close(fd)  # the mapping stays
+    def of_memfd(cls, fd: int, nbytes: int) -> "PoolMemory":
+        """Give a new memfd ``nbytes``, a number of whole pages, for good, and map it. The caller keeps ``fd``."""
+        os.ftruncate(fd, nbytes)
+        buffer = mmap.mmap(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # the file cannot shrink, so a reader never gets a bus error
+        # Readers get a descriptor that cannot write; a seal against writing would also prevent ``discard``.
+        return cls(buffer, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC), is_shared=True)
+
+    @classmethod
+    def of_part(cls, fd: int, offset: int, nbytes: int) -> "PoolMemory":
+        """Map a part of another process's memory, which :meth:`of_memfd` made from the same memfd. The caller keeps
+        ``fd``; readers get their descriptor from the other process. ``offset`` and ``nbytes``: whole pages."""
+        return cls(mmap.mmap(fd, nbytes, offset=offset), None, is_shared=True)
 
     @property
     def nbytes(self) -> int:
@@ -74,3 +82,13 @@ class PoolMemory:
         """Close the descriptor, so that no new reader can map the memory; the owner's views stay valid. Idempotent."""
         if self._close is not None:
             self._close()
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the size of the pages that hold ``nbytes``, at least one."""
+    return max(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.PAGESIZE)
+
+
+def create_memfd() -> int:
+    """Create an empty memfd for :meth:`PoolMemory.of_memfd`. Raises ``OSError`` if the system has none."""
+    return os.memfd_create("tokenloom-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

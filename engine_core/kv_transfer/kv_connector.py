@@ -1,11 +1,19 @@
 """The connector that moves KV blocks into and out of the pool, with the names and the call order of vLLM V1.
 
 Scheduler side: get_num_new_matched_tokens → allocate → update_state_after_alloc → build_connector_meta → (step) →
-update_connector_output → request_finished. Worker side, each step: bind_connector_metadata → start_load_kv → (forward)
-→ wait_for_save → get_finished → get_block_ids_with_load_errors → get_kv_connector_stats → clear_connector_metadata.
+update_connector_output → request_finished. Worker side, each step: save_overwritten_kv → start_load_kv → (forward) →
+wait_for_save → get_finished → get_block_ids_with_load_errors → get_kv_connector_stats.
 
 Every load runs next to the steps, on the connector's own threads, while its request is in ``WAITING_FOR_REMOTE_KVS``.
 Blocks are saved per step, not per layer, because calls per layer pay off only if a layer takes longer than a call.
+
+Steps may overlap: with async scheduling a step is planned while the one before it runs. That one may still write to
+blocks that were freed since it was planned, and what it computes can already be hit, freed and evicted. So
+
+- a load, which may fill such blocks, starts when no step before the one that it was planned with runs any more;
+- a block whose content such a step computes is not saved when it is evicted;
+- other engines may read what a step wrote when that step has ended, not an earlier or a later one. Therefore each call
+  of the worker side names its step by passing the step's metadata.
 """
 
 from collections.abc import Callable
@@ -94,18 +102,21 @@ class KVConnectorScheduler(Protocol):
 
 
 class KVConnectorWorker(Protocol):
-    """The side of the connector that moves bytes. Called from the thread that steps; no method waits for a transfer."""
+    """The side of the connector that moves bytes. Called from the thread that steps; no method waits for a transfer.
+
+    ``metadata`` is what :meth:`KVConnectorScheduler.build_connector_meta` returned for the step.
+    """
 
     def register_kv_caches(self, pool: KVPool) -> None:
         """Called once, when the pool is allocated."""
 
-    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        """Take the data of the scheduler side for this step."""
+    def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Called before the forward pass: copy the blocks that the step, or one of its loads, is about to overwrite."""
 
-    def start_load_kv(self) -> None:
-        """Called before the forward pass: start loads, and save blocks that the step is about to overwrite."""
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Called when no step before this one runs any more: start the loads."""
 
-    def wait_for_save(self) -> None:
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
         """Called after the forward pass: other engines may read what it wrote from now on."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
@@ -116,9 +127,6 @@ class KVConnectorWorker(Protocol):
 
     def get_kv_connector_stats(self) -> KVConnectorStats:
         """Return the counts for the same ``get_finished``."""
-
-    def clear_connector_metadata(self) -> None:
-        """Called when the step is over."""
 
     def has_news(self) -> bool:
         """Return whether ``get_finished`` would return something."""
@@ -134,19 +142,33 @@ class KVConnector(KVConnectorScheduler, KVConnectorWorker, Protocol):
     """Both sides of a connector, for a scheduler and a worker in one process."""
 
 
-def start_transfers(connector: KVConnector, scheduled: SchedulerOutput) -> None:
-    """Make the worker side's calls before a forward pass."""
-    if (metadata := connector.build_connector_meta(scheduled)) is not None:
-        connector.bind_connector_metadata(metadata)
-        connector.start_load_kv()
+class StepTransfers:
+    """Makes the worker side's calls for one step."""
+
+    def __init__(self, connector: KVConnector, scheduled: SchedulerOutput) -> None:
+        """Save what the step will overwrite."""
+        self._connector = connector
+        self._metadata = connector.build_connector_meta(scheduled)
+        self._are_loads_started = False
+        if self._metadata is not None:
+            connector.save_overwritten_kv(self._metadata)
+
+    def start_loads(self) -> None:
+        """Start the loads when no step before this one runs any more. Does nothing when called again."""
+        if self._metadata is not None and not self._are_loads_started:
+            self._are_loads_started = True
+            self._connector.start_load_kv(self._metadata)
+
+    def step_ended(self) -> None:
+        """Let other engines read what the step wrote."""
+        if self._metadata is not None:
+            self._connector.wait_for_save(self._metadata)
 
 
-def finish_transfers(connector: KVConnector, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
-    """Make the worker side's calls after a step. Returns None without news."""
-    output = None
-    if connector.has_news():
-        sent, received = connector.get_finished(set(scheduled.finished_req_ids))
-        invalid = connector.get_block_ids_with_load_errors()
-        output = KVConnectorOutput(sent, received, invalid, connector.get_kv_connector_stats())
-    connector.clear_connector_metadata()
-    return output
+def take_news(connector: KVConnector, scheduled: SchedulerOutput) -> KVConnectorOutput | None:
+    """Return the transfers that ended since the last call; None without news."""
+    if not connector.has_news():
+        return None
+    sent, received = connector.get_finished(set(scheduled.finished_req_ids))
+    invalid = connector.get_block_ids_with_load_errors()
+    return KVConnectorOutput(sent, received, invalid, connector.get_kv_connector_stats())

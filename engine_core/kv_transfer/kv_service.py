@@ -1,5 +1,6 @@
 """The work of the KV thread: answers the front's calls on leases, and drives loads from other engines. No I/O."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 from ..config import KVConfig
 from .block_loads import CopyTask, LoadOrder, LoadResult, Loads
+from .endpoints import Endpoints
 from .failpoints import Failpoints
 from .kv_copier import NUM_THREADS, KVCopier
 from .kv_messages import (
@@ -64,7 +66,7 @@ class KVService:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()  # a few for each load
         self._events: deque[KVEvent] = deque()
         self._following: list[KVProgress] = []  # one for each reader that follows a prefill
-        self._endpoints: dict[str, bytes] = {}
+        self._endpoints = Endpoints(self._transports, clock)
         self._pool: KVPool | None = None
         self._copier: KVCopier | None = None
         self._loads = Loads(
@@ -80,9 +82,7 @@ class KVService:
     def register(self, pool: KVPool) -> None:
         """Serve the pool from now on: readers read it, and loads fill it."""
         self._pool = pool
-        for transport in self._transports:
-            if (endpoint := transport.serve(pool)) is not None:
-                self._endpoints[transport.name] = endpoint
+        self._endpoints.serve(pool)
         self._copier = KVCopier(
             pool, self._transports, self._executor, self._failpoints, checksum=self._config.checksum
         )
@@ -129,6 +129,8 @@ class KVService:
                     self._loads.verdict(call)
             case KVProgress():
                 self._following.append(call)
+            case KVAcquire() if (name := self._unmade_transport(call)) is not None:
+                self._make_endpoint(name, call)
             case KVRelease() if self._config.checksum:
                 self._release_with_checksums(call)
             case _:
@@ -167,7 +169,9 @@ class KVService:
                     answer = self._acquire(call)
                 case KVRenew():
                     answer = KVAnswer(call.call_id, ttl_seconds=self.leases.renew(call.acquisition_id))
+                    self._endpoints.renew(call.acquisition_id)
                 case KVRelease():
+                    self._endpoints.release(call.acquisition_id)
                     self.leases.release(call.acquisition_id, call.generations)
                     answer = KVAnswer(call.call_id, valid=True, checksums=checksums)
         except KVTransferError as error:
@@ -180,21 +184,38 @@ class KVService:
             raise KVTransferError(
                 "layout", f"the owner's KV layout is {self._pool.layout}, the reader's is {call.kv_layout}"
             )
-        transport = next((name for name in call.transports if name in self._endpoints), None)
-        if transport is None:
-            raise KVTransferError("transport", f"the owner serves {sorted(self._endpoints)}, not {call.transports}")
+        name = self._endpoints.choose(call.transports)
+        endpoint = self._endpoints.find(name) if name is not None else None
+        if name is None or endpoint is None:
+            raise KVTransferError("transport", f"the owner serves {self._endpoints.names}, not {call.transports}")
         lease, ttl = self.leases.acquire(call.lease_id, call.prompt_digest)
         if self._failpoints.fires("lease_expires"):
             self.leases.end_early(lease.acquisition_id)
+        self._endpoints.attend(lease.acquisition_id, name)
         target = KVTarget(
             acquisition_id=lease.acquisition_id,
-            transport=transport,
-            endpoint=self._endpoints[transport],
+            transport=name,
+            endpoint=endpoint,
             block_ids=lease.block_ids,
             generations=lease.generations,
             num_tokens=lease.num_tokens,
         )
         return KVAnswer(call.call_id, target=target, ttl_seconds=ttl)
+
+    def _unmade_transport(self, call: KVAcquire) -> str | None:
+        """Return the transport for a reader if it serves on demand and no reader has asked for it yet."""
+        name = self._endpoints.choose(call.transports)
+        return name if name is not None and self._endpoints.find(name) is None else None
+
+    def _make_endpoint(self, name: str, call: KVAcquire) -> None:
+        """Make an endpoint on a thread of the executor, because it takes long; then answer the call."""
+
+        def make() -> None:
+            self._endpoints.make(name)
+            self._post(lambda: self.receive(call))
+
+        with contextlib.suppress(RuntimeError):  # the service is closed, and the executor with it
+            self._executor.submit(make)
 
     def _release_with_checksums(self, call: KVRelease) -> None:
         assert self._copier is not None, "register comes first"

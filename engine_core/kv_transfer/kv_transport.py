@@ -187,8 +187,20 @@ class KVTransport(Protocol):
     def name(self) -> str:
         """The name, as in ``KVTarget.transport``."""
 
+    @property
+    def serves_on_demand(self) -> bool:
+        """Whether serving takes resources, so that the owner calls ``serve`` only when a reader asks for this
+        transport, and ``attend`` while readers may read."""
+
     def serve(self, pool: KVPool) -> bytes | None:
-        """Owner: start to serve a pool, once. Returns the endpoint for readers; None if it cannot serve this pool."""
+        """Owner: start to serve a pool, once. Returns the endpoint for readers; None if it cannot serve this pool.
+
+        Raises the errors of its library, if it serves on demand.
+        """
+
+    def attend(self, seconds: float) -> None:
+        """Owner: do this side's part of transfers for the next ``seconds``, which replace an earlier number. Does
+        nothing unless it serves on demand."""
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
         """Reader: connect. ``layout`` is the layout of the reader's pool. The result can be reused as long as the

@@ -84,7 +84,9 @@ class LeaseTable:
 
     # For the thread that steps
 
-    def grant(self, lease_id: bytes, request_id: str, block_ids: Sequence[int], num_tokens: int, digest: bytes) -> None:
+    def grant(
+        self, lease_id: bytes, request_id: str, block_ids: Sequence[int], num_tokens: int, digest: bytes
+    ) -> Lease:
         """Grant a lease to a reader that presents the id and the digest. An earlier lease of the request ends."""
         generations = [self.generations[block_id] for block_id in block_ids]
         with self._lock:
@@ -92,12 +94,13 @@ class LeaseTable:
                 self._end(earlier, "lease_revoked")
             lease = Lease(lease_id, request_id, list(block_ids), generations, num_tokens, digest)
             self._leases[lease_id] = self._by_request[request_id] = lease
+        return lease
 
-    def publish(self, request_id: str, tokens_ready: int) -> None:
-        """Note that ``tokens_ready`` tokens are computed and will not change."""
+    def publish(self, lease: Lease, tokens_ready: int) -> None:
+        """Note that ``tokens_ready`` tokens are computed and will not change. Has no effect if the lease has ended,
+        even if its request has another one by now."""
         with self._lock:
-            if (lease := self._by_request.get(request_id)) is not None:
-                lease.tokens_ready = min(tokens_ready, lease.num_tokens)
+            lease.tokens_ready = min(tokens_ready, lease.num_tokens)
 
     def keep(self, request_id: str) -> bool:
         """Start the lease's time, because the prefill is complete. Returns False if the lease has ended."""

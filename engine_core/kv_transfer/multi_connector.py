@@ -25,8 +25,6 @@ class MultiConnector:
         """By request: the connector that offered to load it, until it does or the request has ended."""
         self._holders: dict[str, int] = {}
         """By ended request: how many connectors still hold its blocks."""
-        self._bound: list[KVConnector] = []
-        """The connectors with work in this step."""
 
     # Scheduler side
 
@@ -95,21 +93,17 @@ class MultiConnector:
         for connector in self._connectors:
             connector.register_kv_caches(pool)
 
-    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        assert isinstance(metadata, MultiMetadata)
-        for connector, part in zip(self._connectors, metadata.parts, strict=True):
-            if part is not None:
-                connector.bind_connector_metadata(part)
-                self._bound.append(connector)
+    def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
+        for connector, part in self._with_parts(metadata):
+            connector.save_overwritten_kv(part)
 
-    def start_load_kv(self) -> None:
-        # In reverse order: a later connector saves blocks that an earlier one overwrites with a load.
-        for connector in reversed(self._bound):
-            connector.start_load_kv()
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        for connector, part in self._with_parts(metadata):
+            connector.start_load_kv(part)
 
-    def wait_for_save(self) -> None:
-        for connector in self._connectors:
-            connector.wait_for_save()
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        for connector, part in self._with_parts(metadata):
+            connector.wait_for_save(part)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         sent: set[str] = set()
@@ -133,11 +127,6 @@ class MultiConnector:
             total.failures |= stats.failures
         return total
 
-    def clear_connector_metadata(self) -> None:
-        self._bound.clear()
-        for connector in self._connectors:
-            connector.clear_connector_metadata()
-
     def has_news(self) -> bool:
         return any(connector.has_news() for connector in self._connectors)
 
@@ -148,6 +137,12 @@ class MultiConnector:
     def shutdown(self) -> None:
         for connector in self._connectors:
             connector.shutdown()
+
+    def _with_parts(self, metadata: KVConnectorMetadata) -> list[tuple[KVConnector, KVConnectorMetadata]]:
+        """Return the connectors that have work in a step, each with its metadata."""
+        assert isinstance(metadata, MultiMetadata)
+        columns = zip(self._connectors, metadata.parts, strict=True)
+        return [(connector, part) for connector, part in columns if part is not None]
 
     def _release(self, request_id: str) -> bool:
         """Note that one connector released a request's blocks. Returns whether it was the last one."""

@@ -25,9 +25,12 @@ class OffloadEviction(msgspec.Struct):
 
 
 class OffloadMetadata(KVConnectorMetadata):
-    """Lists what a step evicts and loads, in the order in which slots were assigned."""
+    """Lists what a step evicts and loads."""
 
-    jobs: list[OffloadEviction | TierLoad]
+    step: int
+    """The number of the step, as in :attr:`BlockPool.step`."""
+    evictions: list[OffloadEviction]
+    loads: list[TierLoad]
 
 
 class OffloadConnector:
@@ -42,8 +45,11 @@ class OffloadConnector:
         self._index = TierIndex(0)
         self._matches: dict[str, TierLoad] = {}
         """By request: what it would load, still without blocks, until it loads or has ended."""
-        self._jobs: list[OffloadEviction | TierLoad] = []
-        self._metadata: OffloadMetadata | None = None
+        self._evictions: list[OffloadEviction] = []  # of this step, as are the loads
+        self._loads: list[TierLoad] = []
+        self._last_ended = -1
+        """The latest step that has ended."""
+        self._blocks: BlockPool | None = None
         self._pool: KVPool | None = None
         self._tier: OffloadTier | None = None
         self._lock = threading.Lock()
@@ -56,19 +62,28 @@ class OffloadConnector:
     # Scheduler side
 
     def bind_block_pool(self, pool: BlockPool) -> None:
+        self._blocks = pool
         pool.listeners.append(self)
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """Called by the block pool while a step is planned: save the block if the tier has room."""
+        """Called by the block pool while a step is planned: save the block if the tier has room, unless a step in
+        flight may still compute its content."""
+        assert self._blocks is not None, "bind_block_pool comes first"
         if self._index.find(block_hash) is not None:
             self._index.touch(block_hash)
-        elif self._tier is not None and self._tier.has_room(len(self._jobs) + 1):
-            self._jobs.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
+        elif self._blocks.registered_in[block_id] > self._last_ended:
+            return
+        elif self._tier is not None and self._tier.has_room(len(self._evictions) + 1):
+            self._evictions.append(OffloadEviction(block_id, block_hash, self._index.add(block_hash)))
+
+    def forgot(self, block_hash: bytes) -> None:
+        """Called by the block pool when content proved wrong: the tier must not bring it back."""
+        self._index.remove(block_hash)
 
     def forgot_all(self) -> None:
         """Called by the block pool when all cached content became useless, for example because the weights changed."""
         self._index.clear()
-        self._jobs = [job for job in self._jobs if isinstance(job, TierLoad)]
+        self._evictions.clear()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._matches.pop(request.request_id, None)
@@ -88,11 +103,14 @@ class OffloadConnector:
             return
         # Allocating blocks may have evicted one whose save took over a slot of this load; the tier notices that.
         load.block_ids = block_ids[load.first_block : load.first_block + len(load.slots)]
-        self._jobs.append(load)
+        self._loads.append(load)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata | None:
-        jobs, self._jobs = self._jobs, []
-        return OffloadMetadata(jobs) if jobs else None
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> OffloadMetadata:
+        assert self._blocks is not None, "bind_block_pool comes first"
+        metadata = OffloadMetadata(self._blocks.step, self._evictions, self._loads)
+        self._blocks.step += 1
+        self._evictions, self._loads = [], []
+        return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         pass
@@ -128,31 +146,25 @@ class OffloadConnector:
         self._index = TierIndex(num_slots)
         self._tier = OffloadTier(self._directory, num_slots, pool, self._note_loaded)
 
-    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
+    def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Copy the evicted blocks. The file is written next to the steps."""
         assert isinstance(metadata, OffloadMetadata)
-        self._metadata = metadata
-
-    def start_load_kv(self) -> None:
-        """Copy all evicted blocks before any load may overwrite them. The file is written next to the steps."""
-        if self._metadata is None:
-            return
         assert self._pool is not None
         assert self._tier is not None
         views = self._pool.views
-        jobs = [
-            job
-            if isinstance(job, TierLoad)
-            else TierSave(job.slot, job.block_hash, b"".join(view[job.block_id].data for view in views))
-            for job in self._metadata.jobs
-        ]
-        for job in jobs:
-            if isinstance(job, TierLoad):
-                self._tier.load(job)
-            else:
-                self._tier.save(job)
+        for job in metadata.evictions:
+            data = b"".join(view[job.block_id].data for view in views)
+            self._tier.save(TierSave(job.slot, job.block_hash, data))
 
-    def wait_for_save(self) -> None:
-        pass
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, OffloadMetadata)
+        assert self._tier is not None
+        for load in metadata.loads:
+            self._tier.load(load)
+
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, OffloadMetadata)
+        self._last_ended = metadata.step
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         with self._lock:
@@ -173,9 +185,6 @@ class OffloadConnector:
             bytes_received={"offload": num_blocks * self._pool.block_bytes} if num_blocks else {},
             failures={load.request_id: failure for load, _, failure in self._reported if failure},
         )
-
-    def clear_connector_metadata(self) -> None:
-        self._metadata = None
 
     def has_news(self) -> bool:
         return bool(self._loaded)

@@ -12,15 +12,15 @@ from .kv_connector import KVConnectorMetadata, KVConnectorOutput, KVConnectorSta
 from .kv_messages import KVTarget
 from .kv_service import KVService
 from .kv_transport import KVPool
-from .leases import prompt_digest
+from .leases import Lease, prompt_digest
 
 
 class PullMetadata(KVConnectorMetadata):
     """Lists the transfers of one step."""
 
     loads: list[LoadOrder]
-    ready: dict[str, int]
-    """By request: tokens of leased prompts that are computed when this step is done."""
+    ready: list[tuple[Lease, int]]
+    """Leases of the requests in this step, and how many of their tokens are computed when it is done."""
 
 
 class PullConnector:
@@ -31,11 +31,10 @@ class PullConnector:
         self._leases = service.leases
         self._block_size = block_size
         self._failpoints = failpoints
-        self._prefills: dict[str, Request] = {}
+        self._prefills: dict[str, tuple[Request, Lease]] = {}
         """Requests that run under a lease."""
         self._loading: dict[str, Request] = {}
         self._orders: list[LoadOrder] = []  # of this step
-        self._metadata: PullMetadata | None = None
         self._results: list[LoadResult] = []
         self._block_bytes = 0
 
@@ -61,18 +60,18 @@ class PullConnector:
             salt = content_salt(request.cache_salt, request.prompt_embeds)
             digest = prompt_digest(request.all_token_ids, salt)
             blocks = block_ids[: -(-request.num_tokens // self._block_size)]
-            self._leases.grant(remote.lease_id, request.request_id, blocks, request.num_tokens, digest)
-            self._prefills[request.request_id] = request
+            lease = self._leases.grant(remote.lease_id, request.request_id, blocks, request.num_tokens, digest)
+            self._prefills[request.request_id] = request, lease
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PullMetadata | None:
         if not self._prefills and not self._orders:
             return None
         scheduled = scheduler_output.num_scheduled_tokens
-        ready = {
-            request_id: request.num_computed_tokens
-            for request_id, request in self._prefills.items()
+        ready = [
+            (lease, request.num_computed_tokens)
+            for request_id, (request, lease) in self._prefills.items()
             if request_id in scheduled
-        }
+        ]
         loads, self._orders = self._orders, []
         return PullMetadata(loads, ready)
 
@@ -115,20 +114,20 @@ class PullConnector:
         self._block_bytes = pool.block_bytes
         self._service.register(pool)
 
-    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        assert isinstance(metadata, PullMetadata)
-        self._metadata = metadata
+    def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
+        pass
 
-    def start_load_kv(self) -> None:
-        for order in self._metadata.loads if self._metadata is not None else ():
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, PullMetadata)
+        for order in metadata.loads:
             self._service.start_load(order)
 
-    def wait_for_save(self) -> None:
-        if self._metadata is None or not self._metadata.ready:
-            return
-        for request_id, tokens_ready in self._metadata.ready.items():
-            self._leases.publish(request_id, tokens_ready)
-        self._service.leases_changed()
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, PullMetadata)
+        for lease, tokens_ready in metadata.ready:
+            self._leases.publish(lease, tokens_ready)
+        if metadata.ready:
+            self._service.leases_changed()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self._service.results
@@ -146,9 +145,6 @@ class PullConnector:
             elif result.failure:
                 stats.failures[result.request_id] = result.failure
         return stats
-
-    def clear_connector_metadata(self) -> None:
-        self._metadata = None
 
     def has_news(self) -> bool:
         return self._service.has_news()

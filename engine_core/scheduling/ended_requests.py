@@ -45,7 +45,7 @@ class EndedRequests:
         if self._remote is None or not self._remote.request_finished(request):
             self._kv.free(request)
         self._requests.pop(request.request_id, None)
-        if self._grammars is not None and request.sampling_params.structured_output is not None:
+        if self._grammars is not None and request.sampling_params.is_constrained:
             self._grammars.forget(request.request_id)
 
     def end_early(self, request: Request, status: RequestStatus, error: str = "", field: str = "") -> None:
@@ -54,6 +54,12 @@ class EndedRequests:
         self.end(request, status)
         mark_finished(output, request, status)
         self.outputs.append(output)
+
+    def end_useless(self, request: Request, error: str) -> None:
+        """Fail a request that this engine cannot compute; it is in no queue. Its blocks are not found any more."""
+        self._kv.pool.forget(request.block_ids)
+        self.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        self.outputs[-1].error_is_internal = True
 
     def drop_outputs(self, request_ids: Collection[str]) -> None:
         """Forget the outputs of requests whose clients do not want them any more."""

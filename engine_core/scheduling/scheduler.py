@@ -1,7 +1,7 @@
 """Decides what each step computes: a token budget, spent so that every request catches up with its tokens."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.kv_cache_config import KVCacheConfig
@@ -87,9 +87,7 @@ class Scheduler:
             self.requests[request.request_id] = request
             if self._recorder.log_events:
                 self._recorder.queued(request)
-            if request.sampling_params.structured_output is not None:
-                self._await_grammar(request)
-            else:
+            if not request.sampling_params.is_constrained or self._constrain(request):
                 self.waiting.append(request)
                 self._wake()
 
@@ -192,15 +190,17 @@ class Scheduler:
             else:
                 self.waiting.prepend(request)
 
-    def recover_from_failed_step(self) -> None:
+    def recover_from_failed_step(self, finished_req_ids: Sequence[str] = ()) -> None:
         """Send every request back to waiting, as if the worker had never known any, and forget all cached blocks.
 
-        Blocks can be hit once they are scheduled, so after a failed step it is unknown which of them were written.
+        Blocks can be hit once they are scheduled, so after a failed step it is unknown which of them were written. It
+        is also unknown whether the worker forgot the requests that the failed step names in ``finished_req_ids``, and
+        which requests it knows from that step and those after it: the next step makes it forget all of them.
         """
         if self._in_flight is not None:
             self._in_flight.abandon(self.requests.values())
-            # Steps after the failed one have run, and the worker may know requests again.
-            self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
+        self.ended.req_ids += finished_req_ids
+        self.ended.req_ids += [r.request_id for r in self.requests.values() if r.is_known_to_worker]
         for request in reversed(self.running):
             self._planner.requeue(request, RequestStatus.WAITING)
         self.running.clear()
@@ -252,12 +252,14 @@ class Scheduler:
         """Note a change after which a request may run that could not run before."""
         self._is_stalled = False
 
-    def _await_grammar(self, request: Request) -> None:
+    def _constrain(self, request: Request) -> bool:
+        """Return whether a constrained request may be queued now; otherwise it waits for its grammar or has ended."""
         if self._grammars is None:
             error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
-        elif error := self._grammars.compile(request):
+        elif error := self._grammars.constrain(request):
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        return request.status is RequestStatus.WAITING
 
     def _admit_compiled(self, grammars: StructuredOutputManager) -> None:
         """Move requests whose grammar has compiled into the waiting queue."""

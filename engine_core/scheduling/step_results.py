@@ -15,6 +15,10 @@ _NO_CHOICE = (
     "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
     "structured_outputs forbid"
 )
+_NO_FINITE_LOGIT = (
+    "the model computed no finite logit for this request, so no token can be chosen; "
+    "check prompt_embeds for extreme values, and the weights"
+)
 
 
 class StepResults:
@@ -41,7 +45,7 @@ class StepResults:
         """Process the result of a step. Returns one output for each request with new tokens."""
         assert len(result.req_ids) == len(scheduled.num_scheduled_tokens), "the worker left requests out"
         if self._in_flight is not None:
-            result = self._in_flight.end(result, self._requests)
+            result = self._in_flight.end(scheduled, result, self._requests)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
         has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits)
         outputs: list[EngineCoreOutput] = []
@@ -60,6 +64,8 @@ class StepResults:
             self._running[:] = [request for request in self._running if not request.is_finished]
         if result.without_choice:
             self.end_constrained(dict.fromkeys(result.without_choice, _NO_CHOICE), "allowed_token_ids")
+        for request_id in result.without_finite_logit:
+            self._fail_computed(request_id)
         self._recorder.attach_events(outputs)
         return outputs
 
@@ -68,12 +74,22 @@ class StepResults:
         for request_id, error in ended.items():
             if (request := self._requests.get(request_id)) is None:
                 continue  # aborted while the step executed
-            if request.status is RequestStatus.RUNNING:
-                self._running.remove(request)
-            else:  # preempted while the step was in flight
-                self._waiting.remove(request)
+            self._take_out(request)
             status = RequestStatus.FINISHED_ERROR if error else RequestStatus.FINISHED_STOPPED
             self._ended.end_early(request, status, error, field if error else "")
+
+    def _fail_computed(self, request_id: str) -> None:
+        """End a request whose logits are useless. No other request may find its blocks: the KV may be useless too."""
+        if (request := self._requests.get(request_id)) is not None:  # otherwise it was aborted while the step executed
+            self._take_out(request)
+            self._ended.end_useless(request, _NO_FINITE_LOGIT)
+
+    def _take_out(self, request: Request) -> None:
+        """Remove a request of the step from its queue."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:  # preempted while the step was in flight
+            self._waiting.remove(request)
 
     def _collect_prompt_logprobs(self, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> dict[str, Logprobs]:
         """Hand each request its part of the step. Returns the prompts that are complete, by request id."""

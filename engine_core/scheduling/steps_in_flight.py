@@ -34,9 +34,12 @@ class StepsInFlight:
             if request_id in scheduled.num_scheduled_tokens:
                 unwanted.add(request_id)
 
-    def end(self, result: ModelRunnerOutput, requests: Mapping[str, Request]) -> ModelRunnerOutput:
+    def end(
+        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, requests: Mapping[str, Request]
+    ) -> ModelRunnerOutput:
         """End the oldest step: remove the placeholders of its tokens, and return what is wanted of its result."""
-        _, unwanted = self._steps.popleft()
+        oldest, unwanted = self._steps.popleft()
+        assert oldest is scheduled, "the result is not that of the oldest step"
         if unwanted:
             result = _without(result, unwanted)
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
@@ -60,4 +63,5 @@ def _without(result: ModelRunnerOutput, unwanted: set[str]) -> ModelRunnerOutput
         {request_id: value for request_id, value in result.prompt_logprobs.items() if request_id not in unwanted},
         {request_id: value for request_id, value in result.num_nans_in_logits.items() if request_id not in unwanted},
         [request_id for request_id in result.without_choice if request_id not in unwanted],
+        [request_id for request_id in result.without_finite_logit if request_id not in unwanted],
     )

@@ -1,4 +1,4 @@
-"""Tracks the grammars of structured outputs: which are being compiled, and how far each output has followed its own."""
+"""Tracks the constraints of outputs: which grammars are being compiled, and how far each output was followed."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -7,17 +7,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..config import StructuredOutputConfig
+from tokenloom.request.reasoning import Reasoning
+
+from ..config import ReasoningConfig, StructuredOutputConfig
 from ..scheduling.request import Request, RequestStatus
-from ..wire.core_sampling_params import SamplingParams
+from ..wire.core_sampling_params import SamplingParams, StructuredOutput
 from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
 from .compiler import GrammarCompiler
 from .compiler_process import CompilerUnavailable
 from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, bitmask_of
+from .request_constraint import RequestConstraint
 from .request_grammar import GrammarEnd, RequestGrammar
 
 FIELD = "structured_outputs"
 """The field of the request that errors name."""
+_BUDGET_FIELD = "thinking_token_budget"
+
+
+_NO_REASONING = ReasoningConfig()
 
 
 class Compiled(NamedTuple):
@@ -31,22 +38,22 @@ class Compiled(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Names a request whose next token must follow its grammar."""
+    """Names a request whose next token may be bound."""
 
     request_id: str
-    grammar: RequestGrammar
+    constraint: RequestConstraint
     new_token_ids: list[int]
-    """Output tokens that the grammar has not seen."""
+    """Output tokens that the constraint has not followed."""
 
 
 class GrammarStep:
     """Holds the bitmasks of one step, which a thread computes while the model runs."""
 
-    def __init__(self, future: "Future[tuple[GrammarOutput, dict[str, str]]]") -> None:
+    def __init__(self, future: "Future[tuple[GrammarOutput | None, dict[str, str]]]") -> None:
         self._future = future
 
-    def output(self) -> GrammarOutput:
-        """Wait for the bitmasks and return them."""
+    def output(self) -> GrammarOutput | None:
+        """Wait for the bitmasks and return them; None if every request of the step may draw any token."""
         return self._future.result()[0]
 
     @property
@@ -58,11 +65,20 @@ class GrammarStep:
 class StructuredOutputManager:
     """Belongs to the thread that steps the core. It starts threads and processes only when a request needs them."""
 
-    def __init__(self, config: StructuredOutputConfig, vocab_size: int) -> None:
-        self.compiling: dict[str, SamplingParams] = {}
-        """Parameters of the requests that wait for their grammar."""
-        self.live: dict[str, RequestGrammar] = {}
-        """Grammars of the requests that have one."""
+    def __init__(
+        self, config: StructuredOutputConfig, vocab_size: int, reasoning: ReasoningConfig = _NO_REASONING
+    ) -> None:
+        """Raises ``ValueError`` if the model cannot draw the tokens that end its reasoning."""
+        if reasoning.marks is not None and max(reasoning.marks.end) >= vocab_size:
+            raise ValueError(
+                f"reasoning_parser: the end mark has the tokens {list(reasoning.marks.end)}, but the model draws only "
+                f"tokens below {vocab_size}; set it to none"
+            )
+        self._reasoning = reasoning
+        self.compiling: dict[str, Request] = {}
+        """The requests that wait for their grammar."""
+        self.live: dict[str, RequestConstraint] = {}
+        """Constraints of the requests that have one and may run."""
         self.done: deque[tuple[str, Future[CompiledGrammar]]] = deque()
         """Results for :meth:`take_compiled`: at most one for each request."""
         self._compiler = GrammarCompiler(config, vocab_size)
@@ -76,10 +92,21 @@ class StructuredOutputManager:
         """Call ``callback``, from any thread, when :attr:`done` may have something new."""
         self._on_news = callback
 
-    def compile(self, request: Request) -> str:
-        """Let a request wait, in no queue, for its grammar. Returns an error if that is refused at once."""
-        params, request_id = request.sampling_params, request.request_id
-        assert params.structured_output is not None
+    def constrain(self, request: Request) -> str:
+        """Follow a request from now on. If it has a grammar, it waits for that, in no queue.
+
+        Returns an error if the request is refused at once.
+        """
+        params = request.sampling_params
+        if params.thinking_token_budget is not None and self._reasoning.marks is None:
+            return f"{_BUDGET_FIELD}: this engine does not know the tokens that end the model's reasoning"
+        if params.structured_output is not None:
+            return self._compile(request, params.structured_output)
+        self.live[request.request_id] = self._constraint(request, None)
+        return ""
+
+    def _compile(self, request: Request, constraint: StructuredOutput) -> str:
+        request_id = request.request_id
 
         def done(future: Future[CompiledGrammar]) -> None:
             self.done.append((request_id, future))
@@ -87,10 +114,10 @@ class StructuredOutputManager:
 
         request.set_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
         try:
-            self._compiler.compile(params.structured_output, done)
+            self._compiler.compile(constraint, done)
         except GrammarError as error:
             return f"{FIELD}: {error}"
-        self.compiling[request_id] = params
+        self.compiling[request_id] = request
         return ""
 
     def take_compiled(self) -> list[Compiled]:
@@ -98,10 +125,10 @@ class StructuredOutputManager:
         news = []
         while self.done:
             request_id, future = self.done.popleft()
-            if (params := self.compiling.pop(request_id, None)) is None:
+            if (request := self.compiling.pop(request_id, None)) is None:
                 continue  # ended meanwhile
             try:
-                self.live[request_id] = self._start(future.result(), params)
+                self.live[request_id] = self._constraint(request, future.result())
                 news.append(Compiled(request_id, ""))
             except CompilerUnavailable as error:
                 news.append(Compiled(request_id, f"{FIELD}: {error}"))
@@ -110,35 +137,53 @@ class StructuredOutputManager:
         return news
 
     def forget(self, request_id: str) -> None:
-        """Drop the grammar of a request that has ended, if it has one."""
+        """Drop the constraint of a request that has ended."""
         self.compiling.pop(request_id, None)
         self.live.pop(request_id, None)
 
     def start_step(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> GrammarStep | None:
-        """Start computing the bitmasks of the requests in the step that draw a token under a grammar.
+        """Start computing the bitmasks of the requests in the step that draw a token and may be bound.
 
         Returns None if no request does.
         """
         rows = []
-        for request_id, grammar in self.live.items():
+        for request_id, constraint in self.live.items():
             request = requests[request_id]
             if request_id in scheduled.num_scheduled_tokens and request.num_computed_tokens == request.num_tokens:
-                num_seen = request.num_prompt_tokens + grammar.num_accepted
-                rows.append(_Row(request_id, grammar, request.all_token_ids[num_seen:]))
+                num_seen = request.num_prompt_tokens + constraint.num_seen
+                if constraint.may_bind(request.num_tokens - num_seen):
+                    rows.append(_Row(request_id, constraint, request.all_token_ids[num_seen:]))
         return GrammarStep(self._masks.submit(_fill, rows, self._num_words)) if rows else None
 
     def awaits_tokens(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> bool:
         """Return whether a bitmask of the step depends on tokens in flight, so that it cannot be computed yet."""
-        return any(
-            request_id in scheduled.num_scheduled_tokens
-            and requests[request_id].num_computed_tokens > requests[request_id].num_tokens
-            for request_id in self.live
-        )
+        for request_id, constraint in self.live.items():
+            request = requests[request_id]
+            num_output = request.num_computed_tokens - request.num_prompt_tokens
+            if (
+                request_id in scheduled.num_scheduled_tokens
+                and request.num_computed_tokens > request.num_tokens
+                and constraint.may_bind(num_output - constraint.num_seen)
+            ):
+                return True
+        return False
+
+    def wait_for_masks(self) -> None:
+        """Wait until no bitmask is being computed, after a step was given up."""
+        self._masks.submit(lambda: None).result()
 
     def close(self) -> None:
         """End the compilers and threads. Idempotent."""
         self._compiler.close()
         self._masks.shutdown(wait=True)
+
+    def _constraint(self, request: Request, compiled: CompiledGrammar | None) -> RequestConstraint:
+        params, marks = request.sampling_params, self._reasoning.marks
+        grammar = None if compiled is None else self._start(compiled, params)
+        if marks is None or (self._reasoning.enable_in_reasoning and grammar is not None):
+            return RequestConstraint(grammar)
+        reasoning = Reasoning(marks, request.prompt_token_ids)
+        return RequestConstraint(grammar, reasoning, params.thinking_token_budget)
 
     def _start(self, compiled: CompiledGrammar, params: SamplingParams) -> RequestGrammar:
         if self._eos is None:
@@ -146,18 +191,21 @@ class StructuredOutputManager:
         return RequestGrammar(compiled.start(), self._eos, params.stop_token_ids or (), params.min_tokens)
 
 
-def _fill(rows: list[_Row], num_words: int) -> tuple[GrammarOutput, dict[str, str]]:
-    # The row of a request that has ended allows everything: its token is dropped.
-    bitmask = np.full((len(rows), num_words), -1, dtype=np.int32)
+def _fill(rows: list[_Row], num_words: int) -> tuple[GrammarOutput | None, dict[str, str]]:
+    bitmask = np.empty((len(rows), num_words), dtype=np.int32)
+    bound: list[str] = []
+    forced: dict[str, int] = {}
     ended: dict[str, str] = {}
-    for row, bits in zip(rows, bitmask, strict=True):
+    for row in rows:
+        request_id, constraint = row.request_id, row.constraint
         try:
-            row.grammar.accept(row.new_token_ids)
-            row.grammar.fill(bits)
-        except GrammarEnd:
-            ended[row.request_id] = ""
+            constraint.accept(row.new_token_ids)
+            if constraint.fill(bitmask[len(bound)]):
+                bound.append(request_id)
+                if constraint.forced is not None:
+                    forced[request_id] = constraint.forced
+        except GrammarEnd:  # it may draw anything: its token is dropped
+            ended[request_id] = ""
         except GrammarError as error:
-            ended[row.request_id] = f"{FIELD}: {error}"
-        if row.request_id in ended:
-            bits[:] = -1
-    return GrammarOutput([row.request_id for row in rows], bitmask), ended
+            ended[request_id] = f"{FIELD}: {error}"
+    return GrammarOutput(bound, bitmask[: len(bound)], forced) if bound else None, ended

@@ -12,7 +12,7 @@ class GrammarEnd(Exception):
 class RequestGrammar:
     """Follows the output lazily: new tokens are accepted when the next bitmask is needed."""
 
-    __slots__ = ("_eos", "_grammar", "_min_tokens", "_stop", "num_accepted")
+    __slots__ = ("_eos", "_grammar", "_min_tokens", "_stop")
 
     def __init__(self, grammar: Grammar, eos: Bitmask, stop_token_ids: Iterable[int], min_tokens: int) -> None:
         """``eos`` is a bitmask of the tokens that mean the end of the text in the grammar's bitmasks."""
@@ -20,24 +20,35 @@ class RequestGrammar:
         self._eos = eos
         self._stop = bitmask_of(stop_token_ids, len(eos))
         self._min_tokens = min_tokens
-        self.num_accepted = 0
-        """Output tokens that the grammar has seen."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Follow output tokens, replayed or new. Raises ``GrammarError`` for one that the grammar does not allow."""
         if token_ids:
             self._grammar.accept_tokens(token_ids)
-            self.num_accepted += len(token_ids)
 
-    def fill(self, row: Bitmask) -> None:
+    def fill_after(self, token_ids: Sequence[int], row: Bitmask) -> None:
+        """As :meth:`fill`, after these first tokens of an output, which are not accepted.
+
+        Raises ``GrammarError`` if the grammar does not allow them.
+        """
+        if self._grammar.validate_tokens(token_ids) != len(token_ids):
+            raise GrammarError("a token does not follow the grammar")
+        self.accept(token_ids)
+        try:
+            self.fill(row, len(token_ids))
+        finally:
+            if token_ids:
+                self._grammar.reset()
+
+    def fill(self, row: Bitmask, num_output_tokens: int) -> None:
         """Write to ``row`` [words] which tokens may come next: those that the grammar allows and, where the text may
-        end, the request's stop tokens.
+        end, the request's stop tokens. ``num_output_tokens``: of the output so far, reasoning included.
 
         Raises ``GrammarEnd`` if the request ends here, ``GrammarError`` if no token can follow.
         """
         self._grammar.fill_bitmask(row)
         may_end = bool((row & self._eos).any())
-        may_stop = self.num_accepted >= self._min_tokens
+        may_stop = num_output_tokens >= self._min_tokens
         row &= ~self._eos
         if not may_stop:
             row &= ~self._stop

@@ -44,5 +44,10 @@ class SamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, 
     structured_output: StructuredOutput | None = None
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether the output is followed token by token: it has a grammar, or its reasoning has a budget."""
+        return self.structured_output is not None or self.thinking_token_budget is not None
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0

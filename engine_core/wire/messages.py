@@ -157,6 +157,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Scheduler events since the request's last output; only if events are logged."""
     error_field: str = ""
     """With ``error``: the wrong field of the request. A retry would fail again."""
+    error_is_internal: bool = False
+    """With ``error``: the engine could not compute the request, and neither could another one of its kind."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
@@ -280,6 +282,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """Number of columns of prompt embeddings."""
     warm_up: WarmUp = WarmUp()
     """What the slowest worker computed before it was ready."""
+    finds_reasoning: bool = False
+    """Whether the marks around the model's reasoning are known."""
 
 
 class CoreFailed(msgspec.Struct, tag="FAILED"):

@@ -57,11 +57,13 @@ class SchedulerOutput(msgspec.Struct, array_like=True, gc=False):
 
 
 class GrammarOutput(msgspec.Struct, array_like=True, gc=False):
-    """Holds the tokens that grammars allow in a step, for the requests that have a grammar and draw a token."""
+    """Holds the tokens that may be drawn in a step, for the requests that draw a token and may not draw every one."""
 
     req_ids: list[str]
     bitmask: npt.NDArray[np.int32]
     """[n, ceil(vocab_size / 32)]: bit i of word w is set if token 32 * w + i is allowed. Do not change it."""
+    forced: dict[str, int] = {}
+    """The only token of a request that is drawn even if a sampling parameter forbids it."""
 
     def allowed(self, vocab_size: int) -> npt.NDArray[np.bool_]:
         """Return [n, vocab_size]: whether each token may be drawn."""
@@ -83,3 +85,5 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Number of NaN logits by request, for rows that contain any, if they are counted."""
     without_choice: list[str] = []
     """Requests whose masks allow no token; their entry in ``sampled_token_ids`` is empty."""
+    without_finite_logit: list[str] = []
+    """Requests whose logits are all NaN or infinite; their entry in ``sampled_token_ids`` is empty."""

@@ -47,13 +47,25 @@ class AttentionBackend(Protocol):
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         """Allocate one zeroed cache per layer, in fresh ``memory`` of the host if it is given."""
 
+    @property
+    def reads_tails(self) -> bool:
+        """Whether ``attend`` reads the slots behind a request's tokens in its last block, and thus zeroes them first:
+        an earlier owner of the block may have left NaN there, which a mask does not stop, because 0 * NaN is NaN."""
+
     def plan(
-        self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
     ) -> AttentionPlan:
         """Prepare a step.
 
         ``cu_query_lens`` [n + 1]: where each request's tokens begin, from 0 to T. ``seq_lens`` [n]: tokens of each
         request in the cache once this step's are written. ``block_tables`` [n, ≥ blocks of the longest]: block ids in
         order of position; entries past a request's last block are not read. ``slot_mapping`` [T]:
-        block id * block_size + offset of each token. The arrays may be reused after the call.
+        block id * block_size + offset of each token. ``foreign_tails``: indices of the requests behind whose tokens
+        earlier plans have zeroed nothing, if ``reads_tails``; None: all requests. The arrays may be reused after the
+        call.
         """

@@ -32,6 +32,7 @@ class CPUBackend:
     """
 
     name = "cpu"
+    reads_tails = False
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
         if config.head_size % _LANES or block_size % _LANES:
@@ -50,7 +51,12 @@ class CPUBackend:
         return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
 
     def plan(
-        self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
     ) -> "CPUPlan":
         return CPUPlan(self, cu_query_lens, seq_lens, block_tables, slot_mapping)
 

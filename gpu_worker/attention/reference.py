@@ -17,6 +17,7 @@ class ReferenceBackend:
     """Computes one request and one softmax at a time."""
 
     name = "reference"
+    reads_tails = False
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         self._config = config
@@ -27,7 +28,12 @@ class ReferenceBackend:
         return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
 
     def plan(
-        self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
     ) -> "ReferencePlan":
         slots = torch.from_numpy(slot_mapping.astype(np.int64)).to(self._device)
         return ReferencePlan(cu_query_lens.tolist(), seq_lens.tolist(), block_tables.tolist(), slots, self._block_size)

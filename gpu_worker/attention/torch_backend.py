@@ -27,6 +27,7 @@ class TorchBackend:
     """Makes plans of :class:`Segment` (part of a prefill) and :class:`DecodeGroup` (a few decodes)."""
 
     name = "torch"
+    reads_tails = True
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
         self._config = config
@@ -37,10 +38,16 @@ class TorchBackend:
         return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
 
     def plan(
-        self, cu_query_lens: IntArray, seq_lens: IntArray, block_tables: IntArray, slot_mapping: IntArray
+        self,
+        cu_query_lens: IntArray,
+        seq_lens: IntArray,
+        block_tables: IntArray,
+        slot_mapping: IntArray,
+        foreign_tails: IntArray | None = None,
     ) -> "TorchPlan":
         batch = Batch(np.diff(cu_query_lens), cu_query_lens[:-1].copy(), seq_lens.copy(), block_tables.copy())
-        return TorchPlan(batch, slot_mapping, self._config, self._block_size, self._device)
+        tails = _tails(batch, self._block_size, foreign_tails)
+        return TorchPlan(batch, slot_mapping, tails, self._config, self._block_size, self._device)
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,18 @@ class TorchPlan:
     """Holds the segments and groups of a step; they are made when a layer first asks for their sliding window."""
 
     def __init__(
-        self, batch: Batch, slot_mapping: IntArray, config: ModelConfig, block_size: int, device: torch.device
+        self,
+        batch: Batch,
+        slot_mapping: IntArray,
+        tails: IntArray,
+        config: ModelConfig,
+        block_size: int,
+        device: torch.device,
     ) -> None:
+        """``tails`` [n]: the slots to zero."""
         self._batch = batch
+        self._tails = tails
+        self._tail_rows: Tensor | None = None
         self._block_size = block_size
         self._num_kv_heads = config.num_kv_heads
         self._block_bytes = config.kv_bytes_per_token * block_size // config.num_layers
@@ -101,6 +117,8 @@ class TorchPlan:
         if sliding_window not in self._work:
             self._work[sliding_window] = (self._segments(sliding_window), self._decode_groups(sliding_window))
         segments, groups = self._work[sliding_window]
+        if len(self._tails):
+            self._zero_tails(kv_cache)
         flat_cache = kv_cache.flatten(1, 2).flatten(2)
         out = torch.empty_like(query)
         for segment in segments:
@@ -108,6 +126,16 @@ class TorchPlan:
         for group in groups:
             out[group.rows] = _attend_group(query[group.rows], kv_cache, flat_cache, group, scale)
         return out
+
+    def _zero_tails(self, kv_cache: KVCache) -> None:
+        """Zero the slots that :func:`_tails` chose, in one layer's cache."""
+        _, num_blocks, num_heads, size, head_size = kv_cache.shape
+        if self._tail_rows is None:
+            blocks, offsets = np.divmod(self._tails, size)
+            planes = np.arange(2)[:, None, None] * num_blocks + blocks
+            rows = (planes * num_heads + np.arange(num_heads)[:, None]) * size + offsets
+            self._tail_rows = self._index(rows.reshape(-1))
+        kv_cache.view(-1, head_size).index_fill_(0, self._tail_rows, 0.0)
 
     def _segments(self, window: int | None) -> list[Segment]:
         batch = self._batch
@@ -159,7 +187,7 @@ class TorchPlan:
         ends = -(-seq_lens // size)
         columns = first + np.arange(int((ends - first).max()))
         # Padding repeats the request's own last block. It is masked, and finite unless the request's own values are
-        # not.
+        # not, because the slots behind its tokens were zeroed.
         tables = batch.block_tables[members[:, None], np.minimum(columns, ends - 1)]
         positions = (columns[:, :, None] * size + np.arange(size)).reshape(len(members), -1)
         seen = positions < seq_lens
@@ -175,6 +203,20 @@ class TorchPlan:
 
     def _index(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
+
+
+def _tails(batch: Batch, block_size: int, requests: IntArray | None) -> IntArray:
+    """Return the slots [n] behind the tokens of these requests, or of all, in the last block of each."""
+    seq_lens, tables = batch.seq_lens, batch.block_tables
+    chosen = np.arange(len(seq_lens)) if requests is None else requests
+    if not len(chosen):
+        return chosen
+    last = seq_lens[chosen] - 1
+    first_slots = tables[chosen, last // block_size].astype(np.int64) * block_size
+    offsets = np.arange(block_size)
+    is_behind = offsets > (last % block_size)[:, None]
+    slots: IntArray = (first_slots[:, None] + offsets)[is_behind]
+    return slots
 
 
 def _gather(kv_cache: KVCache, flat_cache: Tensor, cache_rows: Tensor, num_requests: int) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,7 @@ class InputBatch:
         self._num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_computed = np.zeros(max_num_seqs, dtype=np.int64)
         self._num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
+        self._num_owned_blocks = np.zeros(max_num_seqs, dtype=np.int64)  # with nothing foreign behind the tokens
         self._max_num_seqs = max_num_seqs
         self.clear()
 
@@ -114,6 +115,9 @@ class InputBatch:
         self._token_ids[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_computed[row] = num_computed
+        self._num_owned_blocks[row] = (
+            num_computed // self.block_table.block_size
+        )  # a loaded block came with a foreign tail
         self.block_table.replace(row, block_ids)
         request = self._requests[req_id]
         self._num_prompt_tokens[row] = request.num_prompt_tokens
@@ -160,6 +164,16 @@ class InputBatch:
             sampled=np.flatnonzero(seq_lens == self._num_tokens[rows]),
             embeds=self.prompt_embeds.gather(rows, starts, lengths, cu_query_lens) if self.prompt_embeds else (),
         )
+
+    def take_foreign_tails(self, step: StepInputs) -> Ints:
+        """Return the indices in [0, R) of requests in whose last block foreign values follow their tokens.
+
+        They are those that begin a block in this step or got part of one from elsewhere; the caller zeroes the tails.
+        """
+        num_blocks = -(-step.seq_lens // self.block_table.block_size)
+        is_foreign = num_blocks > self._num_owned_blocks[step.rows]
+        self._num_owned_blocks[step.rows] = num_blocks
+        return np.flatnonzero(is_foreign)
 
     @property
     def only_draws(self) -> bool:

@@ -1,5 +1,7 @@
 """Compiles kernels for this machine's CPU and caches the libraries."""
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import logging
@@ -7,6 +9,7 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -35,8 +38,23 @@ def build(source: str, march: str = "native", cache_dir: Path | None = None, **m
         key = hashlib.sha256("\0".join([compiler, _cpu(), str(runtime), *flags, *contents]).encode()).hexdigest()
         library = _writable(cache_dir) / f"{source}-{key[:24]}.so"
         if not library.exists():
-            _compile(sources / f"{source}.cpp", flags, runtime, library)
+            with _locked(library):
+                if not library.exists():
+                    _compile(sources / f"{source}.cpp", flags, runtime, library)
     return library
+
+
+@contextlib.contextmanager
+def _locked(library: Path) -> Iterator[None]:
+    """Make other processes that need this library wait for it, instead of compiling it at the same time."""
+    path = library.with_suffix(".lock")
+    with open(path, "wb") as lock:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _compile(source: Path, flags: list[str], runtime: Path | None, library: Path) -> None:

@@ -1,13 +1,20 @@
 """Moves blocks with nixl: over RDMA and other fabrics if present, otherwise host memory over UCX.
 
 nixl is an optional extra. The agents' metadata says how to reach the owner's memory; the reader chooses what to read.
+
+An agent has no progress thread, because that thread spins even if nothing moves. The reader makes progress while it
+waits for its transfer. The owner makes progress while readers may read: connections, and transfers over fabrics that
+cannot read memory on their own, need it. The agent is made by the first of them, so an engine whose peers all share
+memory never has one.
 """
 
+import functools
 import importlib.util
 import secrets
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -28,6 +35,8 @@ from tokenloom.engine_core.kv_transfer.kv_transport import (
 _READ_SECONDS = 30.0
 _POLL_SECONDS = 100e-6
 """The time between polls of a transfer, because nixl cannot wait. A block of 64 KiB takes 20 us."""
+_ATTEND_SECONDS = 200e-6
+"""The time between an owner's turns while readers may read: about a tenth of a core."""
 _BACKENDS = ["UCX"]
 
 
@@ -50,22 +59,29 @@ class NixlTransport:
     """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` with a nixl agent."""
 
     name = "nixl"
+    serves_on_demand = True
 
     def __init__(self) -> None:
         """Raises ``ImportError`` if nixl is not installed or cannot be loaded."""
         from nixl._api import nixl_agent, nixl_agent_config  # an optional extra, slow to load
 
-        self._agent: Any = nixl_agent(f"tokenloom-{secrets.token_hex(8)}", nixl_agent_config(backends=_BACKENDS))
-        self._lock = threading.Lock()
+        config = nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS)
+        self._make_agent: Callable[[], Any] = functools.partial(nixl_agent, f"tokenloom-{secrets.token_hex(8)}", config)
+        self._agent: Any = None
+        self._lock = threading.RLock()  # held for every call of the agent
         self._registered: dict[int, Any] = {}
         """Maps the address of a memory to nixl's handle."""
         self._readers = weakref.WeakSet[NixlReader]()
+        self._attendant = _Attendant(self._progress)
 
     def serve(self, pool: KVPool) -> bytes | None:
         address = self.register(pool.memory)
         with self._lock:
-            metadata = self._agent.get_agent_metadata()
+            metadata = self.agent().get_agent_metadata()
         return msgspec.msgpack.encode(_Endpoint(metadata, address, pool.layout, pool.num_blocks, list(pool.regions)))
+
+    def attend(self, seconds: float) -> None:
+        self._attendant.attend(seconds)
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
         try:
@@ -76,35 +92,92 @@ class NixlTransport:
             raise KVTransferError("layout", f"the owner's blocks are {owner.layout}, this engine's {layout}")
         try:
             with self._lock:
-                peer = self._agent.add_remote_agent(owner.metadata)
+                agent = self.agent()
+                peer = agent.add_remote_agent(owner.metadata)
         except Exception as error:  # nixl's own types, one for each status
             raise KVTransferError("transport", f"the owner's agent: {error}") from error
-        reader = NixlReader(self, self._agent, self._lock, peer, owner)
+        reader = NixlReader(self, agent, self._lock, peer, owner)
         self._readers.add(reader)
         return reader
 
     def close(self) -> None:
         for reader in list(self._readers):
             reader.close()
+        self._attendant.close()
         with self._lock:
             for handle in self._registered.values():
                 self._agent.deregister_memory(handle)
             self._registered.clear()
+
+    def agent(self) -> Any:
+        """Return the agent, which the first call makes; it takes about half a second."""
+        with self._lock:
+            if self._agent is None:
+                self._agent = self._make_agent()
+            return self._agent
 
     def register(self, memory: PoolMemory) -> int:
         """Register a memory with nixl and return its address in this process."""
         address = int(np.frombuffer(memory.buffer, dtype=np.uint8).ctypes.data)
         with self._lock:
             if address not in self._registered:
-                whole = self._agent.get_reg_descs([(address, memory.nbytes, 0, "")], "DRAM")
-                self._registered[address] = self._agent.register_memory(whole)
+                agent = self.agent()
+                whole = agent.get_reg_descs([(address, memory.nbytes, 0, "")], "DRAM")
+                self._registered[address] = agent.register_memory(whole)
         return address
+
+    def _progress(self) -> None:
+        with self._lock:
+            if self._agent is not None:
+                self._agent.get_new_notifs()  # nobody sends any; looking for them is what makes progress
+
+
+class _Attendant:
+    """Calls a function often, on a thread of its own, while readers may read. The thread sleeps otherwise."""
+
+    def __init__(self, progress: Callable[[], None]) -> None:
+        self._progress = progress
+        self._changed = threading.Condition()
+        self._until = 0.0
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def attend(self, seconds: float) -> None:
+        """Call the function for the next ``seconds``, which replace an earlier number. Does nothing once closed."""
+        with self._changed:
+            self._until = time.monotonic() + seconds
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while self._wait():
+            self._progress()
+            time.sleep(_ATTEND_SECONDS)
+
+    def _wait(self) -> bool:
+        """Wait until readers may read. Returns False when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or time.monotonic() < self._until)
+            return not self._is_closed
 
 
 class NixlReader:
     """Reads from one owner's agent."""
 
-    def __init__(self, transport: NixlTransport, agent: Any, lock: threading.Lock, peer: str, owner: _Endpoint) -> None:
+    def __init__(
+        self, transport: NixlTransport, agent: Any, lock: threading.RLock, peer: str, owner: _Endpoint
+    ) -> None:
         self._transport = transport
         self._agent = agent
         self._lock = lock

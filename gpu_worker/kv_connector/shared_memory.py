@@ -55,6 +55,7 @@ class SharedMemoryTransport:
     """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` for pools in shared memory."""
 
     name = "shm"
+    serves_on_demand = False
 
     def __init__(self) -> None:
         self._listener: Listener | None = None
@@ -79,6 +80,9 @@ class SharedMemoryTransport:
 
         self._listener = Listener(server, pass_memory, name="kv-shm", max_connections=_MAX_CONNECTIONS)
         return msgspec.msgpack.encode(endpoint)
+
+    def attend(self, seconds: float) -> None:
+        """Do nothing: readers copy from the memory on their own."""
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
         try:

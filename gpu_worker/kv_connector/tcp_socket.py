@@ -70,6 +70,7 @@ class SocketTransport:
     """Fulfils :class:`tokenloom.engine_core.kv_transfer.kv_transport.KVTransport` for every pool."""
 
     name = "socket"
+    serves_on_demand = False
 
     def __init__(self, listen: str = "", advertise: str = "", tls: TLS | None = None) -> None:
         """Args:
@@ -100,6 +101,9 @@ class SocketTransport:
             tls=self._tls.server if self._tls and self._listen else None,
         )
         return msgspec.msgpack.encode(_Endpoint(address, owner.token))
+
+    def attend(self, seconds: float) -> None:
+        """Do nothing: a thread serves each connection."""
 
     def open(self, endpoint: bytes, layout: str) -> KVReader:
         try:

@@ -8,9 +8,10 @@ from .logprobs import LogprobRows
 from .min_tokens import MinTokens
 from .penalties import Penalties, SeenTokens
 from .philox import Purpose, uniform
-from .sampler import Sampler
+from .sampler import NO_TOKEN, Sampler
 
 __all__ = [
+    "NO_TOKEN",
     "LogitsProcessor",
     "LogitsProcessors",
     "LogprobRows",

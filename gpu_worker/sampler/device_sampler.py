@@ -14,6 +14,7 @@ from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
 from ..batch.transfer import to_device
 from .philox import Purpose, uniform
+from .sampler import NO_TOKEN
 
 
 class DeviceSampler:
@@ -24,21 +25,28 @@ class DeviceSampler:
         self, logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]
     ) -> list[int]:
         """Return token ids for float32 logits [rows, vocab]. A greedy row takes the largest, among equals the lowest
-        id.
+        id; ``NO_TOKEN`` if no logit is finite.
 
         ``output_indices`` [rows] are the output indices of the tokens to draw.
         """
-        token_ids = logits.argmax(dim=1)
+        largest, best = logits.max(dim=1)  # of a row that contains NaN: the first one
+        is_finite = largest.isfinite()
+        token_ids = torch.where(is_finite, best, -1 - best)  # negative: one transfer for tokens and flags
         drawn = [row for row, wanted in enumerate(params) if wanted.temperature != 0.0]
         if drawn:
             where = to_device(np.array(drawn, dtype=np.int64), logits.device)
-            chosen, best = logits[where], token_ids[where]
             # A row that is not finite has no distribution: it keeps its argmax.
-            is_finite = chosen.gather(1, best[:, None])[:, 0].isfinite()
-            tokens = _draw(chosen, [params[row] for row in drawn], output_indices[drawn])
-            token_ids[where] = torch.where(is_finite, tokens, best)
+            tokens = _draw(logits[where], [params[row] for row in drawn], output_indices[drawn])
+            token_ids[where] = torch.where(is_finite[where], tokens, token_ids[where])
         result: list[int] = token_ids.tolist()
+        if min(result, default=0) < 0:
+            result = [each if each >= 0 else _settle(logits[row], -1 - each) for row, each in enumerate(result)]
         return result
+
+
+def _settle(logits: Tensor, best: int) -> int:
+    """Return the token of a row [vocab] whose largest logit, ``best``, is not finite."""
+    return best if bool(logits.isfinite().any()) else NO_TOKEN
 
 
 def _draw(logits: Tensor, params: Sequence[SamplingParams], output_indices: npt.NDArray[np.int64]) -> Tensor:

@@ -1,5 +1,6 @@
 """Draws tokens by one rule: a token is a function of (logits, parameters, seed, output index) and of nothing else."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from .philox import Purpose, uniform
 
 _GROUP = 64  # a running sum over the vocabulary is one long chain of additions; sums of groups run in parallel
 _LONG = 4096
+NO_TOKEN = -1
+"""Stands for the token of a row without any finite logit: it has no distribution."""
 
 
 class Sampler:
@@ -25,15 +28,23 @@ class Sampler:
     ) -> list[int]:
         """Return token ids for logits [rows, vocab], after the processors changed them.
 
-        A greedy row takes the largest logit, and among equals the lowest id. ``output_indices`` [rows]
-        are those of the tokens to draw; 0 is the first of an output.
+        A greedy row takes the largest logit, and among equals the lowest id; ``NO_TOKEN`` if no logit is finite.
+        ``output_indices`` [rows] are those of the tokens to draw; 0 is the first of an output.
         """
-        best = logits.argmax(axis=1)
+        best = logits.argmax(axis=1)  # of a row that contains NaN: the first one
         token_ids: list[int] = best.tolist()
+        largest = logits[np.arange(len(best)), best]
+        is_all_finite = math.isfinite(np.add.reduce(largest))  # cheaper than a look at each
+        if not is_all_finite:
+            for row in np.flatnonzero(~np.isfinite(largest)).tolist():
+                if not np.isfinite(logits[row]).any():
+                    token_ids[row] = NO_TOKEN
         random = [row for row, wanted in enumerate(params) if wanted.temperature != 0.0]
         if random:
             # A row that is not finite has no distribution; it must not fail the whole batch.
-            rows = np.array(random)[np.isfinite(logits[random, best[random]])]
+            rows = np.array(random)
+            if not is_all_finite:
+                rows = rows[np.isfinite(largest[random])]
             seeds = np.array([params[row].seed for row in rows.tolist()], dtype=np.uint64)
             numbers = uniform(seeds, output_indices[rows].astype(np.uint64), Purpose.SAMPLE)
             for row, u in zip(rows.tolist(), numbers.tolist(), strict=True):

@@ -12,7 +12,7 @@ from tokenloom.request.validation import DEFAULT_MAX_LOGPROBS
 from tokenloom.services.runtime.host.service_settings import Count, OptionalAddress, ServiceSettings
 from tokenloom.services.runtime.peers.tls import dns_name
 
-from .core.grammar_config import structured_output_config
+from .core.grammar_config import reasoning_config, structured_output_config
 
 
 class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -64,7 +64,14 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
 
 
 def for_checkpoint(config: EngineConfig, checkpoint: str) -> EngineConfig:
-    """Return the configuration with what it takes from the checkpoint in this directory; empty: no model."""
+    """Return the configuration with what it takes from the checkpoint in this directory; empty: no model.
+
+    Raises ``ValueError`` if an option does not fit the checkpoint.
+    """
     worker = replace(config.worker, model=checkpoint)
-    grammars = structured_output_config(Path(checkpoint), config.structured_output) if checkpoint else None
-    return replace(config, worker=worker, structured_output=grammars)
+    if not checkpoint:
+        return replace(config, worker=worker, structured_output=None)
+    path = Path(checkpoint)
+    grammars = structured_output_config(path, config.structured_output)
+    reasoning = reasoning_config(path, config.reasoning)
+    return replace(config, worker=worker, structured_output=grammars, reasoning=reasoning)

@@ -8,6 +8,7 @@ from tokenloom.engine_core.wire.messages import CoreReady
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
+from .core.grammar_config import reasoning_mode
 from .engine_settings import EngineSettings
 
 
@@ -32,6 +33,7 @@ class Identity:
             max_logprobs=ready.vocab_size if settings.max_logprobs == -1 else settings.max_logprobs,
             priorities=settings.engine.scheduler.policy == "priority",
             hidden_size=ready.hidden_size if settings.enable_prompt_embeds else 0,
+            reasoning=reasoning_mode(settings.engine.reasoning, finds_reasoning=ready.finds_reasoning),
         )
         self._engine_id = settings.instance_id
         self._epoch = epoch

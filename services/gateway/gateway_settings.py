@@ -7,6 +7,7 @@ import grpc
 from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.reasoning import ReasoningParserName
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
 from tokenloom.services.runtime.peers import tls
 from tokenloom.services.runtime.peers.members import parse_member
@@ -69,7 +70,7 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "How the model writes tool calls; auto: as its chat template indicates.",
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "deepseek_r1", "qwen3"],
+        ReasoningParserName,
         "How the model writes reasoning; auto: as its chat template indicates.",
     ] = "auto"
     max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20

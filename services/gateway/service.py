@@ -4,6 +4,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
@@ -105,6 +106,7 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
     outputs.start(host, info.fingerprint)
     model = settings.served_model_name or info.fingerprint.model
     host.metrics.register(MeshGauges(view, health, model))
+    plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
     generator = Generator(
         tokenizers,
         view,
@@ -115,9 +117,17 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
         most_urgent_priority=settings.most_urgent_priority,
         tracer=host.tracer,
         model=model,
+        reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
     )
-    plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
     return _Mesh(model, plans, generator, tokenizers, view, health)
+
+
+async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:
+    """Return the marks of the model's reasoning as tokens; None if the tokenizer has no tokens for them."""
+    texts = (reasoning.start, reasoning.end)
+    encoded = await tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)
+    tokens = {text: list(prompt.token_ids) for text, prompt in zip(texts, encoded.prompts, strict=True)}
+    return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None
 
 
 async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh) -> App:

@@ -3,7 +3,7 @@
 The signs are what the template writes for past turns. The names are those of the gateway's parsers, as in vLLM.
 """
 
-THINK_START, THINK_END = "<think>", "</think>"
+from tokenloom.request.reasoning import THINK_START
 
 # What a template that supports tools writes around its calls or, for Llama 3, around every turn.
 _TOOL_CALL_MARKS = (
@@ -21,11 +21,6 @@ def tool_call_parser(template: str) -> str:
         return ""
     found = [name for mark, name in _TOOL_CALL_MARKS if mark in template]
     return found[0] if len(found) == 1 else ""
-
-
-def reasoning_parser(template: str) -> str:
-    """Return the name of the parser for the reasoning that the template writes; empty when it writes none."""
-    return "qwen3" if THINK_END in template or THINK_START in template else ""
 
 
 def opens_reasoning(rendered: str) -> bool:

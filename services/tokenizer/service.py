@@ -5,6 +5,7 @@ import asyncio
 from tokenizers import Tokenizer
 
 from tokenloom.checkpoint import CheckpointInfo, load_tokenizer, resolve, served_name, tokenizer_fingerprint
+from tokenloom.request.reasoning import format_of_template
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1.tokenizer_pb2 import GetTokenizerInfoResponse
 from tokenloom.v1.tokenizer_pb2_grpc import add_TokenizerServicer_to_server
@@ -69,6 +70,6 @@ def _load(settings: TokenizerSettings) -> tuple[CheckpointInfo, Tokenizer, GetTo
         default_sampling_params=info.default_sampling_params,
         max_token_bytes=max((len(token.encode()) for token in vocabulary), default=0),
         tool_call_parser=output_format.tool_call_parser(info.chat_template),
-        reasoning_parser=output_format.reasoning_parser(info.chat_template),
+        reasoning_parser=format_of_template(info.chat_template),
     )
     return info, tokenizer, answer

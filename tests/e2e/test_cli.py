@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ def test_a_killed_generate_goes_on(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
         while not target.exists() or target.stat().st_size < 2000:
             assert first.poll() is None, "it ended too early to be killed"
+            time.sleep(0.01)
         first.send_signal(signal.SIGKILL)
     kept = target.read_text().rpartition("\n")[0]
     assert subprocess.run(command, check=False, stderr=subprocess.PIPE).returncode == 0

@@ -13,6 +13,7 @@ from tokenloom.gpu_worker.attention.attention_backends import make_attention_bac
 from tokenloom.gpu_worker.batch.input_batch import InputBatch
 from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.models.architectures import load_model
+from tokenloom.gpu_worker.sampler.device_sampler import DeviceSampler
 
 DEMO_MODEL = Path(demo_model.__file__).parent
 
@@ -163,6 +164,62 @@ def test_nan_logits_are_counted_when_asked(model, count_nans):
     step = SchedulerOutput([new("a"), new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
     runner.execute(step)
     assert runner.sample().num_nans_in_logits == ({"a": 3} if count_nans else {})
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto", "reference"])
+def test_nothing_that_was_in_the_pool_is_read(model, backend):
+    """However a request comes to its blocks: with a prompt, chunks, another's blocks, after a preemption, by a load."""
+
+    def make_runner():
+        attention = make_attention_backend(backend, model.config, 16, torch.device("cpu"))
+        return ModelRunner(model, attention, InputBatch(4, 256, 16), num_blocks=8)
+
+    expected = generate(make_runner(), "c", 6)
+    runner = make_runner()
+    for cache in runner._kv_caches:
+        cache.fill_(float("nan"))
+    assert generate(runner, "c", 6) == expected
+    assert run(runner, {"c": 17}, news=[new("c")]) == {"c": []}
+    run(runner, {"b": 2}, news=[new("b")], preempted=["c"])
+    poison(runner, BLOCKS["c"], 0)
+    assert run(runner, {"c": 40}, computed={"c": 0}, resumed={"c": PROMPTS["c"]})["c"] == expected[:1]
+    assert run(runner, {"c": 1}, computed={"c": 40})["c"] == expected[1:2]
+    run(runner, {}, finished=["c", "b"])
+    poison(runner, BLOCKS["c"][2:3], 7)  # as if blocks of 39 tokens had been loaded
+    loaded = NewRequestData("c", PROMPTS["c"], [], PARAMS["c"], BLOCKS["c"], 39)
+    tokens = run(runner, {"c": 1}, news=[loaded])["c"]
+    for position in range(40, 45):
+        tokens += run(runner, {"c": 1}, computed={"c": position})["c"]
+    assert tokens == expected
+
+
+def poison(runner, blocks, first):
+    """What other owners leave in these blocks, from the slot ``first`` of each on."""
+    for cache in runner._kv_caches:
+        cache[:, blocks, :, first:] = float("nan")
+
+
+@pytest.mark.parametrize("device_sampler", [None, DeviceSampler()])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"allowed_token_ids": (3, 4), "logprobs": 2}])
+def test_a_row_without_a_finite_logit_ends_its_request_alone(model, params, bad, device_sampler):
+    class SpoiltModel(CountingModel):
+        def compute_logits(self, hidden):
+            logits = super().compute_logits(hidden).clone()
+            logits[0] = bad
+            return logits
+
+    backend = make_attention_backend("torch", model.config, 16, torch.device("cpu"))
+    batch = InputBatch(4, 256, 16)
+    runner = ModelRunner(SpoiltModel(model), backend, batch, num_blocks=8, device_sampler=device_sampler)
+    spoilt = NewRequestData("a", PROMPTS["a"], [], SamplingParams(max_tokens=4, seed=1, **params), BLOCKS["a"], 0)
+    step = SchedulerOutput([spoilt, new("b")], CachedRequestData([], [], [], {}), {"a": 11, "b": 2}, 13, [], [])
+    runner.execute(step)
+    output = runner.sample()
+    assert (output.without_finite_logit, output.without_choice) == (["a"], [])
+    assert [len(token_ids) for token_ids in output.sampled_token_ids] == [0, 1]
+    # With async scheduling the next step holds the request before its end is known.
+    assert run(runner, {"a": 1, "b": 1}, computed={"a": 11, "b": 2})["b"]
 
 
 def test_a_row_whose_masks_leave_nothing_draws_no_token(runner):

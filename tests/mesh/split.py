@@ -1,25 +1,36 @@
 """Meshes of prefill and decode engines whose cores run in the test's process: tests see into them and kill them."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from tests.engine_core.client.inproc import AsyncInprocClient
 from tests.engine_core.invariants import check_idle
 from tests.mesh.harness import SOON, VOCAB_SIZE, Mesh, Part
 from tokenloom.checkpoint import DEMO_MODEL
+from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers import hash_worker
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.kv_transfer import kv_copier
+from tokenloom.engine_core.worker import Worker
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.core.core_main import make_transports
-from tokenloom.services.engine.core.grammar_config import structured_output_config
+from tokenloom.services.engine.core.grammar_config import reasoning_config, structured_output_config
+from tokenloom.services.engine.core.workers import WORKER_COMMAND
 from tokenloom.services.engine.engine_settings import EngineSettings
 from tokenloom.services.engine.running_engine import RunningEngine
 from tokenloom.services.engine.service import EngineService
@@ -29,6 +40,37 @@ from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_SERVING
 MAX_MODEL_LEN = 2048
 POLL_SECONDS = 0.002
 """How often a test looks for what nobody tells it."""
+
+
+class _Watch:
+    """Makes a state last until the test has seen it, however busy the machine is.
+
+    A slow step or copy of the cores on threads ends only after a test that waits for something has looked again.
+    """
+
+    def __init__(self) -> None:
+        self.num_looking = 0
+        self.num_looks = 0
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+        # The next look may have begun before the state: the one after it has not.
+        enough = self.num_looks + 2
+        while self.num_looking and self.num_looks < enough:
+            time.sleep(POLL_SECONDS)
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        self.num_looking += 1
+        try:
+            async with asyncio.timeout(SOON):
+                while not holds():
+                    self.num_looks += 1
+                    await asyncio.sleep(POLL_SECONDS)
+        finally:
+            self.num_looking -= 1
+
+
+_watch = _Watch()
 
 
 class _ObservedService(EngineService):
@@ -72,9 +114,7 @@ class SplitEngine(Part):
 
     async def until(self, holds: Callable[["SplitEngine"], object]) -> None:
         """Waits for what the core does beside this loop, and tells nobody."""
-        async with asyncio.timeout(SOON):
-            while not holds(self):  # noqa: ASYNC110
-                await asyncio.sleep(POLL_SECONDS)
+        await _watch.until(lambda: holds(self))
 
     def check_idle(self) -> None:
         """No block leaked."""
@@ -118,14 +158,27 @@ def _client(settings: EngineSettings) -> AsyncInprocClient:
     is_hash = settings.engine.worker.worker == "hash"
     # Without a checkpoint the hash worker's tokens are any of the vocabulary.
     config = settings.engine_config("" if is_hash else str(DEMO_MODEL))
-    config = msgspec.structs.replace(config, structured_output=structured_output_config(DEMO_MODEL))
-    transports = make_transports(config)
-    if is_hash:
-        worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
-        return AsyncInprocClient(config, UniProcExecutor(worker), transports)
-    from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
+    config = msgspec.structs.replace(
+        config,
+        structured_output=structured_output_config(DEMO_MODEL),
+        reasoning=reasoning_config(DEMO_MODEL, config.reasoning),
+    )
+    return AsyncInprocClient(config, _executor(config), make_transports(config))
 
-    return AsyncInprocClient(config, UniProcExecutor(CPUWorker(config)), transports)
+
+def _executor(config: EngineConfig) -> Executor:
+    is_hash = config.worker.worker == "hash"
+    if config.parallel.distributed_executor_backend == "mp":
+        # The hash worker's process gets its vocabulary from the checkpoint.
+        worker_config = msgspec.structs.replace(config.worker, model=str(DEMO_MODEL))
+        return MultiprocExecutor(msgspec.structs.replace(config, worker=worker_config), WORKER_COMMAND)
+    if is_hash:
+        worker: Worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN)
+    else:
+        from tokenloom.gpu_worker.platform.devices import CPUWorker  # the other tests need no torch
+
+        worker = CPUWorker(config)
+    return ThreadedExecutor(worker) if config.scheduler.async_scheduling else UniProcExecutor(worker)
 
 
 class SplitMesh(Mesh):
@@ -171,8 +224,8 @@ class SplitMesh(Mesh):
             "kv_listen": self.address(f"{name}-kv"),
             "kv_transports": ("shm", "socket"),
             "kv_checksum": True,
-            "kv_lease_seconds": 5.0,
-            "kv_load_timeout": 5.0,
+            "kv_lease_seconds": 20.0,
+            "kv_load_timeout": 20.0,
         }
         engine = SplitEngine(EngineSettings.of(**self._common(name), **(defaults | values)))
         self.engines.append(engine)
@@ -181,10 +234,18 @@ class SplitMesh(Mesh):
     @asynccontextmanager
     async def running(self) -> AsyncIterator["SplitMesh"]:
         """As of any mesh, once every engine is known."""
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (hash_worker, kv_copier):
+                patch.setattr(module, "time", SimpleNamespace(sleep=_watch.sleep, monotonic=time.monotonic))
+            async with self._running_all():
+                yield self
+
+    @asynccontextmanager
+    async def _running_all(self) -> AsyncIterator[None]:
         async with super().running():
             try:
                 await self.until_known(*(engine.name for engine in self.engines))
-                yield self
+                yield
             finally:  # also those that came later
                 await asyncio.gather(*(engine.stop() for engine in self.engines))
 

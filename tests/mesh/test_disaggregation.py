@@ -182,12 +182,12 @@ async def test_a_client_that_goes_away(socket_dir: Path, stage: str, length: int
 
 async def test_a_prefill_engine_that_dies_with_a_prompt(socket_dir: Path) -> None:
     mesh = SplitMesh(socket_dir, ("prefill", "prefill", "decode"), prefill=SLOW_PREFILL)
-    async with mesh.running(), mesh.http() as http, asking(http, prompt_of(1000), 8) as answer:
+    async with mesh.running(), mesh.http() as http, asking(http, prompt_of(2000), 8) as answer:
         victim = await first(mesh.engines[:2], is_prefilling)
         await mesh.of_role("decode").until(is_pulling)
         await victim.kill()
         await mesh.of_role("decode").until(lambda _: answer.finish_reason or answer.error)
-        assert answer.token_ids == mesh.expected(prompt_of(1000), 8)
+        assert answer.token_ids == mesh.expected(prompt_of(2000), 8)
         assert answer.timeline["prefill_engine"] != victim.name
         await mesh.check_nothing_is_left()
 
@@ -268,20 +268,19 @@ async def test_losing_the_last_engine_of_a_role_is_no_outage(socket_dir: Path, l
 
 
 @pytest.mark.parametrize(
-    ("where", "failpoint", "reason"),
+    ("where", "failpoint", "reason", "engine"),
     [
-        ("prefill", "lease_expires", "lease_expired"),
-        ("prefill", "wrong_layout", "layout"),
-        ("decode", "copy_fails", "transport"),
-        ("decode", "torn_copy", "checksum"),
-        ("decode", "verdict_lost", "timeout"),
+        ("prefill", "lease_expires", "lease_expired", {}),
+        ("prefill", "wrong_layout", "layout", {"kv_lease_seconds": 3.0}),  # which nobody ends
+        ("decode", "copy_fails", "transport", {}),
+        ("decode", "torn_copy", "checksum", {}),
+        ("decode", "verdict_lost", "timeout", {"kv_load_timeout": 0.3}),
     ],
 )
 async def test_a_fault_costs_a_recompute_and_no_token(
-    socket_dir: Path, where: str, failpoint: str, reason: str
+    socket_dir: Path, where: str, failpoint: str, reason: str, engine: dict[str, float]
 ) -> None:
     faulty = {where: {"failpoints": (failpoint,)}}
-    engine = {"kv_load_timeout": 0.3, "kv_lease_seconds": 1.0}
     async with SplitMesh(socket_dir, engine=engine, **faulty).running() as mesh, mesh.http() as http:
         prompts = [prompt_of(100, seed) for seed in range(3)]
         answers = await asyncio.gather(*(ask(http, prompt, 8) for prompt in prompts))

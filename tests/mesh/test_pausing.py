@@ -65,8 +65,8 @@ async def test_a_mesh_that_is_paused_altogether_says_so(pair: Mesh) -> None:
             async with open_channel(engine.settings.listen) as channel:
                 await EngineAdminStub(channel).Pause(PauseRequest(mode=PAUSE_MODE_WAIT))
         async with asyncio.timeout(SOON):
-            while (response := await http.get("/health")).status_code != 503:
-                pass
+            while (response := await http.get("/health")).status_code != 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         assert "engine" in response.json()["missing"]
         answer = await ask(http, [1], 1)
         assert answer.error is not None

@@ -16,17 +16,20 @@ def main() -> None:
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first one; the others follow")
     parser.add_argument("--worker", choices=("hash", "model"), default="hash", help="model: the demo model")
+    parser.add_argument("--executor", choices=("uni", "mp"), default="uni", help="mp: workers in own processes")
+    parser.add_argument("--async-scheduling", action="store_true", help="overlap the steps of every engine")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # of which there are many: every fault is told
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as directory:
         seeds = range(arguments.seed, arguments.seed + arguments.schedules)
-        asyncio.run(_run(Path(directory), seeds, arguments.worker))
+        asyncio.run(_run(Path(directory), seeds, arguments))
 
 
-async def _run(directory: Path, seeds: range, worker: str) -> None:
+async def _run(directory: Path, seeds: range, arguments: argparse.Namespace) -> None:
     seen: Counter[str] = Counter()
     started = time.monotonic()
-    async for plan, happened in soak(directory, seeds, worker):
+    is_async = arguments.async_scheduling
+    async for plan, happened in soak(directory, seeds, arguments.worker, arguments.executor, async_scheduling=is_async):
         seen += happened
         if (plan.seed + 1) % 100 == 0:
             print(f"{plan.seed + 1 - seeds.start} schedules, {time.monotonic() - started:.0f} s", flush=True)

@@ -45,7 +45,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of it; equal seeds give equal plans, whatever the worker."""
+    """All of it; equal seeds give equal plans, whatever the worker and whether steps overlap."""
 
     seed: int
     roles: list[str]
@@ -60,11 +60,12 @@ class Plan:
         return bool(self.events) or any(values.get("kv_policy") == "fail" for values in self.settings)
 
     @classmethod
-    def draw(cls, seed: int, worker: str = "hash") -> "Plan":
+    def draw(cls, seed: int, worker: str = "hash", *, async_scheduling: bool = False) -> "Plan":
         rng = random.Random(seed)
         roles = ["prefill"] * rng.choice((1, 1, 2)) + ["decode"] * rng.choice((1, 1, 2))
         roles += ["both"] * (rng.random() < 0.1)
         shared = {"worker": worker, "kv_transports": (rng.choice(("shm", "socket")),), **_SHORT}
+        shared["async_scheduling"] = async_scheduling
         if rng.random() < 0.1:
             shared["kv_policy"] = "fail"
         settings = [shared | _engine(rng, role) for role in roles]

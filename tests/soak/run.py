@@ -16,17 +16,26 @@ from tests.soak.plan import Ask, Event, Plan
 HANG_SECONDS = 60.0
 
 
-async def soak(directory: Path, seeds: Iterable[int], worker: str = "hash") -> AsyncIterator[tuple[Plan, Counter[str]]]:
+async def soak(
+    directory: Path,
+    seeds: Iterable[int],
+    worker: str = "hash",
+    executor: str = "uni",
+    *,
+    async_scheduling: bool = False,
+) -> AsyncIterator[tuple[Plan, Counter[str]]]:
     """Runs the schedules of these seeds; yields each with what happened in it: faults that fired, ends of requests.
+
+    ``executor``: where the engines' workers run, as in ``distributed_executor_backend``.
 
     Raises ``AssertionError`` naming the plan that did not go as it must.
     """
     expecting = expectation(worker)
     for seed in seeds:
-        plan = Plan.draw(seed, worker)
+        plan = Plan.draw(seed, worker, async_scheduling=async_scheduling)
         try:
             async with asyncio.timeout(HANG_SECONDS):
-                happened = await _run(directory, plan, expecting)
+                happened = await _run(directory, plan, expecting, executor)
         except TimeoutError:
             raise AssertionError(f"it hangs: {plan}") from None
         except Exception as error:
@@ -34,11 +43,11 @@ async def soak(directory: Path, seeds: Iterable[int], worker: str = "hash") -> A
         yield plan, happened
 
 
-async def _run(directory: Path, plan: Plan, expecting: Expectation) -> Counter[str]:
+async def _run(directory: Path, plan: Plan, expecting: Expectation, executor: str) -> Counter[str]:
     expected = expecting.tokens([each.prompt for each in plan.asks], [each.max_tokens for each in plan.asks])
     mesh = SplitMesh(directory, ())
     for role, settings in zip(plan.roles, plan.settings, strict=True):
-        mesh.new_engine(role, **settings)
+        mesh.new_engine(role, **settings, distributed_executor_backend=executor)
     seen: Counter[str] = Counter()
     async with mesh.running(), mesh.http() as http:
         async with asyncio.TaskGroup() as group:

@@ -16,16 +16,26 @@ SEEDS = (1, 10, 12, 14, 17, 19, 24, 25, 36, 37, 44, 47, 48, 52, 55, 74, 78, 79, 
 @pytest.mark.slow
 async def test_no_wrong_token_no_leaked_block_no_hang(socket_dir: Path) -> None:
     seen: Counter[str] = Counter()
-    async for _, happened in soak(socket_dir, SEEDS):
-        seen += happened
+    for async_scheduling in (False, True):
+        async for _, happened in soak(socket_dir, SEEDS[async_scheduling::2], async_scheduling=async_scheduling):
+            seen += happened
     print(dict(sorted(seen.items())))
     assert not [name for name in (*OWNER_FAULTS, *READER_FAULTS, *EVENTS) if not seen[name]], "these never happened"
     assert seen["answered"] > 2 * len(SEEDS)
 
 
 @pytest.mark.slow
-async def test_a_real_model_says_the_same(socket_dir: Path) -> None:
+async def test_workers_in_processes_of_their_own_say_the_same(socket_dir: Path) -> None:
     seen: Counter[str] = Counter()
-    async for _, happened in soak(socket_dir, range(3), worker="model"):
+    async for _, happened in soak(socket_dir, SEEDS[:3], executor="mp"):
+        seen += happened
+    assert seen["answered"] > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_scheduling", [False, True])
+async def test_a_real_model_says_the_same(socket_dir: Path, async_scheduling: bool) -> None:
+    seen: Counter[str] = Counter()
+    async for _, happened in soak(socket_dir, range(3), worker="model", async_scheduling=async_scheduling):
         seen += happened
     assert seen["answered"] > 5

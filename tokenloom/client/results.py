@@ -36,6 +36,8 @@ class Usage:
     """Tokens of all samples."""
     cached_tokens: int
     """Prompt tokens found in a cache."""
+    reasoning_tokens: int | None = None
+    """The part of ``completion_tokens`` that is reasoning; None if the server does not know the model's marks."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ class Collector:
 
 
 def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    reasoning = usage.reasoning_tokens if usage.HasField("reasoning_tokens") else None
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, reasoning)
 
 
 def _logprobs(columns: types_pb2.Logprobs, token_ids: Sequence[int], num_also: int) -> list[dict[int, Logprob]]:

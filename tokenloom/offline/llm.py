@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,17 +13,19 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.executor import make_executor
 from tokenloom.request import validation
 from tokenloom.request.errors import TokenloomError
+from tokenloom.services.engine.core.grammar_config import reasoning_mode
 from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
 from tokenloom.services.engine.engine_settings import for_checkpoint
-from tokenloom.services.tokenizer.chat_template import ChatTemplate
 from tokenloom.v1 import types_pb2
 
+from .beam_search import BeamSearchOutput, BeamSearchParams, OfflineBeamSearch
+from .chat_prompts import ChatPrompts
 from .engine_args import engine_config
 from .offline_loop import OfflineLoop
 from .offline_request import OfflineRequest
 from .outputs import RequestOutput
 from .progress import Progress
-from .prompts import Message, Prompt, TokenizedPrompt, as_conversations, as_prompts, plain_message, read_prompt
+from .prompts import Message, Prompt, as_conversations, as_prompts, read_prompt
 from .request_builder import RequestBuilder
 from .sampling_params import SamplingParams
 
@@ -81,9 +82,11 @@ class LLM:
             vocab_size=ready.vocab_size,
             max_logprobs=ready.vocab_size if max_logprobs == -1 else max_logprobs,
             hidden_size=ready.hidden_size if enable_prompt_embeds else 0,
+            reasoning=reasoning_mode(config.reasoning, finds_reasoning=ready.finds_reasoning),
         )
-        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed)
+        self._builder = RequestBuilder(self._info, self._tokenizer, limits, seed, config.reasoning.marks)
         self._loop = OfflineLoop(self._client)
+        self._chats = ChatPrompts(self._info, self._tokenizer, self.model_name)
 
     def generate(
         self,
@@ -140,9 +143,9 @@ class LLM:
             tools: Functions in OpenAI's form, for the template to describe.
             chat_template_kwargs: More names for the template.
         """
-        encoded = self._encode_chats(
+        encoded = self._chats.encode(
             as_conversations(messages),
-            self._template(chat_template),
+            chat_template,
             tools,
             add_generation_prompt=add_generation_prompt,
             template_kwargs=chat_template_kwargs,
@@ -150,6 +153,27 @@ class LLM:
         with _as_value_error():
             requests = self._builder.build(encoded, sampling_params)
         return self._run(requests, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Search the likeliest continuations of each prompt; return them in the order of the prompts.
+
+        Each step runs one request of one token for each beam, whose prefix hits the prefix cache.
+
+        Args:
+            params: ``beam_width`` may be at most half of ``max_logprobs``.
+            concurrency_limit: Prompts that are searched at once; None: all.
+        """
+        with _as_value_error():
+            tokenized = [read_prompt(prompt, self._tokenizer) for prompt in as_prompts(prompts)]
+            search = OfflineBeamSearch(self._builder, self._tokenizer, lambda requests: self._run(requests, False))
+            return search.search(tokenized, params, concurrency_limit, use_tqdm)
 
     def enqueue(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Add one prompt, whose output :meth:`next_finished` returns; return its request id."""
@@ -160,7 +184,7 @@ class LLM:
 
     def enqueue_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> str:
         """Add one conversation, as :meth:`enqueue` does a prompt."""
-        encoded = self._encode_chats([messages], self._template(None))
+        encoded = self._chats.encode([messages])
         with _as_value_error():
             (request,) = self._builder.build(encoded, sampling_params)
         self._loop.enqueue(request)
@@ -229,28 +253,6 @@ class LLM:
     def close(self) -> None:
         """Release the model and the KV cache. Idempotent; the object cannot be used afterwards."""
         self._client.close()
-
-    def _template(self, source: str | None) -> ChatTemplate:
-        if source is not None:
-            return ChatTemplate(source, self._info.special_tokens)
-        if self._own_template is None:
-            raise ValueError(f"model {self.model_name!r} has no chat template: give one as chat_template")
-        return self._own_template
-
-    @cached_property
-    def _own_template(self) -> ChatTemplate | None:
-        return ChatTemplate.from_checkpoint(self._info)
-
-    def _encode_chats(
-        self,
-        conversations: Sequence[Sequence[Message]],
-        template: ChatTemplate,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
-    ) -> list[TokenizedPrompt]:
-        texts = [template.render([*map(plain_message, messages)], tools, **options) for messages in conversations]
-        # The template writes the special tokens itself.
-        return [TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
 
     def _run(self, requests: list[OfflineRequest], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         with self._loop.running(requests), Progress(len(requests), use_tqdm) as progress:

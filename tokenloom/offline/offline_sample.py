@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason, Logprobs
+from tokenloom.request.reasoning import Reasoning
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 
@@ -26,6 +27,8 @@ class TextSettings:
     """Decodes the tokens of log probabilities; None: the caller wants no text."""
     eos_token_ids: Collection[int] = ()
     """The model's own end tokens, which are not reported as stop reasons."""
+    reasoning: Reasoning | None = None
+    """Counts reasoning tokens; None: the marks around the model's reasoning are not known."""
 
 
 class OfflineSample:
@@ -39,6 +42,8 @@ class OfflineSample:
         self.completion = CompletionOutput(index=index, text="", token_ids=[])
         if params.logprobs is not None:
             self.completion.logprobs, self.completion.cumulative_logprob = [], 0.0
+        if text.reasoning is not None:
+            self.completion.num_reasoning_tokens = 0
         self._num_reported_chars = self._num_reported_tokens = 0
 
     @property
@@ -64,9 +69,13 @@ class OfflineSample:
         ends = step.finish_reason is FinishReason.STOP
         text, match = self._text.detokenizer.step(step.new_token_ids, ends_with_stop_token=ends)
         completion.text += text
+        num_before = len(completion.token_ids)
         completion.token_ids += step.new_token_ids
         if match is not None:
             del completion.token_ids[match.num_tokens :]
+        if (reasoning := self._text.reasoning) is not None:
+            reasoning.feed(completion.token_ids[num_before:])
+            completion.num_reasoning_tokens = reasoning.num_tokens
         if step.new_logprobs is not None:
             self._weigh(step.new_logprobs, len(step.new_token_ids))
         if match is not None:

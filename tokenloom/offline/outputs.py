@@ -44,6 +44,8 @@ class CompletionOutput:
     """``stop``, ``length``, ``repetition`` or ``abort``."""
     stop_reason: int | str | None = None
     """The stop string, or the token of ``stop_token_ids``; None for the model's own end-of-sequence tokens."""
+    num_reasoning_tokens: int | None = None
+    """Tokens of the reasoning before the answer, without the marks around it; None if these are not known."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -63,3 +65,9 @@ class RequestOutput:
     """Prompt tokens that came from the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, as in ``logprobs``, but None for the first. None unless ``prompt_logprobs`` was set."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """The reasoning tokens of all outputs; None if the marks around the model's reasoning are not known."""
+        counts = [output.num_reasoning_tokens for output in self.outputs]
+        return sum(count for count in counts if count is not None) if None not in counts else None

@@ -49,6 +49,10 @@ class TokenizedPrompt:
     cache_salt: bytes = b""
     embeds: Sequence[types_pb2.PromptEmbeds] = ()
 
+    def then(self, token_ids: Sequence[int]) -> "TokenizedPrompt":
+        """Return the prompt followed by more tokens."""
+        return replace(self, text=None, token_ids=[*self.token_ids, *token_ids])
+
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list. A list of token ids is one prompt."""

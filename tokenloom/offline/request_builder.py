@@ -11,6 +11,7 @@ from tokenloom.checkpoint import CheckpointInfo
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.request import bad_words, validation
 from tokenloom.request.prompt_embeds import check_embeds
+from tokenloom.request.reasoning import Reasoning, ReasoningMarks
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.engine.core.core_request import to_core_sampling, to_spans
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer
@@ -27,15 +28,27 @@ class RequestBuilder:
     """Builds requests. Raises ``InvalidArgument`` or ``ValueError`` naming what is wrong."""
 
     def __init__(
-        self, info: CheckpointInfo, tokenizer: Tokenizer, limits: types_pb2.ModelLimits, seed: int | None
+        self,
+        info: CheckpointInfo,
+        tokenizer: Tokenizer,
+        limits: types_pb2.ModelLimits,
+        seed: int | None,
+        reasoning_marks: ReasoningMarks | None = None,
     ) -> None:
-        """``seed`` decides the outputs of requests that set no seed."""
+        """``seed`` decides the outputs of requests that set no seed. ``reasoning_marks``: around the model's reasoning;
+        None: they are not known."""
+        self._reasoning_marks = reasoning_marks
         self._info = info
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
-        self._limits = limits
+        self.limits = limits
         self._random = random.Random(seed)
         self._request_ids = map(str, itertools.count())
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end an output, without those of the tokenizer that the model cannot generate."""
+        return [token_id for token_id in self._info.eos_token_ids if token_id < self.limits.vocab_size]
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the defaults of the checkpoint's ``generation_config.json``, and ours for the rest."""
@@ -59,21 +72,20 @@ class RequestBuilder:
     def _defaults_for(self, prompt: TokenizedPrompt) -> SamplingParams:
         """Return the model's own parameters, with at most as many tokens as the prompt leaves room for."""
         params = self.default_sampling_params()
-        rest = max(self._limits.max_model_len - len(prompt.token_ids), 1)
+        rest = max(self.limits.max_model_len - len(prompt.token_ids), 1)
         return replace(params, max_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest))
 
     def _request(self, prompt: TokenizedPrompt, params: SamplingParams) -> OfflineRequest:
         wire = params.to_wire()
         spellings = bad_words.spellings(params.bad_words or ())
         bad_words.forbid(wire, [self._encode(text) for text in spellings])
-        # A tokenizer may have more tokens than the model, which cannot generate the others.
-        eos = [id_ for id_ in self._info.eos_token_ids if id_ < self._limits.vocab_size and not params.ignore_eos]
+        eos = () if params.ignore_eos else self.eos_token_ids
         wire.stop_token_ids.extend(token_id for token_id in eos if token_id not in wire.stop_token_ids)
         if not wire.HasField("seed"):
             wire.seed = self._random.getrandbits(64)
-        validation.check_generate(prompt.token_ids, wire, self._limits, stop=params.stop_strings())
+        validation.check_generate(prompt.token_ids, wire, self.limits, stop=params.stop_strings())
         if prompt.embeds:
-            check_embeds(types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds), wire, self._limits)
+            check_embeds(types_pb2.Prompt(token_ids=prompt.token_ids, embeds=prompt.embeds), wire, self.limits)
         request_id = next(self._request_ids)
         return OfflineRequest(
             request_id,
@@ -90,8 +102,8 @@ class RequestBuilder:
         self, request_id: str, prompt: TokenizedPrompt, wire: types_pb2.SamplingParams, n: int
     ) -> list[EngineCoreRequest]:
         """Return n requests with different seeds; only the first returns the prompt's log probabilities."""
-        rest = self._limits.max_model_len - len(prompt.token_ids)
-        first = to_core_sampling(wire, self._limits, rest)
+        rest = self.limits.max_model_len - len(prompt.token_ids)
+        first = to_core_sampling(wire, self.limits, rest)
         others = replace(first, prompt_logprobs=None)
         return [
             EngineCoreRequest(
@@ -115,7 +127,8 @@ class RequestBuilder:
             spaces_between_special=params.spaces_between_special_tokens,
             detokenize=params.detokenize,
         )
-        return TextSettings(detokenizer, self._vocabulary if params.detokenize else None, eos)
+        reasoning = None if self._reasoning_marks is None else Reasoning(self._reasoning_marks, prompt.token_ids)
+        return TextSettings(detokenizer, self._vocabulary if params.detokenize else None, eos, reasoning)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -20,7 +20,6 @@ class SamplingParams(GenerationFields, kw_only=True):
     output_kind: Annotated[RequestOutputKind, Meta(description="What the outputs of LLM.stream hold.")] = (
         RequestOutputKind.CUMULATIVE
     )
-    thinking_token_budget: Annotated[int | None, Meta(description="Not supported yet.")] = None
     extra_args: Annotated[Mapping[str, Any] | None, Meta(description="Not supported yet.")] = None
 
     def __post_init__(self) -> None:
@@ -50,6 +49,5 @@ class SamplingParams(GenerationFields, kw_only=True):
         self.n, self.stream_interval = narrow("n", self.n), narrow("stream_interval", self.stream_interval)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidArgument(f"output_kind must be a RequestOutputKind, not {self.output_kind!r}", "output_kind")
-        for name in ("thinking_token_budget", "extra_args"):
-            if getattr(self, name) not in (None, {}):
-                raise InvalidArgument(f"{name} is not supported yet", name)
+        if self.extra_args not in (None, {}):
+            raise InvalidArgument("extra_args is not supported yet", "extra_args")

@@ -109,6 +109,10 @@ class SamplingFields(Struct, kw_only=True):
     skip_reading_prefix_cache: Annotated[
         bool | None, Meta(description="True: compute the whole prompt, even if parts of it are cached.")
     ] = None
+    thinking_token_budget: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="Reasoning tokens after which the answer must begin; the mark between both is not counted."),
+    ] = None
 
 
 class GenerationFields(SamplingFields, kw_only=True):

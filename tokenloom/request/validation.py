@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec import inspect
 
-from tokenloom.v1 import output_processor_pb2
+from tokenloom.v1 import output_processor_pb2, types_pb2
 from tokenloom.v1.types_pb2 import ModelLimits as Limits
 from tokenloom.v1.types_pb2 import SamplingParams as Params
 
@@ -31,7 +31,7 @@ DEFAULT_MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 """For completions and the offline API, as in vLLM and OpenAI."""
 _U32 = 2**32 - 1
-ANY_MODEL = Limits(max_model_len=_U32, vocab_size=_U32, max_logprobs=_U32)
+ANY_MODEL = Limits(max_model_len=_U32, vocab_size=_U32, max_logprobs=_U32, reasoning=types_pb2.REASONING_MODE_FREE)
 """Limits for parameters that are checked before a model is known."""
 
 
@@ -215,6 +215,21 @@ def _check_repetition_detection(params: Params, limits: Limits, field: str) -> N
         raise InvalidArgument(f"{field}: min_count must be from 2 to {MAX_REPETITION}", field)
 
 
+def _check_thinking_token_budget(params: Params, limits: Limits, field: str) -> None:
+    if limits.reasoning == types_pb2.REASONING_MODE_UNSPECIFIED:
+        raise InvalidArgument(
+            f"{field} is not available: the marks around this model's reasoning are not known "
+            "(engines take them from --reasoning-parser)",
+            field,
+        )
+    if limits.reasoning == types_pb2.REASONING_MODE_CONSTRAINED and params.HasField("structured_outputs"):
+        raise InvalidArgument(
+            f"{field} and structured_outputs cannot be combined: this engine constrains the reasoning too "
+            "(--enable-in-reasoning), so its end cannot be forced",
+            field,
+        )
+
+
 def _check_token_ids(token_ids: Collection[int], limits: Limits, field: str, most: int | None = None) -> None:
     if most is not None and len(token_ids) > most:
         raise InvalidArgument(f"{field} may hold at most {most} ids, not {len(token_ids)}", field)
@@ -252,5 +267,6 @@ _OWN_RULES: dict[str, Callable[[Params, Limits, str], None]] = {
     "logit_bias": _check_logit_bias,
     "bad_words": _check_bad_words,
     "repetition_detection": _check_repetition_detection,
+    "thinking_token_budget": _check_thinking_token_budget,
     "structured_outputs": lambda params, limits, field: check_structured_outputs(params.structured_outputs, field),
 }

@@ -3,9 +3,9 @@
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -24,6 +24,7 @@ _WARM_UPS = 2
 _MAX_TOKENS = 4
 _HOOK = Path(__file__).with_name("hop_hook.py")
 _SERVE = "from tokenloom.cli.main import main; main()"
+_LOG = "log"
 _LOG_LINES = 15
 
 
@@ -51,8 +52,8 @@ def record(root: Path, requests: int) -> Recording:
         raise MeshRunError(f"{python} does not exist; run `make install` in that checkout first")
     folder = Path(tempfile.mkdtemp(prefix="house-"))
     try:
-        port = _free_port()
-        with _mesh(python, root, folder, port) as (supervisor, check):
+        with _mesh(python, root, folder) as (supervisor, check):
+            port = _await_port(folder, check)
             model = _await_answers(port, check)
             pids = _rendezvous(folder, "on", ".on", check)
             sent = [_chat(port, model, f"Request {index}: what is prefill?") for index in range(requests)]
@@ -64,15 +65,15 @@ def record(root: Path, requests: int) -> Recording:
 
 
 @contextmanager
-def _mesh(python: Path, root: Path, folder: Path, port: int) -> Iterator[tuple[int, Callable[[], None]]]:
+def _mesh(python: Path, root: Path, folder: Path) -> Iterator[tuple[int, Callable[[], None]]]:
     """Keep a mesh running. Gives the supervisor's process id and a function that raises once the mesh has ended."""
     hook = folder / "hook"
     hook.mkdir()
     shutil.copy(_HOOK, hook / "sitecustomize.py")
-    log = folder / "log"
+    log = folder / _LOG
     with log.open("w") as output:
         process = subprocess.Popen(
-            [python, "-c", _SERVE, "serve", "--port", str(port)],
+            [python, "-c", _SERVE, "serve", "--port", "0"],
             cwd=root,
             env=_environment(hook, folder, root),
             stdin=subprocess.DEVNULL,
@@ -103,6 +104,17 @@ def _environment(hook: Path, folder: Path, root: Path) -> Mapping[str, str]:
 
 def _last_lines(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+
+def _await_port(folder: Path, check: Callable[[], None]) -> int:
+    """Wait until the mesh prints its address, and return its HTTP port. The mesh chose a free one."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        check()
+        if found := re.search(r" at http://[\d.]+:(\d+) ", (folder / _LOG).read_text(errors="replace")):
+            return int(found[1])
+        time.sleep(_POLL_SECONDS)
+    raise MeshRunError(f"the mesh printed no address within {_START_SECONDS:.0f} seconds")
 
 
 def _await_answers(port: int, check: Callable[[], None]) -> str:
@@ -170,9 +182,3 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,12 +1,17 @@
-"""Configures constrained outputs for a checkpoint."""
+"""Configures constrained outputs and the reasoning before them for a checkpoint."""
 
 import hashlib
+import logging
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from tokenloom.checkpoint import CheckpointInfo
-from tokenloom.engine_core.config import StructuredOutputConfig
+from tokenloom.checkpoint import CheckpointInfo, load_tokenizer
+from tokenloom.engine_core.config import ReasoningConfig, StructuredOutputConfig
+from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, format_of_template, marks_of, reasoning_format
+from tokenloom.v1 import types_pb2
+
+_log = logging.getLogger(__name__)
 
 
 def structured_output_config(
@@ -25,3 +30,39 @@ def structured_output_config(
         tokenizer_digest=hashlib.sha256(file.read_bytes()).digest(),
         eos_token_ids=CheckpointInfo.load(checkpoint).eos_token_ids,
     )
+
+
+def reasoning_config(checkpoint: Path, chosen: ReasoningConfig) -> ReasoningConfig:
+    """Complete the configuration with the tokens that mark the reasoning of the model in this directory.
+
+    Raises ``ValueError`` if the model's tokenizer cannot write the marks of a parser that was chosen by name.
+    """
+    template = CheckpointInfo.load(checkpoint).chat_template
+    found = reasoning_format(chosen.parser, format_of_template(template))
+    if found is None:
+        return chosen
+    if (marks := _marks(checkpoint, found)) is not None:
+        return replace(chosen, marks=marks)
+    problem = f"the model's tokenizer cannot write {found.start} and {found.end}"
+    if chosen.parser != "auto":
+        raise ValueError(f"reasoning_parser is {chosen.parser}, but {problem}; set it to none")
+    _log.warning("reasoning is not distinguished from answers, because %s", problem)
+    return chosen
+
+
+def reasoning_mode(config: ReasoningConfig, *, finds_reasoning: bool) -> types_pb2.ReasoningMode:
+    """Return how an engine treats reasoning. ``finds_reasoning``: it knows the marks of the model."""
+    if not finds_reasoning:
+        return types_pb2.REASONING_MODE_UNSPECIFIED
+    if config.enable_in_reasoning:
+        return types_pb2.REASONING_MODE_CONSTRAINED
+    return types_pb2.REASONING_MODE_FREE
+
+
+def _marks(checkpoint: Path, found: ReasoningFormat) -> ReasoningMarks | None:
+    if not (checkpoint / "tokenizer.json").is_file():
+        return None
+    tokenizer = load_tokenizer(checkpoint)
+    marks = marks_of(found, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
+    written = [tokenizer.decode(list(mark), skip_special_tokens=False).strip() for mark in (marks.start, marks.end)]
+    return marks if written == [found.start, found.end] else None

@@ -228,4 +228,6 @@ def _wire_logprobs(logprobs: Logprobs) -> types_pb2.Logprobs:
 
 def _failure(output: EngineCoreOutput) -> errors.TokenloomError:
     message = output.error or "the engine failed this request"
-    return errors.InvalidArgument(message, output.error_field) if output.error_field else errors.Unavailable(message)
+    if output.error_field:
+        return errors.InvalidArgument(message, output.error_field)
+    return errors.Internal(message) if output.error_is_internal else errors.Unavailable(message)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.reasoning import ReasoningFormat, reasoning_format
 from tokenloom.v1 import tokenizer_pb2, types_pb2
 
 from ..generation.job import Job
-from ..reasoning import FORMATS as REASONING_FORMATS
-from ..reasoning import ReasoningFormat
+from ..reasoning import opener
 from ..tools import FORMATS as TOOL_FORMATS
 from ..tools.forced import NamedCall, RequiredCalls, constraint_of
 from ..tools.tool_parser import ToolFormat, ToolParser, new_call_id
@@ -39,7 +39,7 @@ class MessagePlans:
         """
         return cls(
             TOOL_FORMATS.get(info.tool_call_parser if tool_parser == AUTO else tool_parser),
-            REASONING_FORMATS.get(info.reasoning_parser if reasoning_parser == AUTO else reasoning_parser),
+            reasoning_format(reasoning_parser, info.reasoning_parser),
         )
 
     def apply(self, request: ToolRequest, job: Job, *, include_reasoning: bool) -> MessagePlan | None:
@@ -52,11 +52,10 @@ class MessagePlans:
             _constrain(job.sampling, request)
         if request.choice is ToolChoice.AUTO and self.tools is not None and self.tools.keeps_special_tokens:
             job.text.skip_special_tokens = False
-        # An output that is constrained throughout has no reasoning.
-        reasoning = None if job.sampling.HasField("structured_outputs") else self.reasoning
-        plan = MessagePlan(open_reasoning=reasoning, include_reasoning=include_reasoning)
+        open_reasoning = None if self.reasoning is None else opener(self.reasoning)
+        plan = MessagePlan(open_reasoning=open_reasoning, include_reasoning=include_reasoning)
         if request.choice is ToolChoice.NONE:
-            return None if reasoning is None else plan
+            return None if open_reasoning is None else plan
         return replace(
             plan,
             open_tools=self._opener(request),

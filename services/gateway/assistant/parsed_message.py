@@ -49,11 +49,12 @@ class ParsedMessage:
         num_calls: Calls that have begun.
     """
 
-    def __init__(self, plan: MessagePlan, *, reasoning_is_open: bool) -> None:
+    def __init__(self, plan: MessagePlan, *, reasoning_is_open: bool, may_reason: bool = True) -> None:
+        """``reasoning_is_open``: the prompt has opened the reasoning. ``may_reason``: False if the output has none."""
         self.num_calls = 0
         self._plan = plan
         self._tools = plan.open_tools and plan.open_tools()
-        self._thoughts = plan.open_reasoning and plan.open_reasoning(reasoning_is_open)
+        self._thoughts = plan.open_reasoning(reasoning_is_open) if plan.open_reasoning and may_reason else None
         self._skips_call = False
 
     def feed(self, text: str, *, ends: bool) -> MessageDelta:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from operator import attrgetter
 
 from tokenloom.request import errors, validation
+from tokenloom.request.reasoning import ReasoningMarks
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tracer
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
@@ -18,6 +19,7 @@ from ..mesh.output_link import Cancel, OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics, RequestWatch
 from .job import Chat, Job
+from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared, Preparer
 from .request_trace import traced
 
@@ -36,19 +38,29 @@ class Generation:
         prompt_texts: The text of each prompt, when it is to be echoed.
         prompt_logprobs: By prompt, when asked for: complete with the first tokens of any sample.
         opens_reasoning: Whether the outputs begin within the model's reasoning.
+        may_reason: Whether the outputs may begin with reasoning; False if the prompt has closed it, or if a constraint
+            covers the whole output.
+        reasoning: Counts reasoning tokens; None if the marks around the model's reasoning are not known.
         finished: By output, how it ended.
         completion_tokens: By output.
     """
 
-    def __init__(self, prepared: Prepared, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, prepared: Prepared, metrics: GatewayMetrics, reasoning_marks: ReasoningMarks | None = None
+    ) -> None:
         submits = prepared.submits
         self.request_id = secrets.token_hex(16)
         self.prompts: list[Sequence[int]] = list(map(attrgetter("prompt.token_ids"), submits))
-        self.opens_reasoning = prepared.opens_reasoning
         self.prompt_texts = prepared.prompt_texts
         self.prompt_logprobs: defaultdict[int, list[output_processor_pb2.SlotTextLogprobs]] = defaultdict(list)
         self.num_samples = submits[0].num_samples or 1
         self.num_outputs = len(submits) * self.num_samples
+        self.reasoning: OutputsReasoning | None = None
+        self.opens_reasoning, self.may_reason = prepared.opens_reasoning, not prepared.is_constrained_throughout
+        if reasoning_marks is not None:
+            self.reasoning = OutputsReasoning(reasoning_marks, self.prompts, self.num_samples)
+            self.opens_reasoning |= self.reasoning.is_open
+            self.may_reason &= not self.reasoning.is_over
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self._prepared = prepared
@@ -71,6 +83,7 @@ class Generation:
                 for index, finished in self.finished.items()
                 if index % self.num_samples == 0  # the other samples hit what the first one computed
             ),
+            reasoning_tokens=None if self.reasoning is None else self.reasoning.total,
         )
 
     @property
@@ -112,6 +125,8 @@ class Generation:
     def count(self, delta: Delta) -> None:
         """Record output that is on its way to the client."""
         self.completion_tokens[delta.index] += len(delta.token_ids)
+        if self.reasoning is not None:
+            self.reasoning.feed(delta.index, delta.token_ids)
         if delta.finished is not None:
             self.finished[delta.index] = delta.finished
         if delta.prompt_logprobs:
@@ -139,13 +154,16 @@ class Generator:
         most_urgent_priority: int = 0,
         tracer: Tracer | None = None,
         model: str = "",
+        reasoning_marks: ReasoningMarks | None = None,
     ) -> None:
         """Args:
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
         model: Its name in traces.
+        reasoning_marks: The marks around the model's reasoning; None: they are not known.
         """
         self._tracer = tracer
         self._model = model
+        self._reasoning_marks = reasoning_marks
         self._preparer = Preparer(tokenizers, mesh, most_urgent_priority)
         self._mesh = mesh
         self._outputs = outputs
@@ -179,7 +197,7 @@ class Generator:
         with self._admitted(_num_outputs(job)), tracing as trace:
             try:
                 async with asyncio.timeout(timeout):
-                    generation = Generation(await self._preparer.prepare(job), self._metrics)
+                    generation = Generation(await self._preparer.prepare(job), self._metrics, self._reasoning_marks)
                     if trace is not None:
                         trace.outcome = generation
                     try:

@@ -32,7 +32,9 @@ class Prepared:
     prompt_texts: Sequence[str]
     """The text of each prompt, when it is to be echoed."""
     opens_reasoning: bool
-    """Whether the outputs begin within the model's reasoning."""
+    """Whether the chat template has opened the model's reasoning."""
+    is_constrained_throughout: bool
+    """Whether a constraint applies from the first token of the outputs, reasoning included."""
     started_ns: int
     tokenize_ns: int
 
@@ -63,7 +65,8 @@ class Preparer:
         for prompt in prompts:
             submits.append(_submit(job, prompt, sampling, limits, info.default_sampling_params.max_tokens, priority))
         texts = await self._texts(job, prompts) if job.echo else ()
-        return Prepared(submits, texts, _opens_reasoning(prompts[0]), started_ns, tokenize_ns)
+        is_constrained = sampling.HasField("structured_outputs") and limits.reasoning != types_pb2.REASONING_MODE_FREE
+        return Prepared(submits, texts, _opens_reasoning(prompts[0]), is_constrained, started_ns, tokenize_ns)
 
     async def _encode(
         self, job: Job, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, max_token_bytes: int

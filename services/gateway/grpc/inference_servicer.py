@@ -94,8 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 session.begin(generation.prompts[0])
             prompt_ids = generation.prompts[0] if request.return_prompt_token_ids else ()
             live = generation.num_outputs
-            is_open = generation.opens_reasoning
-            turns = [ParsedMessage(plan, reasoning_is_open=is_open) for _ in range(live)] if plan is not None else ()
+            turns = [] if plan is None else [_turn(plan, generation) for _ in range(live)]
             while not generation.done:
                 for delta in await generation.take():
                     response = _response(generation, delta)
@@ -118,6 +117,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         limits = self._health.limits()
         model = inference_pb2.Model(name=self._model, max_model_len=limits.max_model_len if limits else 0)
         return inference_pb2.ListModelsResponse(models=[model])
+
+
+def _turn(plan: MessagePlan, generation: Generation) -> ParsedMessage:
+    is_open, may_reason = generation.opens_reasoning, generation.may_reason
+    return ParsedMessage(plan, reasoning_is_open=is_open, may_reason=may_reason)
 
 
 async def _echo_id(request: inference_pb2.GenerateRequest, context: Context) -> None:

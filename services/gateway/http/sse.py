@@ -62,11 +62,15 @@ def error_event(error: errors.TokenloomError) -> bytes:
 
 def usage_object(usage: inference_pb2.Usage) -> dict[str, object]:
     """Return OpenAI's usage object."""
+    details: dict[str, object] = {}
+    if usage.HasField("reasoning_tokens"):
+        details["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        **details,
     }
 
 

@@ -114,4 +114,5 @@ class MeshView:
                 max_logprobs=min(map(max_logprobs, limits)),
                 priorities=all(limit.priorities for limit in limits),
                 hidden_size=min(limit.hidden_size for limit in limits),
+                reasoning=min(limit.reasoning for limit in limits),
             )

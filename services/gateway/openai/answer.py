@@ -58,15 +58,18 @@ class AnswerBase:
         usage = self.generation.usage
         if self.options.echo_only:
             usage.completion_tokens = 0
+            usage.ClearField("reasoning_tokens")
         return usage
 
     def usage_of(self, index: int) -> inference_pb2.Usage | None:
         """Return one output's own usage so far, when every event is to hold it."""
         if not self.options.continuous_usage:
             return None
+        reasoning = self.generation.reasoning
         return inference_pb2.Usage(
             prompt_tokens=len(self.generation.prompt_of(index)),
             completion_tokens=self.generation.completion_tokens[index],
+            reasoning_tokens=None if reasoning is None else reasoning.num_tokens(index),
         )
 
     def positions(self, delta: Delta) -> Iterator[Position]:

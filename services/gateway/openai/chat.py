@@ -152,12 +152,15 @@ class _Turn:
 
     def __init__(self, base: AnswerBase, index: int) -> None:
         plan = base.options.plan
-        is_open = base.generation.opens_reasoning
+        generation = base.generation
         self.head, self.tail = base.writer.text_ends(index, b'"delta":{"content":', b"}")
         self.token_ids: list[int] = []
         self.logprobs: list[dict[str, object]] = []
         self.calls: list[dict[str, Any]] = []
-        self._parser = None if plan is None else ParsedMessage(plan, reasoning_is_open=is_open)
+        self._parser = None
+        if plan is not None:
+            is_open, may_reason = generation.opens_reasoning, generation.may_reason
+            self._parser = ParsedMessage(plan, reasoning_is_open=is_open, may_reason=may_reason)
         self._content = ""
         self._reasoning = ""
 

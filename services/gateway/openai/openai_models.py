@@ -38,7 +38,6 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "prompt_embeds": (None,),
-    "thinking_token_budget": (None,),
     "extra_args": (None, {}),
     "use_beam_search": (None, False),
     "length_penalty": (None, 1, 1.0),

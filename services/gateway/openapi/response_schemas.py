@@ -29,13 +29,22 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: Annotated[int, Meta(description="Prompt tokens found in a prefix cache.")]
 
 
-class Usage(msgspec.Struct):
+class CompletionTokensDetails(msgspec.Struct):
+    """Counts of output tokens."""
+
+    reasoning_tokens: Annotated[int, Meta(description="Output tokens that are reasoning, without the marks around it.")]
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
     """Counts of tokens in all prompts and outputs."""
 
     prompt_tokens: Annotated[int, Meta(description="Tokens of the prompts.")]
     completion_tokens: Annotated[int, Meta(description="Tokens of the outputs.")]
     total_tokens: Annotated[int, Meta(description="Sum of both.")]
     prompt_tokens_details: Annotated[PromptTokensDetails, Meta(description="Details of the prompt tokens.")]
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | None, Meta(description="Details of the output tokens, if the model reasons.")
+    ] = None
 
 
 class FunctionCall(msgspec.Struct):

@@ -1,14 +1,15 @@
-"""Reasoning: what a model writes before its answer. Its formats, by the names that operators use."""
+"""Parses the reasoning that a model writes before its answer out of the text of an output."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+
+from tokenloom.request.reasoning import ReasoningFormat
 
 from .think import ThinkParser
 
-ReasoningFormat = Callable[[bool], ThinkParser]
+OpenReasoning = Callable[[bool], ThinkParser]
 """Makes a parser for one output, given whether the prompt has opened the reasoning."""
 
-FORMATS: Mapping[str, ReasoningFormat] = {
-    # Its first templates leave the opening mark to the model, which may omit it.
-    "deepseek_r1": lambda opened: ThinkParser(inside=True),
-    "qwen3": lambda opened: ThinkParser(inside=opened),
-}
+
+def opener(reasoning: ReasoningFormat) -> OpenReasoning:
+    """Return what makes the parsers of outputs in this format."""
+    return lambda opened: ThinkParser(inside=opened or reasoning.begins_inside)

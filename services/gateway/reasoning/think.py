@@ -1,9 +1,10 @@
 """Finds reasoning between ``<think>`` and ``</think>``, before the answer."""
 
+from tokenloom.request.reasoning import THINK_END as END
+from tokenloom.request.reasoning import THINK_START as START
+
 from ..assistant.markers import begins_marker, find_marker
 from ..assistant.message_parts import Content, Reasoning, TextPart
-
-START, END = "<think>", "</think>"
 
 
 class ThinkParser:

@@ -71,6 +71,13 @@ def test_an_engine_may_overlap_its_steps() -> None:
     assert "--async-scheduling" not in mesh_options(DEMO_MODEL, CASE).flags["engine"]
 
 
+def test_prefill_and_decode_engines_may_share_the_work() -> None:
+    options = mesh_options(DEMO_MODEL, replace(CASE, prefill=1, decode=2))
+    assert options.engine_roles == ["prefill", "decode", "decode"]
+    assert options.flags["coordinator"] == ("--pd-threshold", "0"), "short prompts are split too"
+    assert mesh_options(DEMO_MODEL, CASE).engine_roles == ["both"]
+
+
 def test_a_steady_rate_leaves_ramp_and_end_out() -> None:
     # Two at a time, each 1 s after the other's start: 10 tokens a second each once both run.
     outcomes = [outcome(start, ttft=0.1, gap=0.1, tokens=10) for start in (0.0, 0.0, 1.0, 1.0, 2.0, 2.0)]

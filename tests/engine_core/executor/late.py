@@ -1,7 +1,10 @@
 """An executor that computes as late as possible, on the caller's thread: steps overlap as much as they can."""
 
 from collections import deque
+from collections.abc import Callable
 
+from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import Worker
@@ -49,3 +52,11 @@ class LateOutput:
         if isinstance(self._output, Exception):
             raise self._output
         return self._output
+
+
+EXECUTORS: dict[str, Callable[[Worker], Executor]] = {
+    "uniproc": UniProcExecutor,
+    "late": LateExecutor,
+    "threaded": ThreadedExecutor,
+}
+"""All but the first need async scheduling."""

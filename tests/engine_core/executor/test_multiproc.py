@@ -16,7 +16,7 @@ from tests.engine_core.helpers import finish, make_config, make_request, tokens_
 from tests.engine_core.invariants import check_idle
 from tests.engine_core.processes import has_ended, wait_until
 from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
-from tokenloom.engine_core.config import EngineConfig, KVConfig, ParallelConfig
+from tokenloom.engine_core.config import EngineConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.errors import EngineDeadError, ExecutorFailedError
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
@@ -160,7 +160,7 @@ def test_a_killed_worker_fails_the_waiting_step_and_wakes_an_idle_core() -> None
     core.add_request(make_request("a", [1, 2], 200))
     core.step()
     os.kill(executor.workers[0].pid, signal.SIGKILL)
-    assert told.wait(5)
+    assert told.wait(60)
     with pytest.raises(ExecutorFailedError, match="worker 0 ended with status -9"):
         core.step()
     core.shutdown()
@@ -184,12 +184,6 @@ def test_the_ranks_of_all_engines_divide_the_host_s_memory(tmp_path: Path) -> No
         assert executor.determine_available_memory() == 200
     finally:
         executor.shutdown()
-
-
-def test_kv_that_moves_is_refused() -> None:
-    config = msgspec.structs.replace(make_config(), kv=KVConfig(transports=("shm",)))
-    with pytest.raises(ValueError, match="distributed_executor_backend mp does not work with kv_transports"):
-        MultiprocExecutor(config, WORKER_COMMAND)
 
 
 def test_a_worker_dies_with_its_parent() -> None:

@@ -95,6 +95,30 @@ def test_forgetting_leaves_holders_alone() -> None:
     assert sorted(pool.allocate(3)) == [0, 1, 2]
 
 
+def test_wrong_content_is_forgotten_wherever_it_is() -> None:
+    forgotten: list[bytes] = []
+
+    class Listener:
+        def evicted(self, block_id: int, block_hash: bytes) -> None:
+            raise AssertionError("it would be saved elsewhere")
+
+        def forgot(self, block_hash: bytes) -> None:
+            forgotten.append(block_hash)
+
+        def forgot_all(self) -> None:
+            raise AssertionError("the rest is right")
+
+    pool = BlockPool(4)
+    pool.listeners.append(Listener())
+    wrong, right = fill(pool, b"1", b"2"), fill(pool, b"3")
+    blank = pool.allocate(1)
+    pool.forget([*wrong, *blank])
+    assert forgotten == [b"1", b"2"]
+    assert [pool.find(each) for each in (b"1", b"2", b"3")] == [None, None, right[0]]
+    pool.release([*wrong, *blank])
+    assert sorted(pool.allocate(3)) == sorted([*wrong, *blank])
+
+
 def test_misuse_is_detected() -> None:
     pool = BlockPool(1)
     block_ids = pool.allocate(1)

@@ -62,6 +62,13 @@ def test_a_reset_drops_earlier_events() -> None:
     assert not log.take()
 
 
+def test_forgotten_content_is_removed() -> None:
+    log = KVEventLog(2)
+    log.forgot(b"a")
+    log.evicted(0, b"b")
+    assert log.take() == [BlockRemoved([b"a", b"b"], "GPU")]
+
+
 def test_there_are_no_events_by_default() -> None:
     core = make_core()
     core.add_request(make_request("a", [1] * 9))

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
+from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.kv_transfer.block_loads import LoadOrder
 from tokenloom.engine_core.kv_transfer.core_kv import CoreKV
 from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
 from tokenloom.engine_core.kv_transfer.kv_messages import (
@@ -38,6 +39,7 @@ class MemoryTransport:
     """Pools of one process."""
 
     name = "memory"
+    serves_on_demand = False
 
     def __init__(self, pools: dict[bytes, KVPool]) -> None:
         """``pools``: by endpoint; shared by all who can read each other."""
@@ -49,6 +51,9 @@ class MemoryTransport:
         endpoint = b"%d" % len(self._pools)
         self._pools[endpoint] = pool
         return endpoint
+
+    def attend(self, seconds: float) -> None:
+        pass
 
     def open(self, endpoint: bytes, layout: str) -> "MemoryReader":
         return MemoryReader(self, self._pools[endpoint])
@@ -103,21 +108,44 @@ class Clock:
 class Engine:
     """A core with a KV service, and the front's own state for it."""
 
-    def __init__(self, index: int, pools: dict[bytes, KVPool], clock: Clock, *, kv: KVConfig, **settings: Any) -> None:
-        config = msgspec.structs.replace(make_config(**settings), kv=kv)
+    def __init__(
+        self,
+        index: int,
+        pools: dict[bytes, KVPool],
+        clock: Clock,
+        *,
+        kv: KVConfig,
+        executor: str,
+        copies_at_once: bool,
+        **settings: Any,
+    ) -> None:
+        """``executor``: one of ``EXECUTORS``; all but the first overlap steps.
+
+        ``copies_at_once``: what a load can copy when it starts is copied before anything else happens.
+        """
+        config = make_config(**settings, async_scheduling=executor != "uniproc")
+        config = msgspec.structs.replace(config, kv=kv)
         self.name = f"engine-{index}"
         self.config = config
         self.transport = MemoryTransport(pools)
         self.copies = ManualExecutor()
         self.failpoints = Failpoints(kv.failpoints, seed=index)
         self.service = KVService(kv, [self.transport], self.failpoints, executor=self.copies, clock=clock)
+        if copies_at_once:
+            self.service.start_load = self._copy_at_once  # type: ignore[method-assign]
         connector = PullConnector(self.service, config.cache.block_size, self.failpoints)
         worker = HashWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
-        self.core = EngineCore(config, UniProcExecutor(worker), CoreKV(connector, self.failpoints, self.service))
+        self.core = EngineCore(config, EXECUTORS[executor](worker), CoreKV(connector, self.failpoints, self.service))
 
     @property
     def stats(self) -> Any:
         return self.core.scheduler.stats()
+
+    def _copy_at_once(self, order: LoadOrder) -> None:
+        KVService.start_load(self.service, order)
+        self.service.run()
+        while self.copies.run_one():
+            pass
 
 
 @dataclass
@@ -148,11 +176,22 @@ class PairRequest:
 class Pair:
     """Engines, their front, and a mesh around them."""
 
-    def __init__(self, num_engines: int = 2, *, kvs: Sequence[KVConfig] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        num_engines: int = 2,
+        *,
+        kvs: Sequence[KVConfig] | None = None,
+        executor: str = "uniproc",
+        copies_at_once: bool = False,
+        **settings: Any,
+    ) -> None:
         self.clock = Clock()
         pools: dict[bytes, KVPool] = {}
         kvs = kvs or [KVConfig(transports=("memory",))] * num_engines
-        self.engines = [Engine(index, pools, self.clock, kv=kv, **settings) for index, kv in enumerate(kvs)]
+        self.engines = [
+            Engine(index, pools, self.clock, kv=kv, executor=executor, copies_at_once=copies_at_once, **settings)
+            for index, kv in enumerate(kvs)
+        ]
         self.requests: dict[str, PairRequest] = {}
         self._call_ids = itertools.count(1)
         self._calls: dict[int, Callable[[KVAnswer], None]] = {}
@@ -217,6 +256,10 @@ class Pair:
                     answer(event)
             else:
                 self._verify(event)
+
+    def shutdown(self) -> None:
+        for engine in self.engines:
+            engine.core.shutdown()
 
     def renew(self, request: PairRequest) -> None:
         if request.target is not None:

@@ -1,10 +1,10 @@
 """KV moves between cores in processes, and on threads, of their own; the KV thread answers while a step runs."""
 
 import asyncio
-import statistics
-import time
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -33,16 +33,31 @@ from tokenloom.services.engine.core.core_start import CORE_COMMAND
 LEASE_ID = b"0123456789abcdef"
 PROMPT = list(range(100))
 MakeClient = Callable[[EngineConfig], AsyncClient]
-STEP_SECONDS = 0.3
+GATED_CORE = """
+import argparse, os, pathlib, time
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.engine_core.process.core_process import run_engine_core
+from tokenloom.services.engine.core.core_main import make_transports
+
+class GatedWorker(HashWorker):
+    def execute_model(self, scheduler_output):
+        began.touch()
+        while not gate.exists():
+            time.sleep(0.005)
+        super().execute_model(scheduler_output)
+
+began, gate = pathlib.Path({began!r}), pathlib.Path({gate!r})
+parser = argparse.ArgumentParser()
+parser.add_argument("--handshake")
+handshake = parser.parse_known_args()[0].handshake
+os._exit(run_engine_core(handshake, lambda config: UniProcExecutor(GatedWorker(config)), make_transports))
+"""
+"""A core whose first step waits until the test lets it go on."""
 
 
-def kv_config(transport: str, *, step_seconds: float = 0.0) -> EngineConfig:
-    config = make_config()
-    return msgspec.structs.replace(
-        config,
-        worker=msgspec.structs.replace(config.worker, step_seconds=step_seconds),
-        kv=KVConfig(transports=(transport,), checksum=True),
-    )
+def kv_config(transport: str) -> EngineConfig:
+    return msgspec.structs.replace(make_config(), kv=KVConfig(transports=(transport,), checksum=True))
 
 
 def in_process(config: EngineConfig) -> AsyncClient:
@@ -121,25 +136,27 @@ async def test_blocks_are_pulled_from_another_core(make_client: MakeClient, tran
         assert outputs[0].kv_wait_ns > 0
 
 
-async def test_calls_are_answered_while_a_step_runs() -> None:
-    client = in_process(kv_config("shm", step_seconds=STEP_SECONDS))
+async def test_calls_are_answered_while_a_step_runs(tmp_path: Path) -> None:
+    began, gate, script = tmp_path / "began", tmp_path / "gate", tmp_path / "core.py"
+    script.write_text(GATED_CORE.format(began=str(began), gate=str(gate)))
+    client = AsyncMPClient(kv_config("shm"), [sys.executable, str(script)])
     async with started(client) as layout:
         await client.add_request(make_request("a", PROMPT, max_tokens=1))
         outputs = asyncio.ensure_future(outputs_of(client))
+        while not began.exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
         message = KVAcquire(1, LEASE_ID, layout, prompt_digest(PROMPT, b""), ["shm"])
-        seconds = []
-        while not outputs.done():
-            before = time.monotonic()
-            answer = await call(client, message)
-            seconds.append(time.monotonic() - before)
-            assert answer.failure == "not_found"
-        assert statistics.median(seconds) < STEP_SECONDS / 4, "a call that waits for the step takes as long as the step"
+        for _ in range(20):
+            assert (await call(client, message)).failure == "not_found"
+        assert not outputs.done()
+        gate.touch()
+        assert (await outputs)[-1].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("make_client", [in_process, in_thread])
 async def test_a_lease_runs_out_while_the_core_is_idle(make_client: MakeClient) -> None:
     config = kv_config("shm")
-    kv = msgspec.structs.replace(config.kv, lease_seconds=0.05)
+    kv = msgspec.structs.replace(config.kv, lease_seconds=1.0)
     client = make_client(msgspec.structs.replace(config, kv=kv))
     async with started(client):
         request = make_request("a", PROMPT)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.engine_core.kv_transfer.kv_pair import Clock
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
-from tokenloom.engine_core.kv_transfer.leases import ANSWER_SECONDS, LeaseTable, prompt_digest
+from tokenloom.engine_core.kv_transfer.leases import ANSWER_SECONDS, Lease, LeaseTable, prompt_digest
 
 DIGEST = prompt_digest([1, 2, 3], b"")
 
@@ -19,11 +19,12 @@ class Table(LeaseTable):
         numbers = itertools.count()
         super().__init__(30.0, list(range(8)), clock=self.clock, new_id=lambda: b"acquisition-%d" % next(numbers))
 
-    def grant_one(self, name: str = "a", *, kept: bool = True) -> None:
-        self.grant(name.encode(), name, [3, 1], 7, DIGEST)
+    def grant_one(self, name: str = "a", *, kept: bool = True) -> Lease:
+        lease = self.grant(name.encode(), name, [3, 1], 7, DIGEST)
         if kept:
-            self.publish(name, 7)
+            self.publish(lease, 7)
             assert self.keep(name)
+        return lease
 
 
 @pytest.fixture
@@ -100,8 +101,7 @@ def test_generations_that_differ_make_the_copy_worthless(table: Table, whose: st
 
 
 def test_what_is_not_computed_yet_cannot_have_been_read(table: Table) -> None:
-    table.grant_one(kept=False)
-    table.publish("a", 4)
+    table.publish(table.grant_one(kept=False), 4)
     lease, _ = table.acquire(b"a", DIGEST)
     assert table.progress(lease.acquisition_id) == (4, 7)
     assert reason(table.release, lease.acquisition_id, lease.generations) == "generation_changed"
@@ -110,10 +110,10 @@ def test_what_is_not_computed_yet_cannot_have_been_read(table: Table) -> None:
 
 
 def test_time_runs_from_the_end_of_the_prefill_and_can_be_renewed(table: Table) -> None:
-    table.grant_one(kept=False)
+    granted = table.grant_one(kept=False)
     table.clock.now += 100
     assert table.expire() is None
-    table.publish("a", 7)
+    table.publish(granted, 7)
     table.keep("a")
     lease, _ = table.acquire(b"a", DIGEST)
     table.clock.now += 20

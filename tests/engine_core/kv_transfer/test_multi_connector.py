@@ -9,8 +9,8 @@ from tokenloom.engine_core.kv_transfer.kv_connector import (
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorStats,
-    finish_transfers,
-    start_transfers,
+    StepTransfers,
+    take_news,
 )
 from tokenloom.engine_core.kv_transfer.multi_connector import MultiConnector
 from tokenloom.engine_core.scheduling.request import Request
@@ -36,7 +36,6 @@ class FakeConnector:
         self.has_metadata = True
         self.oldest: str | None = None
         self.news: KVConnectorOutput | None = None
-        self.bound: KVConnectorMetadata | None = None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._note("bind_block_pool")
@@ -71,15 +70,17 @@ class FakeConnector:
     def register_kv_caches(self, pool: Any) -> None:
         self._note("register")
 
-    def bind_connector_metadata(self, metadata: KVConnectorMetadata) -> None:
-        self.bound = metadata
-
-    def start_load_kv(self) -> None:
-        assert self.bound == Metadata(self.name)
-        self._note("start")
-
-    def wait_for_save(self) -> None:
+    def save_overwritten_kv(self, metadata: KVConnectorMetadata) -> None:
+        assert metadata == Metadata(self.name)
         self._note("save")
+
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        assert metadata == Metadata(self.name)
+        self._note("load")
+
+    def wait_for_save(self, metadata: KVConnectorMetadata) -> None:
+        assert metadata == Metadata(self.name)
+        self._note("ended")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         return (self.news.finished_sending, self.news.finished_recving) if self.news else (set(), set())
@@ -89,9 +90,6 @@ class FakeConnector:
 
     def get_kv_connector_stats(self) -> KVConnectorStats:
         return self.news.stats if self.news else KVConnectorStats()
-
-    def clear_connector_metadata(self) -> None:
-        self.bound = None
 
     def has_news(self) -> bool:
         return self.news is not None
@@ -167,17 +165,25 @@ def test_an_offer_that_was_withdrawn_is_forgotten(multi: Multi, request_: Reques
     assert multi.take_calls() == ["first.alloc(0)", "second.alloc(4)"]
 
 
-def test_the_last_saves_before_the_first_loads_over_it(multi: Multi) -> None:
-    start_transfers(multi.connector, EMPTY)
-    assert multi.take_calls() == ["second.start", "first.start"]
-    finish_transfers(multi.connector, EMPTY)
-    assert multi.first.bound is multi.second.bound is None
+def test_all_save_before_one_loads(multi: Multi) -> None:
+    transfers = StepTransfers(multi.connector, EMPTY)
+    assert multi.take_calls() == ["first.save", "second.save"]
+    transfers.start_loads()
+    transfers.start_loads()
+    assert multi.take_calls() == ["first.load", "second.load"]
+    transfers.step_ended()
+    assert multi.take_calls() == ["first.ended", "second.ended"]
+
+
+def test_only_connectors_with_work_in_a_step_are_called(multi: Multi) -> None:
     multi.second.has_metadata = False
-    start_transfers(multi.connector, EMPTY)
-    assert multi.take_calls() == ["first.start"]
-    finish_transfers(multi.connector, EMPTY)
+    transfers = StepTransfers(multi.connector, EMPTY)
+    transfers.start_loads()
+    transfers.step_ended()
+    assert multi.take_calls() == ["first.save", "first.load", "first.ended"]
     multi.first.has_metadata = False
-    assert multi.connector.build_connector_meta(EMPTY) is None
+    StepTransfers(multi.connector, EMPTY).start_loads()
+    assert multi.take_calls() == []
 
 
 def test_blocks_are_free_when_the_last_holder_lets_go(multi: Multi, request_: Request) -> None:
@@ -185,9 +191,9 @@ def test_blocks_are_free_when_the_last_holder_lets_go(multi: Multi, request_: Re
     multi.first.holds = multi.second.holds = True
     assert multi.connector.request_finished(request_, [1])
     multi.first.news = news(sent={"r"})
-    assert finish_transfers(multi.connector, EMPTY) == news()
+    assert take_news(multi.connector, EMPTY) == news()
     multi.first.news, multi.second.news = None, news(sent={"r"})
-    assert finish_transfers(multi.connector, EMPTY) == news(sent={"r"})
+    assert take_news(multi.connector, EMPTY) == news(sent={"r"})
 
 
 def test_every_connector_hears_that_a_request_ended(multi: Multi, request_: Request) -> None:
@@ -198,7 +204,7 @@ def test_every_connector_hears_that_a_request_ended(multi: Multi, request_: Requ
 
 
 def test_news_are_put_together(multi: Multi) -> None:
-    assert finish_transfers(multi.connector, EMPTY) is None
+    assert take_news(multi.connector, EMPTY) is None
     multi.first.news = news(
         received={"a"}, invalid={1}, blocks_received=2, bytes_received={"shm": 5}, failures={"a": "checksum"}
     )
@@ -209,7 +215,7 @@ def test_news_are_put_together(multi: Multi) -> None:
         bytes_received={"shm": 1, "offload": 7},
         failures={"b": "timeout"},
     )
-    assert finish_transfers(multi.connector, EMPTY) == news(
+    assert take_news(multi.connector, EMPTY) == news(
         received={"a", "b"},
         invalid={1, 2},
         blocks_received=5,
@@ -236,10 +242,9 @@ def test_what_concerns_all_is_told_to_all(multi: Multi) -> None:
     connector.bind_block_pool(BlockPool(1))
     connector.register_kv_caches(None)  # type: ignore[arg-type]
     connector.on_news(lambda: None)
-    connector.wait_for_save()
     connector.update_connector_output(news())
     connector.shutdown()
-    steps = ("bind_block_pool", "register", "on_news", "save", "update", "shutdown")
+    steps = ("bind_block_pool", "register", "on_news", "update", "shutdown")
     assert multi.take_calls() == [f"{name}.{step}" for step in steps for name in ("first", "second")]
     assert connector.num_leases() == 2
     assert not connector.has_news()

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.config import KVConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
 from tokenloom.engine_core.kv_transfer.offload_tier import OffloadTier, TierLoad
@@ -29,13 +29,25 @@ BLOCK_BYTES = 8 * BLOCK_SIZE
 class OffloadingCore:
     """A core and what tells when it may go on."""
 
-    def __init__(self, directory: Path, *, slots: int = 64, policy: str = "recompute", **config: object) -> None:
-        base = make_config(block_size=BLOCK_SIZE, **config)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        slots: int = 64,
+        policy: str = "recompute",
+        executor: str = "uniproc",
+        **config: object,
+    ) -> None:
+        base = make_config(
+            block_size=BLOCK_SIZE,
+            async_scheduling=executor != "uniproc",
+            **config,  # type: ignore[arg-type]
+        )
         kv = KVConfig(offload_path=str(directory), offload_bytes=slots * BLOCK_BYTES, policy=policy)
         self.config = msgspec.structs.replace(base, kv=kv)
         self.core = EngineCore(
             self.config,
-            UniProcExecutor(HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)),
+            EXECUTORS[executor](HashWorker(self.config, vocab_size=VOCAB_SIZE, max_model_len=256)),
             make_core_kv(self.config, ()),
         )
         self._news = threading.Event()
@@ -100,6 +112,23 @@ def test_an_evicted_prefix_comes_back(make_core: Callable[..., OffloadingCore]) 
     assert stats.kv_blocks_received >= 5
     assert stats.kv_bytes_received == {"offload": stats.kv_blocks_received * BLOCK_BYTES}
     assert stats.kv_recomputes == {}
+
+
+def test_wrong_content_does_not_come_back(make_core: Callable[..., OffloadingCore]) -> None:
+    core = make_core(num_blocks=10)
+    first, second = prompt_of(1, 30), prompt_of(2, 30)
+    for prompt in (first, second):
+        core.run(prompt)
+    core.core.add_request(make_request("a", first, 4))
+    hashes = core.core.scheduler.requests["a"].block_hashes
+    while not core.blocks_loaded:
+        core.core.step()
+    core.core.scheduler.kv.pool.forget(core.core.scheduler.requests["a"].block_ids)
+    assert len(hashes) >= 5
+    core.core.abort_requests(["a"])
+    loaded = core.blocks_loaded
+    assert core.run(first) == [expected(first)]
+    assert core.blocks_loaded == loaded
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 29, 32, 33])
@@ -190,6 +219,19 @@ def test_aborting_a_request_that_loads_frees_its_blocks_when_the_load_ends(
     assert core.run(second) == [expected(second)]
 
 
+def test_an_evicted_block_that_a_step_in_flight_computes_is_not_saved(
+    make_core: Callable[..., OffloadingCore],
+) -> None:
+    core = make_core(num_blocks=10, executor="late")
+    first, second = prompt_of(1, 30), prompt_of(2, 36)
+    core.core.add_request(make_request("a", first))
+    core.core.step()
+    core.core.abort_requests(["a"])  # its blocks can be hit, and are not computed yet
+    for prompt in (second, first, second, first):
+        assert core.run(prompt) == [expected(prompt)]
+    assert core.blocks_loaded > 0
+
+
 def test_a_file_too_small_for_a_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is smaller than one block"):
         OffloadingCore(tmp_path, slots=0)
@@ -201,9 +243,17 @@ PROMPTS = st.lists(
 
 
 @settings(max_examples=30, deadline=None)
-@given(rounds=PROMPTS, slots=st.sampled_from([1, 3, 8, 64]), num_blocks=st.sampled_from([12, 20]))
-def test_random_prompts_get_their_tokens(rounds: list[list[tuple[int, int]]], slots: int, num_blocks: int) -> None:
-    core = OffloadingCore(Path(tempfile.gettempdir()), slots=slots, num_blocks=num_blocks, budget=16)
+@given(
+    rounds=PROMPTS,
+    slots=st.sampled_from([1, 3, 8, 64]),
+    num_blocks=st.sampled_from([12, 20]),
+    executor=st.sampled_from(list(EXECUTORS)),
+)
+def test_random_prompts_get_their_tokens(
+    rounds: list[list[tuple[int, int]]], slots: int, num_blocks: int, executor: str
+) -> None:
+    directory = Path(tempfile.gettempdir())
+    core = OffloadingCore(directory, slots=slots, num_blocks=num_blocks, budget=16, executor=executor)
     try:
         for asked in rounds:
             prompts = [prompt_of(seed, num_tokens) for seed, num_tokens in asked]

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.kv_transfer.kv_pair import Pair
@@ -27,10 +28,29 @@ class RemoteKVMachine(RuleBasedStateMachine):
         budget=st.sampled_from((8, 16, 64)),
         caching=st.booleans(),
         max_num_seqs=st.sampled_from((2, 8)),
+        executor=st.sampled_from(list(EXECUTORS)),
+        copies_at_once=st.booleans(),
     )
-    def start(self, faults: list[str], num_blocks: int, budget: int, caching: bool, max_num_seqs: int) -> None:
+    def start(
+        self,
+        faults: list[str],
+        num_blocks: int,
+        budget: int,
+        caching: bool,
+        max_num_seqs: int,
+        executor: str,
+        copies_at_once: bool,
+    ) -> None:
         kv = KVConfig(transports=("memory",), checksum=True, failpoints=tuple(f"{name}=0.3" for name in faults))
-        self.pair = Pair(kvs=[kv, kv], num_blocks=num_blocks, budget=budget, caching=caching, max_num_seqs=max_num_seqs)
+        self.pair = Pair(
+            kvs=[kv, kv],
+            num_blocks=num_blocks,
+            budget=budget,
+            caching=caching,
+            max_num_seqs=max_num_seqs,
+            executor=executor,
+            copies_at_once=copies_at_once,
+        )
 
     @rule(prompt=PROMPTS, max_tokens=st.integers(1, 8), early=st.booleans(), swap=st.booleans(), salt=st.booleans())
     def add(self, prompt: list[int], max_tokens: int, early: bool, swap: bool, salt: bool) -> None:
@@ -70,9 +90,9 @@ class RemoteKVMachine(RuleBasedStateMachine):
     def renew(self, data: st.DataObject) -> None:
         self.pair.renew(data.draw(st.sampled_from(list(self.pair.requests.values()))))
 
-    @rule(engine=ENGINES)
-    def reset_prefix_cache(self, engine: int) -> None:
-        self.pair.engines[engine].core.reset_prefix_cache()
+    @rule(engine=ENGINES, preempt_running=st.booleans())
+    def reset_prefix_cache(self, engine: int, preempt_running: bool) -> None:
+        self.pair.engines[engine].core.reset_prefix_cache(preempt_running)
 
     @invariant()
     def nothing_is_out_of_place(self) -> None:
@@ -83,6 +103,7 @@ class RemoteKVMachine(RuleBasedStateMachine):
         if not hasattr(self, "pair"):
             return
         self.pair.settle()
+        self.pair.shutdown()
         for engine in self.pair.engines:
             check_idle(engine.core.scheduler)
         for request in self.pair.requests.values():

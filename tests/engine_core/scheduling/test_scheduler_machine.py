@@ -19,13 +19,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.engine_core.executor.late import LateExecutor
+from tests.engine_core.executor.late import EXECUTORS
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.control.pausing import PauseMode
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from tokenloom.engine_core.scheduling.waiting_requests import SchedulingPolicy
@@ -113,7 +112,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(6, 64),
         beside_decode=st.none() | st.integers(1, 16),
-        overlaps=st.booleans(),
+        executor=st.sampled_from(list(EXECUTORS)),
         policy=st.sampled_from(SchedulingPolicy),
         long_prefill=st.sampled_from([0, 0, 1, 5]),
         reserve_full_prompt=st.booleans(),
@@ -128,7 +127,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         beside_decode: int | None,
-        overlaps: bool,
+        executor: str,
         policy: SchedulingPolicy,
         long_prefill: int,
         reserve_full_prompt: bool,
@@ -143,7 +142,7 @@ class CoreMachine(RuleBasedStateMachine):
             budget=budget if chunked else MAX_MODEL_LEN,
             beside_decode=beside_decode,
             max_model_len=MAX_MODEL_LEN,
-            async_scheduling=overlaps,
+            async_scheduling=executor != "uniproc",
             policy=policy,
             long_prefill=long_prefill if chunked else 0,
             reserve_full_prompt=reserve_full_prompt,
@@ -157,7 +156,7 @@ class CoreMachine(RuleBasedStateMachine):
         """The prompt of the session's current turn, with its output."""
         self.inputs: list[tuple[list[int], int]] = []
         self.worker = MortalWorker(config)
-        self.core = EngineCore(config, LateExecutor(self.worker) if overlaps else UniProcExecutor(self.worker))
+        self.core = EngineCore(config, EXECUTORS[executor](self.worker))
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 
@@ -258,6 +257,7 @@ class CoreMachine(RuleBasedStateMachine):
         to_forget = {*scheduler.ended.req_ids}
         for step in self.core.steps_in_flight:
             to_forget.update(step.scheduled.finished_req_ids)
+        self.core.executor.collective_rpc("resident_bytes")  # a worker on a thread of its own is idle after this
         assert self.worker._rows.keys() <= {*scheduler.requests, *to_forget}, "the worker keeps the dead"
 
     def teardown(self) -> None:
@@ -268,6 +268,7 @@ class CoreMachine(RuleBasedStateMachine):
             if not self.core.has_work():
                 break
             self._step()
+        self.core.shutdown()
         assert not self.live, "requests never ended"
         check_idle(self.core.scheduler)
 

@@ -78,13 +78,14 @@ class ChoosyWorker(HashWorker):
     """Draws no token for ``a`` in its third step."""
 
     num_steps = 0
+    reason = "without_choice"
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         self.num_steps += 1
         output = super().sample_tokens(grammar)
         if self.num_steps == 3:
             output.sampled_token_ids[output.req_ids.index("a")] = []
-            output.without_choice.append("a")
+            getattr(output, self.reason).append("a")
         return output
 
 
@@ -105,6 +106,38 @@ def test_a_request_without_an_allowed_token_ends_with_the_field_at_fault(overlap
     assert tokens_of(told) == expected_tokens([1, 2, 3], 2, VOCAB_SIZE)
     assert (last.finish_reason, last.error_field) == (FinishReason.ERROR, "allowed_token_ids")
     assert len(tokens_of([output for output in outputs if output.request_id == "b"])) == 6
+    check_idle(core.scheduler)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_a_request_whose_logits_are_useless_fails_alone_and_leaves_no_cached_block(
+    overlaps: bool, is_preempted: bool
+) -> None:
+    config = make_config(async_scheduling=overlaps, block_size=4)
+    worker = ChoosyWorker(config, vocab_size=VOCAB_SIZE, max_model_len=256)
+    worker.reason = "without_finite_logit"
+    core = EngineCore(config, LateExecutor(worker) if overlaps else UniProcExecutor(worker))
+    prompts = {"a": list(range(10)), "b": list(range(20, 30))}
+    for name, prompt in prompts.items():
+        core.add_request(make_request(name, prompt, 6))
+    outputs: list[EngineCoreOutput] = []
+    for step in range(20):
+        if is_preempted and step == 3:
+            core.reset_prefix_cache(preempt_running=True)
+        outputs += core.step().outputs
+    *told, last = [output for output in outputs if output.request_id == "a"]
+    assert tokens_of(told) == expected_tokens(prompts["a"], 2, VOCAB_SIZE)
+    assert (last.finish_reason, last.error_is_internal, last.error_field) == (FinishReason.ERROR, True, "")
+    assert "no finite logit" in last.error
+    others = [output for output in outputs if output.request_id == "b"]
+    assert tokens_of(others) == expected_tokens(prompts["b"], 6, VOCAB_SIZE)
+    for name, num_cached in (("a", 0), ("b", 8)):
+        core.add_request(make_request("again", prompts[name], 6))
+        again = finish(core)["again"]
+        assert tokens_of(again) == expected_tokens(prompts[name], 6, VOCAB_SIZE)
+        assert again[0].prefill_stats is not None
+        assert again[0].prefill_stats.num_cached_tokens == num_cached
     check_idle(core.scheduler)
 
 

@@ -13,10 +13,12 @@ from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.config import (
     CacheConfig,
     EngineConfig,
+    ReasoningConfig,
     SchedulerConfig,
     StructuredOutputConfig,
     WorkerConfig,
 )
+from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
 from tokenloom.engine_core.structured_output.grammar_backend import Grammar
@@ -83,17 +85,32 @@ def json_schema(schema: Any) -> StructuredOutput:
     return StructuredOutput(GrammarKind.JSON, json.dumps(schema))
 
 
-def make_client(*, num_blocks: int = 512, max_num_seqs: int = 16) -> InprocClient:
+NO_REASONING = ReasoningConfig()
+
+
+def make_client(
+    *,
+    num_blocks: int = 512,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 256,
+    async_scheduling: bool = False,
+    reasoning: ReasoningConfig = NO_REASONING,
+) -> InprocClient:
     """Return a core with the hash worker, which draws any token that the grammar allows."""
     core_config = EngineConfig(
         worker=WorkerConfig(model="", worker="hash"),
         cache=CacheConfig(block_size=4, num_blocks=num_blocks),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=256),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            async_scheduling=async_scheduling,
+        ),
         structured_output=config(),
+        reasoning=reasoning,
     )
-    return InprocClient(
-        core_config, UniProcExecutor(HashWorker(core_config, vocab_size=VOCAB_SIZE, max_model_len=2048))
-    )
+    worker = HashWorker(core_config, vocab_size=VOCAB_SIZE, max_model_len=2048)
+    executor = ThreadedExecutor(worker) if async_scheduling else UniProcExecutor(worker)
+    return InprocClient(core_config, executor)
 
 
 def make_request(
@@ -105,9 +122,15 @@ def make_request(
     min_tokens: int = 0,
     stop: tuple[int, ...] = (EOS,),
     accepted: Sequence[int] = (),
+    budget: int | None = None,
 ) -> EngineCoreRequest:
     params = SamplingParams(
-        max_tokens=max_tokens, min_tokens=min_tokens, seed=0, stop_token_ids=stop, structured_output=constraint
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        seed=0,
+        stop_token_ids=stop,
+        structured_output=constraint,
+        thinking_token_budget=budget,
     )
     return EngineCoreRequest(request_id, list(prompt), params, accepted_token_ids=list(accepted))
 
@@ -126,5 +149,9 @@ def run(client: InprocClient, requests: Sequence[EngineCoreRequest]) -> dict[str
     return outputs
 
 
+def token_ids_of(outputs: Sequence[EngineCoreOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.new_token_ids]
+
+
 def text_of(outputs: Sequence[EngineCoreOutput]) -> str:
-    return decode([token_id for output in outputs for token_id in output.new_token_ids])
+    return decode(token_ids_of(outputs))

@@ -9,6 +9,8 @@ from tokenloom.engine_core.structured_output.request_grammar import GrammarEnd, 
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind
 
 NEWLINE = encode("\n")[0]
+NUM_OUTPUT_TOKENS = 3
+"""Fewer than any ``min_tokens`` below."""
 
 
 def follow(regex: str, text: str, stop: Sequence[int] = (EOS,), min_tokens: int = 0) -> RequestGrammar:
@@ -20,7 +22,7 @@ def follow(regex: str, text: str, stop: Sequence[int] = (EOS,), min_tokens: int 
 
 def tokens(grammar: RequestGrammar) -> set[int]:
     row = np.zeros(NUM_WORDS, dtype=np.int32)
-    grammar.fill(row)
+    grammar.fill(row, NUM_OUTPUT_TOKENS)
     return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
 
 

@@ -65,6 +65,15 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
     )
 
 
+def owned_slots(step: Step) -> Tensor:
+    """[num_blocks, block_size], whether a slot holds a token of the step's requests."""
+    owned = torch.zeros(step.cache.shape[1], BLOCK_SIZE, dtype=torch.bool)
+    for seq_len, table in zip(step.arrays["seq_lens"].tolist(), step.arrays["block_tables"].tolist(), strict=True):
+        for position in range(seq_len):
+            owned[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = True
+    return owned
+
+
 def run(backend: AttentionBackend, step: Step, window: int | None) -> tuple[Tensor, Tensor]:
     cache = step.cache.clone()
     plan = backend.plan(**step.arrays)

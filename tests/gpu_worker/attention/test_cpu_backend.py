@@ -85,18 +85,6 @@ def test_another_request_s_infinities_stay_its_own(dtype):
     assert found[1:21].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_lies_behind_a_request_s_tokens_is_not_read(dtype):
-    config = shape(2, dtype)
-    step = make_step([1, 7], [5, 23], 4, config)
-    clean, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
-    first, second = step.arrays["block_tables"][:, :2]
-    step.cache[:, first[0], :, 5:] = float("nan")
-    step.cache[:, second[1], :, 7:] = float("nan")
-    found, _ = run(CPUBackend(config, BLOCK_SIZE, CPU), step, None)
-    assert torch.equal(found, clean)
-
-
 def test_queries_may_lie_within_wider_rows():
     """As they do in the output of a merged projection."""
     config = shape(2)

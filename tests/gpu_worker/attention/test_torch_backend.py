@@ -1,9 +1,10 @@
 """The torch backend against the reference, over random block tables."""
 
+import numpy as np
 import pytest
 import torch
 
-from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, run, shape
+from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, owned_slots, run, shape
 from tokenloom.gpu_worker.attention import torch_backend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.torch_backend import TorchBackend
@@ -17,7 +18,8 @@ def test_equals_the_reference(batch: str, num_heads: int, num_kv_heads: int, win
     step = make_step(*BATCHES[batch], num_heads, config)
     expected, expected_cache = run(ReferenceBackend(config, BLOCK_SIZE, CPU), step, window)
     found, cache = run(TorchBackend(config, BLOCK_SIZE, CPU), step, window)
-    assert torch.equal(cache, expected_cache)
+    owned = owned_slots(step)
+    assert torch.equal(cache.transpose(2, 3)[:, owned], expected_cache.transpose(2, 3)[:, owned])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -59,6 +61,19 @@ def test_another_request_s_infinities_stay_its_own() -> None:
     found, _ = run(TorchBackend(config, BLOCK_SIZE, CPU), step, None)
     assert found[[0, 2]].isfinite().all()
     assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize("foreign", [[], [1], [0, 2]])
+def test_only_tails_that_are_foreign_are_zeroed(foreign: list[int]) -> None:
+    config = shape(2)
+    step = make_step([1, 1, 7], [5, 20, 23], 4, config)
+    cache = step.cache.clone()
+    plan = TorchBackend(config, BLOCK_SIZE, CPU).plan(**step.arrays, foreign_tails=np.array(foreign, dtype=np.int64))
+    plan.attend(step.query, cache, 1.0)
+    for request, (table, end) in enumerate(zip(step.arrays["block_tables"], (5, 4, 7), strict=True)):
+        block = cache[:, table[-1] if request else table[0]]
+        assert (block[:, :, end:] == 0).all() == (request in foreign)
+        assert (block[:, :, :end] != 0).all()
 
 
 def test_a_plan_keeps_no_reference_to_its_arrays() -> None:

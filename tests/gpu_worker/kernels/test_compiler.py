@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,15 @@ def test_an_equal_library_is_built_once(tmp_path, compiled):
     assert build("fused", cache_dir=tmp_path / "cache") == first
     assert compiled == ["fused"]
     assert list((tmp_path / "cache").iterdir()) == [first], "nothing but the library stays"
+
+
+@needs_compiler
+def test_a_library_that_is_being_compiled_is_not_compiled_again(tmp_path, compiled):
+    """Threads stand for processes: each opens the lock's file anew."""
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: build("fused", cache_dir=tmp_path), range(4)))
+    assert len(set(paths)) == len(compiled) == 1
+    assert list(tmp_path.iterdir()) == paths[:1]
 
 
 @needs_compiler

@@ -13,7 +13,7 @@ def server() -> socket.socket:
 
 
 def connect(server: socket.socket) -> socket.socket:
-    sock = socket.create_connection(server.getsockname(), 5)
+    sock = socket.create_connection(server.getsockname(), 30)
     sock.settimeout(30)
     return sock
 

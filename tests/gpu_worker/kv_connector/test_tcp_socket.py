@@ -117,7 +117,7 @@ def fake_owner(name: str, num_bytes: int, release: threading.Event) -> tuple[Lis
         send_frame(connection, _Welcome(LAYOUT, 4, list(SIZES)))
         receive_frame(connection, _Batch)
         connection.sendall(bytes(num_bytes))
-        release.wait(10)
+        release.wait(60)
 
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"\0{name}")
@@ -151,7 +151,7 @@ def test_closing_ends_a_read_that_waits(make: Make, make_pool: MakePool, tmp_pat
     thread.start()
     began.wait()
     reader.close()
-    thread.join(5)
+    thread.join(60)
     assert failed == ["transport"]
     release.set()
     owner.close()

@@ -46,6 +46,7 @@ def served(make_transport: Callable[[], KVTransport], owner: KVPool) -> tuple[KV
     transport = make_transport()
     endpoint = transport.serve(owner)
     assert endpoint is not None
+    transport.attend(60)
     return transport, endpoint
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import Sampler
+from tokenloom.gpu_worker.sampler import NO_TOKEN, Sampler
 from tokenloom.gpu_worker.sampler.device_sampler import DeviceSampler
 
 VOCAB = 1009
@@ -64,8 +64,18 @@ def test_a_row_that_is_not_finite_does_not_take_the_batch_down():
     logits[1] = np.nan
     logits[2] = -np.inf
     host, device = draw_both(logits, make_rows(4, top_p=0.9))
-    assert [device[0], device[3]] == [host[0], host[3]]
-    assert all(0 <= token < 64 for token in device)
+    assert device == host
+    assert device[1:3] == [NO_TOKEN, NO_TOKEN]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_finite_in_part_has_the_host_s_token(temperature):
+    logits = np.random.default_rng(2).normal(size=(4, 64)).astype(np.float32)
+    logits[1, [9, 40]] = np.nan
+    logits[2, [50, 7]] = np.inf
+    host, device = draw_both(logits, make_rows(4, temperature=temperature))
+    assert device == host
+    assert device[1:3] == [9, 7]
 
 
 def test_masked_tokens_are_never_drawn():

@@ -6,7 +6,7 @@ import pytest
 from tests.gpu_worker.sampler import reference
 from tests.gpu_worker.sampler.processing import Row, sample
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
-from tokenloom.gpu_worker.sampler import Purpose, uniform
+from tokenloom.gpu_worker.sampler import NO_TOKEN, Purpose, uniform
 from tokenloom.gpu_worker.sampler.sampler import first_past
 
 VARIANTS = {
@@ -93,7 +93,18 @@ def test_a_row_that_is_not_finite_harms_no_other():
     logits[0, 3], logits[1, 4], logits[2] = np.nan, np.inf, -np.inf
     logits[3, 6] = 100.0
     tokens = sample(logits, [Row(params(top_k=2, top_p=0.5), 0)] * 4)
-    assert tokens == [3, 4, 0, 6]
+    assert tokens == [3, 4, NO_TOKEN, 6]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_without_a_finite_logit_has_no_token(bad, temperature):
+    logits = np.full((3, 10), bad, dtype=np.float32)
+    logits[0, 2] = 1.0
+    logits[2, 5] = np.nan
+    tokens = sample(logits, [Row(params(temperature=temperature), 0)] * 3)
+    assert tokens[0] >= 0
+    assert tokens[1:] == [NO_TOKEN, NO_TOKEN]
 
 
 def test_a_temperature_of_any_size_leaves_a_valid_token():

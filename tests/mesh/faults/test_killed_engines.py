@@ -61,6 +61,7 @@ async def until_running(http: httpx.AsyncClient) -> None:
         families = text_string_to_metric_families((await http.get("/metrics")).text)
         gauges = [family for family in families if family.name == "tokenloom_engine_requests_running"]
         running = sum(sample.value for family in gauges for sample in family.samples)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 @pytest.mark.parametrize("while_", ["prefilling", "handing over", "decoding"])

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, SOON, Mesh
+from tests.mesh.split import SplitMesh
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
 
 
 @asynccontextmanager
-async def engine(mesh: Mesh) -> AsyncIterator[asyncio.subprocess.Process]:
+async def engine(mesh: Mesh, name: str = "engine-0", *flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tokenloom.services.engine", "--instance-id", "engine-0", "--log-level", "error"),
-        *("--listen", mesh.address("engine-0"), "--coordinator", mesh.address("coordinator-0")),
+        *(sys.executable, "-m", "tokenloom.services.engine", "--instance-id", name, "--log-level", "error"),
+        *("--listen", mesh.address(name), "--coordinator", mesh.address("coordinator-0")),
         *("--worker", "hash", "--max-model-len", str(MAX_MODEL_LEN), "--num-kv-blocks", "512"),
         *("--metrics-listen", "", "--hash-step-seconds", "0.01", "--distributed-executor-backend", "mp"),
+        *flags,
     )
     try:
         yield process
@@ -62,3 +64,27 @@ async def test_a_killed_worker_fails_requests_with_an_error_worth_a_retry(socket
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
         assert await process.wait() != 0, "whoever runs it starts another"
         await mesh.until_missing("engine")
+
+
+async def test_where_kv_moves_a_killed_worker_ends_its_engine_alone(socket_dir: Path) -> None:
+    mesh = SplitMesh(socket_dir, ())
+    kv = ("--kv-listen", mesh.address("engine-0-kv"))
+    async with (
+        asyncio.timeout(3 * SOON),
+        engine(mesh, "engine-0", "--role", "prefill", *kv) as prefill,
+        engine(mesh, "engine-1", "--role", "decode", "--kv-policy", "fail"),
+        mesh.running(),
+        mesh.http() as http,
+    ):
+        await mesh.until_known("engine-0", "engine-1")
+        prompt = list(range(5, 105))
+        request = {**LONG, "prompt": prompt, "max_tokens": 8, "return_token_ids": True}
+        answer = await http.post("/v1/completions", json=request)
+        assert answer.json()["choices"][0]["token_ids"] == mesh.expected(prompt, 8)
+        (worker,) = workers_of(prefill.pid)
+        os.kill(worker, signal.SIGKILL)
+        assert await prefill.wait() != 0, "whoever runs it starts another"
+        while "engine-0" in mesh.known():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        answer = await http.post("/v1/completions", json={**request, "prompt": prompt[1:]})
+        assert answer.json()["choices"][0]["token_ids"] == mesh.expected(prompt[1:], 8)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.loop_clock import pass_time, settle
 from tokenloom.request import errors
 from tokenloom.services.tokenizer.render_worker import Job
 from tokenloom.services.tokenizer.renderer import Renderer
@@ -24,7 +25,7 @@ OBEDIENT = """
 
 
 @asynccontextmanager
-async def rendering(num_workers: int = 1, seconds: float = 5.0) -> AsyncIterator[Renderer]:
+async def rendering(num_workers: int = 1, seconds: float = 60.0) -> AsyncIterator[Renderer]:
     renderer = Renderer(OBEDIENT, {}, num_workers=num_workers, seconds=seconds)
     await renderer.start()
     try:
@@ -67,14 +68,17 @@ async def test_a_bad_conversation_gets_its_error_and_the_next_its_text() -> None
 
 
 async def test_a_loop_is_cut_off_and_its_worker_replaced() -> None:
-    async with rendering(seconds=0.3) as renderer:
+    async with rendering(seconds=20) as renderer:
+        looping = asyncio.create_task(renderer.render(job("loop")))
+        await settle()
+        pass_time(20)
         with pytest.raises(errors.DeadlineExceeded):
-            await renderer.render(job("loop"))
+            await looping
         assert await renderer.render(job("fine")) == "fine"
 
 
 async def test_a_cancelled_call_leaves_a_working_renderer() -> None:
-    async with rendering(seconds=60) as renderer:
+    async with rendering() as renderer:
         call = asyncio.create_task(renderer.render(job("loop")))
         waiting = asyncio.create_task(renderer.render(job("second")))
         done, _ = await asyncio.wait([call], timeout=0.2)

@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "allowed_token_ids": [1, 2],
     "repetition_detection": {"max_pattern_size": 4, "min_count": 3},
     "skip_reading_prefix_cache": True,
+    "thinking_token_budget": 0,
     "structured_outputs": StructuredOutputsParams(regex="a+"),
 }
 OF_THE_REQUEST: dict[str, Any] = {

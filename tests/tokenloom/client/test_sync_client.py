@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
-from tokenloom.client import Chunk, Client, errors
+from tokenloom.client import Chunk, Client, Retries, errors
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ async def test_errors_and_retries(mesh: FakeMesh, blocking: Client) -> None:
 
 
 def test_nobody_there(socket_dir: Path) -> None:
-    with Client(f"unix:{socket_dir}/none", timeout=0.5) as client, pytest.raises(errors.Unavailable):
+    with Client(f"unix:{socket_dir}/none", timeout=30, retries=Retries(1)) as client, pytest.raises(errors.Unavailable):
         client.models()
 
 

@@ -177,50 +177,6 @@ def test_a_progress_bar_with_speeds(llm, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupt_leaves_a_usable_engine(llm):
-    (expected,) = llm.generate([5] * 40, GREEDY, use_tqdm=False)
-    calls = 0
-
-    class Bar:
-        def __init__(self, **_):
-            pass
-
-        def update(self, _):
-            raise KeyboardInterrupt
-
-        def close(self):
-            nonlocal calls
-            calls += 1
-
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[5] * 40, [6] * 40], [GREEDY, SamplingParams(max_tokens=1)], use_tqdm=Bar)
-    assert calls == 1
-    (output,) = llm.generate([5] * 40, GREEDY, use_tqdm=False)
-    assert output.num_cached_tokens == 32  # the step itself was not interrupted
-    assert output.outputs == expected.outputs
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_step_that_fails_leaves_a_usable_engine(llm, monkeypatch, error):
-    (expected,) = llm.generate([9] * 40, GREEDY, use_tqdm=False)
-    model = llm._client._core.executor._worker._model
-    steps = 0
-
-    def fail_in_the_third_step(hidden):
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            raise error("broken")
-        return type(model).compute_logits(model, hidden)
-
-    monkeypatch.setattr(model, "compute_logits", fail_in_the_third_step)
-    with pytest.raises(error, match="broken"):
-        llm.generate([[9] * 40] * 20, GREEDY, use_tqdm=False)
-    # More than the batch has rows, of which none may have been lost.
-    outputs = llm.generate([[9] * 40] * 20, GREEDY, use_tqdm=False)
-    assert [output.outputs for output in outputs] == [expected.outputs] * 20
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -260,7 +216,7 @@ def test_names_sizes_and_what_has_no_effect(caplog):
         seed=None,
     )
     assert llm.model_name == "mine"
-    assert llm._builder._limits.max_model_len == 512  # what a MiB holds
+    assert llm._builder.limits.max_model_len == 512  # what a MiB holds
     assert "gpu_memory_utilization has no effect" in caplog.text
     assert len(llm.generate([STORY] * 3, SamplingParams(ignore_eos=True), use_tqdm=False)) == 3
 

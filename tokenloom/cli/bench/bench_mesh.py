@@ -33,18 +33,24 @@ def mesh(
         typer.Option(min=0, help="Least seconds between an engine's frames; by default the engine's setting."),
     ] = None,
     waiting: Annotated[int, typer.Option(min=0, help="Waiting requests, which keep the batch full when one ends.")] = 0,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Prefill engines; with --decode, instead of one engine for both.")
+    ] = 0,
+    decode: Annotated[int, typer.Option(min=0, help="Decode engines, each with --batch requests at once.")] = 0,
     model: Annotated[str, typer.Option(help="Checkpoint whose tokenizer is used.")] = DEMO_MODEL_NAME,
     output_json: OutputJson = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a local mesh whose engine only waits; measure added latency, tokens/s, and CPU per token by service."""
+    if bool(prefill) != bool(decode):
+        raise typer.BadParameter("--prefill and --decode need each other")
     path, _ = model_directory(model, None)
     reports = []
     with failures(), bars() as bar:
         for ms in step_ms or _STEPS_MS:
             for size in batch or _BATCHES:
                 case = mesh_bench.MeshCase(
-                    ms, size, seconds, input_len, output_len, async_scheduling, frame_interval, waiting
+                    ms, size, seconds, input_len, output_len, async_scheduling, frame_interval, waiting, prefill, decode
                 )
                 reports.append(asyncio.run(mesh_bench.run_case(path, case, partial(bar, case.title))))
     report = {"machine": machine.describe(), "cases": reports}

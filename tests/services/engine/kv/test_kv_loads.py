@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tests.loop_clock import pass_time
 from tests.services.engine.kv.kv_fakes import (
     LEASE,
     FakeCore,
@@ -286,8 +287,9 @@ class TestAborts:
         await pair.reader.noted(EngineCoreRequest)
 
     async def test_by_a_lost_stream_and_by_time_end_the_lease_too(self, pair: Pair) -> None:
-        await pair.peer.send(pair.add(timeout=seconds(0.1)))
+        await pair.peer.send(pair.add(timeout=seconds(20)))
         await pair.reader.noted(EngineCoreRequest)
+        pass_time(20)
         await pair.owner.noted(KVRelease)
         async with Peer(pair.reader_host.address) as peer:
             await peer.send(pair.add())

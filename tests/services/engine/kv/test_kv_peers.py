@@ -38,7 +38,7 @@ async def test_an_incarnation_is_found_and_no_other() -> None:
 
 
 async def test_an_engine_may_be_named_before_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_peers, "UNKNOWN_SECONDS", 5.0)
+    monkeypatch.setattr(kv_peers, "UNKNOWN_SECONDS", 60.0)
     registry = EngineRegistry("", Channels())
     finding = asyncio.create_task(registry.find("a", 2))
     await registry.update(snapshot(("a", 1)))

@@ -47,6 +47,16 @@ def test_what_the_core_could_not_do_may_be_tried_again() -> None:
     assert (finished.error.reason, finished.error.message) == ("UNAVAILABLE", "shutting down")
 
 
+def test_what_cannot_be_computed_is_not_worth_another_try() -> None:
+    attempts, builder = make_attempts()
+    attempt = attempts.open(make_add(1, [1]))
+    output = EngineCoreOutput("7.1", [], finish_reason=FinishReason.ERROR, error="no logit", error_is_internal=True)
+    attempts.take_output(attempt, output)
+    finished = builder.take(1).finished[0]
+    assert finished.reason == FINISH_REASON_ERROR
+    assert (finished.error.reason, finished.error.message) == ("INTERNAL", "no logit")
+
+
 def test_a_refused_add_is_answered_and_never_live() -> None:
     attempts, builder = make_attempts()
     with pytest.raises(InvalidArgument) as refusal:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenloom.request.reasoning import FORMATS
 from tokenloom.services.gateway.assistant.message_parts import Content, Reasoning, TextPart
-from tokenloom.services.gateway.reasoning import FORMATS
+from tokenloom.services.gateway.reasoning import opener
 from tokenloom.services.gateway.reasoning.think import ThinkParser
 
 
@@ -53,6 +54,6 @@ def test_pieces_do_not_matter(inside: bool, pieces: list[str]) -> None:
 
 
 def test_names() -> None:
-    assert told(FORMATS["deepseek_r1"](False), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
-    assert told(FORMATS["qwen3"](True), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
-    assert told(FORMATS["qwen3"](False), ["Yes."]) == ("", "Yes.")
+    assert told(opener(FORMATS["deepseek_r1"])(False), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
+    assert told(opener(FORMATS["qwen3"])(True), ["Hm.</think>Yes."]) == ("Hm.", "Yes.")
+    assert told(opener(FORMATS["qwen3"])(False), ["Yes."]) == ("", "Yes.")

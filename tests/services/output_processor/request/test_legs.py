@@ -1,9 +1,12 @@
 """Runs requests in two legs: prefill, hand-over, decode; and cancels them at every stage."""
 
+import asyncio
+
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from tests.services.output_processor.fakes import LENGTH, STOP
+from tests.loop_clock import pass_time
+from tests.services.output_processor.fakes import LENGTH, SOON, STOP
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import (
     ABORT,
@@ -35,7 +38,7 @@ async def test_the_first_token_comes_from_the_prefill_engine_and_the_rest_from_t
     add = decode.add
     assert (add.kv_source, list(add.accepted_token_ids), add.hold_kv, add.awaits_tokens) == (kv, ids[:1], False, False)
     assert (list(add.prompt.token_ids), add.priority, add.sampling_params.seed) == ([5, 6, 7], 2, 1)
-    assert 55 < add.timeout.ToTimedelta().total_seconds() <= 60
+    assert 30 < add.timeout.ToTimedelta().total_seconds() <= 60
     assert (prefill.add.pick.number, add.pick.number) == (1, 2)
     decode.stream.send((decode.slot, 1, ids[1:]))
     decode.finish(len(ids), kv_wait_ns=50, queued_ns=999, prefill_ns=999, cached_tokens=3)
@@ -231,9 +234,13 @@ async def test_cancel_while_it_decodes_leaves_the_prefill_engine_alone(mesh: Mes
 
 
 async def test_the_deadline_between_the_legs_drops_the_kv(mesh: Mesh) -> None:
-    gateway, prefill = await prefilling(mesh, timeout=Duration(seconds=1))
+    gateway, prefill = await prefilling(mesh, timeout=Duration(seconds=20))
     mesh.coordinator.hold.clear()
     prefill.stream.prefilled(prefill.slot, 0, [5])
+    async with asyncio.timeout(SOON):
+        while len(mesh.coordinator.requests) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    pass_time(20)
     assert (await gateway.until_finished(1))[2].error.reason == "DEADLINE_EXCEEDED"
     await prefill.aborted()
     mesh.coordinator.hold.set()

@@ -9,7 +9,8 @@ from google.protobuf.duration_pb2 import Duration
 from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
-from tests.services.output_processor.fakes import LENGTH, Gateway, submit
+from tests.loop_clock import pass_time
+from tests.services.output_processor.fakes import LENGTH, SOON, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.request.sample_seed import sample_seed
@@ -97,7 +98,8 @@ async def test_cancelling_aborts_every_sample(mesh: Mesh) -> None:
 
 async def test_one_deadline_ends_them_all(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
-    await started(mesh, gateway, num_samples=3, timeout=Duration(seconds=1))
+    await started(mesh, gateway, num_samples=3, timeout=Duration(seconds=20))
+    pass_time(20)
     _, ends = await outputs(gateway, 3)
     assert {end.error.reason for end in ends.values()} == {"DEADLINE_EXCEEDED"}
 
@@ -228,9 +230,9 @@ async def test_draining_takes_no_new_requests_and_waits_for_the_live_ones(byte_l
         bounded.start(2)
     assert not drained.done()
     group.cancel()
-    await asyncio.wait_for(drained, 1)
+    await asyncio.wait_for(drained, SOON)
     await bounded.tasks.close()
 
 
 async def test_draining_with_no_live_request_ends_at_once(byte_level_tokenizer: Tokenizer) -> None:
-    await asyncio.wait_for(Bounded(byte_level_tokenizer, 4).requests.drain(), 1)
+    await asyncio.wait_for(Bounded(byte_level_tokenizer, 4).requests.drain(), SOON)

@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from tests.loop_clock import pass_time
 from tests.services.output_processor.fakes import LENGTH, SOON, STOP, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
@@ -192,7 +193,8 @@ async def test_a_bad_request_ends_alone(mesh: Mesh) -> None:
 
 async def test_the_deadline_ends_a_request_here_and_at_the_engine(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
-    stream, (slot,) = await mesh.started(gateway, submit(1, timeout=Duration(seconds=1)))
+    stream, (slot,) = await mesh.started(gateway, submit(1, timeout=Duration(seconds=20)))
+    pass_time(20)
     _, _, finished = await gateway.until_finished(1)
     assert (finished.reason, finished.error.reason) == (ERROR, "DEADLINE_EXCEEDED")
     assert list((await stream.next_input()).abort_slots) == [slot]

@@ -1,0 +1,134 @@
+"""Two engines with a real model or a hash worker, and what their fronts do to move KV between them."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenloom import demo_model
+from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.executor.executor import Executor
+from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
+from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.kv_transfer.core_kv import make_core_kv
+from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVRelease, KVTarget, KVVerdict, KVVerify
+from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
+from tokenloom.engine_core.kv_transfer.leases import prompt_digest
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from tokenloom.gpu_worker.kv_connector.kv_transports import make_transports
+from tokenloom.gpu_worker.kv_connector.tcp_socket import SocketTransport
+from tokenloom.services.engine.core.workers import WORKER_COMMAND, make_worker
+
+MODEL = str(Path(demo_model.__file__).parent)
+MakeTransports = Callable[[], list[KVTransport]]
+MakeExecutor = Callable[[EngineConfig], Executor]
+MAKE: dict[str, MakeTransports] = {
+    "shm": lambda: make_transports(["shm"]),
+    "unix": lambda: make_transports(["socket"]),
+    "tcp": lambda: [SocketTransport("127.0.0.1:0")],
+    "nixl": lambda: make_transports(["nixl"]),
+}
+
+
+def uni(config: EngineConfig) -> Executor:
+    """Run the worker in this process."""
+    return UniProcExecutor(make_worker(config))
+
+
+def mp(config: EngineConfig, world_size: int = 1) -> Executor:
+    """Run each worker in a process of its own."""
+    return MultiprocExecutor(config, WORKER_COMMAND, world_size=world_size)
+
+
+class Engine:
+    """A core, and who waits for it."""
+
+    def __init__(
+        self,
+        transports: list[KVTransport],
+        make_executor: MakeExecutor = uni,
+        worker: str = "model",
+        **kv: Any,
+    ) -> None:
+        names = tuple(transport.name for transport in transports)
+        config = EngineConfig(
+            worker=WorkerConfig(model=MODEL, dtype="float32", num_threads=1, worker=worker),
+            cache=CacheConfig(num_blocks=120),
+            scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
+            kv=KVConfig(transports=names, checksum=True, **kv),
+        )
+        self.transport = names[0] if names else ""
+        kv_parts = make_core_kv(config, transports)
+        self.service = kv_parts.service if kv_parts else None
+        self.core = EngineCore(config, make_executor(config), kv_parts)
+        self.news = threading.Event()
+        self.core.on_news(self.news.set)
+        if self.service is not None:
+            self.service.on_wake = self.news.set
+
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams, **extra: Any) -> None:
+        self.core.add_request(EngineCoreRequest(request_id, prompt, params, **extra))
+
+    def run(self, request_id: str, meanwhile: Callable[[], None] = lambda: None) -> list[EngineCoreOutput]:
+        """Until the request ends; all its outputs."""
+        outputs: list[EngineCoreOutput] = []
+        while not outputs or outputs[-1].finish_reason is None:
+            self.news.clear()
+            meanwhile()
+            if self.core.has_work():
+                found = self.core.step().outputs
+                outputs += [output for output in found if output.request_id == request_id and output.new_token_ids]
+            else:
+                assert self.news.wait(10), "nobody has anything to do"
+        return outputs
+
+    def answer(self, call: KVAcquire | KVRelease) -> KVAnswer:
+        """As the KV thread would."""
+        assert self.service is not None
+        self.service.receive(call)
+        while True:
+            self.news.clear()
+            self.service.run()
+            for event in self.service.take_events():
+                assert isinstance(event, KVAnswer)
+                return event
+            assert self.news.wait(10), "no answer"
+
+
+class Pair:
+    """Two engines, and what their fronts do."""
+
+    def __init__(
+        self, make: MakeTransports, prefill: MakeExecutor = uni, decode: MakeExecutor = uni, **kv: Any
+    ) -> None:
+        self.prefill = Engine(make(), prefill, role="prefill", **kv)
+        self.decode = Engine(make(), decode, role="decode", **kv)
+
+    def ask(self, request_id: str, prompt: list[int], params: SamplingParams) -> list[int]:
+        """The whole road of a request; its tokens."""
+        self.prefill.add(request_id, prompt, params, lease_id=request_id.encode())
+        (output,) = self.prefill.run(request_id)
+        assert output.finish_reason is FinishReason.PREFILLED
+        layout, digest = self.decode.core.ready.kv_layout, prompt_digest(prompt, b"")
+        answer = self.prefill.answer(KVAcquire(1, request_id.encode(), layout, digest, [self.prefill.transport]))
+        assert answer.target is not None, answer
+        self.decode.add(request_id, prompt, params, accepted_token_ids=output.new_token_ids, remote_kv=answer.target)
+        outputs = self.decode.run(request_id, lambda: self._verify(answer.target))
+        return output.new_token_ids + [token for output in outputs for token in output.new_token_ids]
+
+    def _verify(self, target: KVTarget | None) -> None:
+        service = self.decode.service
+        assert service is not None
+        assert target is not None
+        service.run()
+        for event in service.take_events():
+            assert isinstance(event, KVVerify)
+            released = self.prefill.answer(KVRelease(2, target.acquisition_id, target.generations))
+            service.receive(KVVerdict(event.request_id, released.valid, released.failure, released.checksums))
+            service.run()
+
+    def close(self) -> None:
+        self.prefill.core.shutdown()
+        self.decode.core.shutdown()

@@ -1,0 +1,189 @@
+"""Finds the reasoning at the beginning of an output by its tokens.
+
+Whether a token belongs to the reasoning is a function of the prompt and of the tokens before it, and of nothing else:
+after a preemption, a hand-over or a retry the same tokens give the same state.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from enum import Enum, auto
+from typing import Literal, NamedTuple
+
+from msgspec import Struct
+
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "qwen3"]
+"""Values of ``--reasoning-parser``."""
+THINK_START, THINK_END = "<think>", "</think>"
+MAX_BLANK_TOKENS = 2
+"""Tokens of line breaks that a chat template writes after reasoning that it has closed."""
+
+
+class ReasoningFormat(NamedTuple):
+    """How a family of models writes its reasoning."""
+
+    start: str
+    end: str
+    begins_inside: bool
+    """Whether an output begins with reasoning even if neither the prompt nor the model writes the start mark."""
+
+
+FORMATS: Mapping[str, ReasoningFormat] = {
+    # Its first templates leave the start mark to the model, which may omit it.
+    "deepseek_r1": ReasoningFormat(THINK_START, THINK_END, begins_inside=True),
+    "qwen3": ReasoningFormat(THINK_START, THINK_END, begins_inside=False),
+}
+"""The known formats, by the names that operators use."""
+
+
+class ReasoningMarks(Struct, frozen=True):
+    """A format in the tokens of one vocabulary. A mark may have several tokens, which are found as a sequence."""
+
+    start: tuple[int, ...]
+    end: tuple[int, ...]
+    begins_inside: bool
+
+
+def format_of_template(template: str) -> str:
+    """Return the name of the format of the reasoning that a chat template writes; empty if it writes none."""
+    return "qwen3" if THINK_END in template or THINK_START in template else ""
+
+
+def reasoning_format(parser: str, of_template: str) -> ReasoningFormat | None:
+    """Return the format that ``parser`` names; ``auto`` is the one of the chat template. None: no reasoning is known.
+
+    An unknown name, as of a newer tokenizer, counts as none.
+    """
+    return FORMATS.get(of_template if parser == "auto" else parser)
+
+
+def marks_of(reasoning: ReasoningFormat, encode: Callable[[str], Sequence[int]]) -> ReasoningMarks:
+    """Return the marks of a format. ``encode`` returns the tokens of a text, without special tokens around it."""
+    return ReasoningMarks(tuple(encode(reasoning.start)), tuple(encode(reasoning.end)), reasoning.begins_inside)
+
+
+class _Phase(Enum):
+    BEFORE = auto()
+    """All tokens of the output so far begin the start mark."""
+    INSIDE = auto()
+    AFTER = auto()
+
+
+class Reasoning:
+    """Follows the reasoning of one output: at most one, at its beginning.
+
+    The marks are not counted as reasoning tokens, as in vLLM.
+    """
+
+    __slots__ = ("_marks", "_num_in_mark", "_num_inside", "_phase", "_tail")
+
+    def __init__(self, marks: ReasoningMarks, prompt_token_ids: Sequence[int]) -> None:
+        """The last mark in the prompt decides whether the output begins with reasoning."""
+        self._marks = marks
+        self._phase = _first_phase(marks, prompt_token_ids)
+        self._num_in_mark = 0  # tokens of the start mark that the output begins with
+        self._num_inside = 0  # tokens after the start mark; the whole end mark included
+        self._tail: list[int] = []  # the last tokens, at most as many as the end mark has
+
+    def copy(self) -> "Reasoning":
+        """Return an independent copy, for another output of the same prompt."""
+        other = copy(self)
+        other._tail = self._tail.copy()
+        return other
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the next token belongs to the reasoning or its end mark, or may be the model's own start mark."""
+        return self._phase is _Phase.INSIDE or (self._phase is _Phase.BEFORE and self._marks.begins_inside)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the next token belongs to the answer."""
+        return self._phase is _Phase.AFTER
+
+    @property
+    def num_tokens(self) -> int:
+        """The reasoning tokens so far."""
+        return self._num_inside - len(self._marks.end) if self.is_over and self._num_inside else self._num_inside
+
+    @property
+    def next_of_start(self) -> int:
+        """The token that begins or continues the start mark, while it is open whether the model will reason."""
+        return self._marks.start[self._num_in_mark]
+
+    @property
+    def undecided_token_ids(self) -> list[int]:
+        """The tokens of the output, while it is open whether they are a start mark or the answer."""
+        return list(self._marks.start[: self._num_in_mark])
+
+    @property
+    def next_of_end(self) -> int:
+        """The token that continues the end mark, after as much of it as the output ends with."""
+        end, tail = self._marks.end, self._tail
+        size = next(size for size in range(len(end) - 1, -1, -1) if tuple(tail[len(tail) - size :]) == end[:size])
+        return end[size]
+
+    def feed(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Follow new tokens of the output. Returns those that belong to the answer."""
+        for index, token_id in enumerate(token_ids):
+            if self._phase is _Phase.AFTER:
+                return token_ids[index:]
+            if self._phase is _Phase.INSIDE:
+                self._add(token_id)
+            elif (answer := self._begin(token_id)) is not None:
+                return [*answer, *token_ids[index:]]
+        return ()
+
+    def _begin(self, token_id: int) -> list[int] | None:
+        """Follow a token of the start mark, or one that shows that the output begins without it. Returns the tokens
+        before it if they belong to the answer."""
+        start = self._marks.start
+        if token_id == start[self._num_in_mark]:
+            self._num_in_mark += 1
+            self._push(token_id)
+            if self._num_in_mark == len(start):
+                self._phase = _Phase.INSIDE
+                self._tail.clear()
+            return None
+        if not self._marks.begins_inside:
+            self._phase = _Phase.AFTER
+            return self.undecided_token_ids
+        self._phase = _Phase.INSIDE
+        self._tail.clear()
+        for each in (*start[: self._num_in_mark], token_id):
+            self._add(each)
+        return None
+
+    def _add(self, token_id: int) -> None:
+        self._num_inside += 1
+        self._push(token_id)
+        if len(self._tail) == len(self._marks.end) and tuple(self._tail) == self._marks.end:
+            self._phase = _Phase.AFTER
+
+    def _push(self, token_id: int) -> None:
+        self._tail.append(token_id)
+        if len(self._tail) > len(self._marks.end):
+            del self._tail[0]
+
+
+def _first_phase(marks: ReasoningMarks, prompt: Sequence[int]) -> _Phase:
+    prompt = list(prompt)
+    after_start, after_end = _after_last(prompt, marks.start), _after_last(prompt, marks.end)
+    if after_start > after_end:
+        return _Phase.INSIDE
+    # A template removes earlier reasoning, or it may have kept that of an earlier turn, far from the end.
+    is_closed = after_end and (marks.begins_inside or len(prompt) - after_end <= MAX_BLANK_TOKENS)
+    return _Phase.AFTER if is_closed else _Phase.BEFORE
+
+
+def _after_last(tokens: list[int], mark: tuple[int, ...]) -> int:
+    """Return the position after the last occurrence of a mark; 0 if there is none. Searches at the speed of C."""
+    backwards = tokens[::-1]
+    position = -1
+    while True:
+        try:
+            position = backwards.index(mark[-1], position + 1)
+        except ValueError:
+            return 0
+        after = len(tokens) - position
+        if after >= len(mark) and tuple(tokens[after - len(mark) : after]) == mark:
+            return after

@@ -28,6 +28,21 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Columns of prompt embeddings."""
 
 
+class FreedMemory(msgspec.Struct, frozen=True):
+    """Reports what falling asleep released, in bytes."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    kept_on_host: int = 0
+    """The copy of the weights in the host's memory, from which a GPU's worker restores them; 0 on a CPU, which reads
+    the checkpoint again."""
+
+    def __add__(self, other: "FreedMemory") -> "FreedMemory":
+        return FreedMemory(
+            self.weights + other.weights, self.kv_cache + other.kv_cache, self.kept_on_host + other.kept_on_host
+        )
+
+
 class Worker(Protocol):
     """Computes steps. One thread calls load, determine, initialize, then execute and sample for each step."""
 
@@ -61,8 +76,8 @@ class Worker(Protocol):
         This is separate from the forward pass, so that the bitmasks of grammars are computed while the model runs.
         """
 
-    def sleep(self, level: int) -> None:
-        """Release the memory of the KV pool and of the weights. No request holds a block.
+    def sleep(self, level: int) -> FreedMemory:
+        """Release the memory of the KV pool and of the weights, and return how much that was. No request holds a block.
 
         Args:
             level: At 1, :meth:`wake_up` restores the weights; at 2, only :meth:`reload_weights` does.

@@ -14,7 +14,7 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
 from tokenloom.engine_core.wire.messages import WarmUp
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.worker import ModelInfo
+from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
@@ -129,16 +129,26 @@ class ModelWorker:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         return self._require_runner().sample(grammar)
 
-    def sleep(self, level: int) -> None:
-        """Drop the weights, which can be read from the files again, and the KV pool, or its pages."""
+    def sleep(self, level: int) -> FreedMemory:
+        """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
+        those of a CPU can be read from the files again."""
         assert self._slot is not None, "load_model comes first"
-        self._slot.drop(restorable=level == 1)
+        before = self._platform.bytes_in_use()
+        kept = 0
+        if level == 1 and not self._platform.pool_is_on_host:
+            kept = self._slot.move_to_host()
+        else:
+            self._slot.drop(restorable=level == 1)
         self._take_model()
+        self._platform.return_freed()
+        with_kv = self._platform.bytes_in_use()
         if self._pool is not None:
             self._pool.memory.discard()
         else:
             self._require_runner().drop_kv_caches()
         self._platform.return_freed()
+        after = self._platform.bytes_in_use()
+        return FreedMemory(max(0, before - with_kv), max(0, with_kv - after), kept)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         assert self._slot is not None, "load_model comes first"

@@ -23,7 +23,7 @@ from ..wire.core_sampling_params import SamplingParams
 from ..wire.embedding_rows import EmbedsSpan
 from ..wire.messages import Logprobs, WarmUp
 from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from ..worker import ModelInfo
+from ..worker import FreedMemory, ModelInfo
 from .hash_logprobs import hash_logprobs
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -118,9 +118,10 @@ class HashWorker:
         }
         return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs)
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> FreedMemory:
         assert self._memory is not None, "initialize_kv_cache comes first"
         self._memory.discard()
+        return FreedMemory(kv_cache=self._memory.nbytes)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         if "kv_cache" in tags:

@@ -33,7 +33,9 @@ class WorkerConfig(Struct, frozen=True):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], "Where the model computes; auto: on a GPU if one is available."
     ] = "auto"
-    dtype: Annotated[Dtype, "Number format of weights and activations; auto: the checkpoint's."] = "auto"
+    dtype: Annotated[
+        Dtype, "Number format of weights and activations; auto: the checkpoint's, and bfloat16 for float16."
+    ] = "auto"
     quantization: Annotated[
         Literal["int8-dynamic"] | None,
         "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row.",
@@ -53,6 +55,11 @@ class WorkerConfig(Struct, frozen=True):
     compute_nans_in_logits: Annotated[
         bool, "Count NaN logits (metric vllm:corrupted_requests), at the cost of reading every logit."
     ] = False
+    logits_metrics_interval: Annotated[
+        Size,
+        "Measure the logits of one step of so many for the metrics tokenloom_logits_… and tokenloom_temperature; "
+        "0: never, and no such metrics.",
+    ] = 0
     profiler_dir: Annotated[str, "Directory for profiles; empty: requests to profile are refused."] = ""
 
 
@@ -183,6 +190,9 @@ class StructuredOutputConfig(Struct, frozen=True):
         "Library that makes outputs follow a grammar; auto: llguidance.",
         Meta(extra={"name": "structured_outputs_backend"}),
     ] = "auto"
+    disable_any_whitespace: Annotated[
+        bool, "Allow no blanks between the tokens of json and json_object, whatever a request asks for."
+    ] = False
     tokenizer: str = ""
     """Path of the model's ``tokenizer.json``."""
     tokenizer_digest: bytes = b""

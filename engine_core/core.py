@@ -1,16 +1,15 @@
 """The engine's loop without I/O."""
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
 
 from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
 from .executor.executor import Executor, PendingOutput, PoolSpec
+from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_cache_size import size_kv_cache
 from .kv_transfer.core_kv import CoreKV
@@ -23,14 +22,6 @@ from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEALTH_SECONDS = 30.0
 """How long workers may take to answer a health check; they answer after the steps that have begun."""
-
-
-class StepInFlight(NamedTuple):
-    """Holds a step that the executor has begun, with its KV transfers and its future result."""
-
-    scheduled: SchedulerOutput
-    transfers: StepTransfers | None
-    pending: PendingOutput
 
 
 class EngineCore:
@@ -150,7 +141,11 @@ class EngineCore:
         if self._connector is not None and (news := take_news(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
         outputs += self.scheduler.ended.take_outputs()
-        self._settle(outputs)
+        try:
+            self._settle(outputs)
+        except BaseException:
+            self.scheduler.ended.outputs[:0] = outputs  # the next step returns them
+            raise
         return self._report(outputs)
 
     def _execute(
@@ -167,20 +162,10 @@ class EngineCore:
                 self._begin(scheduled, transfers)
                 if self._unsampled is None and len(self.steps_in_flight) < self._max_in_flight:
                     return None
-            return self._wait_for_oldest() if self.steps_in_flight else None
+            return take_oldest(self.steps_in_flight) if self.steps_in_flight else None
         finally:
             if transfers is not None:
                 transfers.start_loads()
-
-    def _wait_for_oldest(self) -> tuple[StepInFlight, ModelRunnerOutput]:
-        oldest = self.steps_in_flight[0]
-        try:
-            result = oldest.pending.result()
-        except Exception:
-            self.steps_in_flight.popleft()  # it has ended; after an interrupt it is still in flight
-            raise
-        self.steps_in_flight.popleft()
-        return oldest, result
 
     def _begin(self, scheduled: SchedulerOutput, transfers: StepTransfers | None) -> None:
         """Begin both halves of a step. The bitmasks of grammars are computed while the model runs.
@@ -228,10 +213,7 @@ class EngineCore:
         try:
             if isinstance(error, Exception):
                 dump_failed_step(self._observability, error, scheduled, scheduler.requests, scheduler.stats())
-            while self.steps_in_flight:
-                with contextlib.suppress(Exception):  # the first failure is the one to report
-                    self.steps_in_flight[0].pending.result()
-                self.steps_in_flight.popleft()
+            drain(self.steps_in_flight)  # the first failure is the one to report
             if self._grammars is not None:
                 self._grammars.wait_for_masks()
         finally:

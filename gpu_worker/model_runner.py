@@ -21,6 +21,8 @@ from .models.model import Model
 from .sampler import NO_TOKEN, Sampler
 from .sampler.device_sampler import DeviceSampler
 from .sampler.grammar_mask import allow_only, force
+from .sampler.logits_stats import LogitsMeter
+from .sampler.logprobs import KeptLogits
 
 Logits = npt.NDArray[np.float32]
 _CPU = torch.device("cpu")
@@ -40,12 +42,15 @@ class ModelRunner:
         device_sampler: DeviceSampler | None = None,
         *,
         count_nans: bool = False,
+        logits_metrics_interval: int = 0,
     ) -> None:
         """``memory`` holds the KV caches; None: torch allocates them. ``device`` is that of model and backend.
 
         ``device_sampler`` draws if no request asks for changed logits or log probabilities; None: all tokens are
-        drawn on the host. ``count_nans``: whether NaN logits of every step are counted.
+        drawn on the host. ``count_nans``: whether NaN logits of every step are counted. The
+        logits of one step of ``logits_metrics_interval`` are measured; 0: none.
         """
+        self._logits_meter = LogitsMeter(logits_metrics_interval) if logits_metrics_interval else None
         self._count_nans = count_nans
         self._model = model
         self._backend = backend
@@ -144,36 +149,51 @@ class ModelRunner:
         if not len(inputs.sampled):
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
-        kept, masked = None, list[int]()
+        if self._logits_meter is not None and self._logits_meter.is_due():
+            measured = self._logits_meter.measure(executed.logits, self._batch.sampling(inputs)[0])
+            stats_of = zip(indices, measured, strict=True)
+            output.logits_stats = {inputs.req_ids[index]: stats for index, stats in stats_of if stats is not None}
+        kept = None
         if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
             tokens = self._device_sampler.sample(executed.logits, *self._batch.sampling(inputs))
         else:
-            logits: Logits = executed.logits.cpu().numpy()
-            if self._count_nans:
-                output.num_nans_in_logits = _count_nans(logits, [inputs.req_ids[index] for index in indices])
-            kept = self._batch.logprobs.keep(logits, rows)
-            if grammar is not None:
-                allow_only(grammar, [inputs.req_ids[index] for index in indices], logits)
-            self._batch.logits_processors.apply(logits, rows)
-            if grammar is not None:
-                force(grammar, [inputs.req_ids[index] for index in indices], logits)
-            tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
-            if min(tokens) == NO_TOKEN and self._batch.logits_processors:
-                masked = [row for row, token_id in enumerate(tokens) if token_id < 0 and np.isneginf(logits[row]).all()]
+            tokens, kept = self._draw_on_host(executed, grammar, output)
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]
         if min(tokens) == NO_TOKEN:
-            tokens = _drop_undrawn(output, tokens, indices, masked)
+            tokens = _drop_undrawn(output, tokens, indices)
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
         if kept is not None:
             by_row = kept.logprobs_of(tokens)
             output.logprobs = {inputs.req_ids[indices[row]]: logprobs for row, logprobs in by_row.items()}
         return output
 
+    def _draw_on_host(
+        self, executed: "_Executed", grammar: GrammarOutput | None, output: ModelRunnerOutput
+    ) -> tuple[list[int], KeptLogits | None]:
+        """Return the tokens [S] and what log probabilities need. Lists in ``output`` what only the logits show."""
+        inputs, rows = executed.inputs, executed.inputs.rows[executed.inputs.sampled]
+        logits: Logits = executed.logits.cpu().numpy()
+        req_ids = [inputs.req_ids[index] for index in inputs.sampled.tolist()] if self._count_nans or grammar else []
+        if self._count_nans:
+            output.num_nans_in_logits = _count_nans(logits, req_ids)
+        kept = self._batch.logprobs.keep(logits, rows)
+        if grammar is not None:
+            allow_only(grammar, req_ids, logits)
+        self._batch.logits_processors.apply(logits, rows)
+        if grammar is not None:
+            force(grammar, req_ids, logits)
+        tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
+        if min(tokens) == NO_TOKEN and self._batch.logits_processors:
+            for row, index in enumerate(inputs.sampled.tolist()):
+                if tokens[row] == NO_TOKEN and np.isneginf(logits[row]).all():
+                    output.without_choice.append(inputs.req_ids[index])
+        return tokens, kept
+
     @torch.inference_mode()
-    def dummy_run(self, query_lens: list[int], block_size: int) -> torch.Tensor:
+    def dummy_run(self, query_lens: list[int], block_size: int, num_layers: int | None = None) -> torch.Tensor:
         """Compute prompts of these lengths in separate blocks from block 0 on. Returns the logits of the last token of
-        each, [n, vocab].
+        each, [n, vocab]. ``num_layers``: compute only the first layers; None: all.
 
         This is for profiling and warm-up: no request may hold a block.
         """
@@ -186,7 +206,9 @@ class ModelRunner:
         tables: IntArray = first_blocks[:, None] + np.arange(int(num_blocks.max()))
         plan = self._backend.plan(cu_query_lens, lengths, tables, slots)
         positions_tensor = self._to_device(positions)
-        hidden = self._model.forward(torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches, plan)
+        hidden = self._model.forward(
+            torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches[:num_layers], plan
+        )
         return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
 
     def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
@@ -197,16 +219,17 @@ class ModelRunner:
         self._sampler.sample(logits.cpu().numpy(), rows, indices)
 
 
-def _drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int], masked: Sequence[int]) -> list[int]:
-    """List the requests of the rows without a token in ``output``, those of ``masked`` rows as without choice.
+def _drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:
+    """List the requests of the rows without a token in ``output``, unless they are listed as without choice.
 
     Returns the tokens with an arbitrary one for these rows, as the requests may be in the next step already.
     """
     for row, token_id in enumerate(tokens):
         if token_id == NO_TOKEN:
             output.sampled_token_ids[indices[row]] = []
-            ended = output.without_choice if row in masked else output.without_finite_logit
-            ended.append(output.req_ids[indices[row]])
+            req_id = output.req_ids[indices[row]]
+            if req_id not in output.without_choice:
+                output.without_finite_logit.append(req_id)
     return [max(token_id, 0) for token_id in tokens]
 
 

@@ -15,7 +15,7 @@ from .request.sampling_params import CHECKPOINT_NAMES
 from .v1 import types_pb2
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 DEMO_MODEL = Path(str(resources.files("tokenloom.demo_model")))
 """The checkpoint that comes with the package."""
@@ -61,7 +61,8 @@ class CheckpointInfo:
 
     Attributes:
         path: The directory.
-        eos_token_ids: Ids that end a generation, ascending.
+        eos_token_ids: Ids that end a generation, ascending: those of ``generation_config.json``, as in transformers; if
+            it names none, those of ``config.json`` and of the tokenizer.
         default_sampling_params: Defaults of ``generation_config.json`` for requests that do not set a parameter.
         chat_template: The template's text; empty: none.
         special_tokens: ``bos_token`` and the like, by name, as templates see them.
@@ -78,19 +79,12 @@ class CheckpointInfo:
         """Read the JSON files of a checkpoint. Raises ``InvalidArgument`` for a broken one."""
         config, generation = _read_json(path / "config.json"), _read_json(path / "generation_config.json")
         tokenizer = _read_json(path / "tokenizer_config.json")
-        special = _read_json(path / "special_tokens_map.json") | tokenizer
-        tokens = {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))}
+        tokens = _special_tokens(path, tokenizer)
+        chosen = _eos(path / "generation_config.json", generation)
+        declared = _eos(path / "config.json", config)
         return cls(
             path=path,
-            eos_token_ids=tuple(
-                sorted(
-                    {
-                        *_eos(path / "generation_config.json", generation),
-                        *_eos(path / "config.json", config),
-                        *_eos_of_tokenizer(path, tokens),
-                    }
-                )
-            ),
+            eos_token_ids=chosen or tuple(sorted({*declared, *_eos_of_tokenizer(path, tokens)})),
             default_sampling_params=_sampling_defaults(path, generation),
             chat_template=_chat_template(path, tokenizer),
             special_tokens=tokens,
@@ -98,18 +92,23 @@ class CheckpointInfo:
 
 
 def load_tokenizer(path: Path) -> "Tokenizer":
-    """Return the fast tokenizer. Raises ``NotFound`` without a tokenizer.json, ``InvalidArgument`` for a broken one."""
+    """Return the fast tokenizer, with the tokens that other files of the checkpoint add to it.
+
+    Raises ``NotFound`` without a tokenizer.json, ``InvalidArgument`` for a broken one or tokens that do not fit it.
+    """
     from tokenizers import Tokenizer
 
     file = path / "tokenizer.json"
     if not file.is_file():
         raise NotFound(f"model {path.name!r}: no tokenizer.json (only fast tokenizers are supported)", field="model")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except BaseException as error:  # the library panics on some files, which raises no Exception
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
         raise InvalidArgument(f"model {path.name!r}: tokenizer.json cannot be read: {error}", "model") from None
+    _add_tokens(tokenizer, path)
+    return tokenizer
 
 
 def tokenizer_fingerprint(path: Path) -> bytes:
@@ -198,7 +197,7 @@ def _eos(file: Path, config: dict[str, Any]) -> tuple[int, ...]:
         raise InvalidArgument(
             f"model {file.parent.name!r}: {file.name}: eos_token_id must be a token id or a list of them", "model"
         )
-    return tuple(ids)
+    return tuple(sorted(set(ids)))
 
 
 def _eos_of_tokenizer(path: Path, tokens: dict[str, str]) -> tuple[int, ...]:
@@ -209,6 +208,56 @@ def _eos_of_tokenizer(path: Path, tokens: dict[str, str]) -> tuple[int, ...]:
     except TokenloomError:
         return ()
     return () if token_id is None else (token_id,)
+
+
+def _special_tokens(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    special = _read_json(path / "special_tokens_map.json") | tokenizer_config
+    return {name: text for name in _SPECIAL_TOKENS if (text := _token_text(special.get(name)))}
+
+
+def _add_tokens(tokenizer: "Tokenizer", path: Path) -> None:
+    """Add the tokens of ``added_tokens_decoder`` or, as in transformers only without it, of ``added_tokens.json``.
+
+    Raises ``InvalidArgument`` if a new token would get another id than the file says.
+    """
+    file, tokens = _added_tokens(path)
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    changed = {
+        token_id: token
+        for token_id, token in sorted(tokens.items())
+        if token.content not in known or repr(known[token.content]) != repr(token)
+    }
+    is_new = {token.content: tokenizer.token_to_id(token.content) is None for token in changed.values()}
+    tokenizer.add_tokens(list(changed.values()))
+    for token_id, token in changed.items():
+        found = tokenizer.token_to_id(token.content)
+        if is_new[token.content] and found != token_id:
+            raise InvalidArgument(
+                f"model {path.name!r}: {file}: token {token.content!r} must have id {found}, the next one after "
+                f"those of tokenizer.json, not {token_id}",
+                "model",
+            )
+
+
+def _added_tokens(path: Path) -> tuple[str, "dict[int, AddedToken]"]:
+    """Return the name of the file that adds tokens, and the tokens by id."""
+    from tokenizers import AddedToken
+
+    config, file = _read_json(path / "tokenizer_config.json"), "tokenizer_config.json: added_tokens_decoder"
+    try:
+        if (entries := config.get("added_tokens_decoder")) is not None:
+            return file, {
+                int(token_id): AddedToken(**{name: value for name, value in entry.items() if name != "__type"})
+                for token_id, entry in entries.items()
+            }
+        special = _special_tokens(path, config).values()
+        file = "added_tokens.json"
+        return file, {
+            int(token_id): AddedToken(text, special=text in special, normalized=text not in special)
+            for text, token_id in _read_json(path / file).items()
+        }
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidArgument(f"model {path.name!r}: {file} cannot be read: {error}", "model") from None
 
 
 def _token_text(value: object) -> str:

@@ -77,7 +77,6 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         "prefill-tokens-beside-decode": 8192,
         "num-kv-blocks": 2 * blocks,
     }
-    split = {"prefill": case.prefill, "decode": case.decode} if case.prefill else {}
     flags = tuple(text for name, value in engine.items() for text in (f"--{name}", str(value)))
     if case.async_scheduling:
         flags += ("--async-scheduling",)
@@ -88,8 +87,9 @@ def mesh_options(model: Path, case: MeshCase) -> MeshOptions:
         served_model_name=_NAME,
         port=0,
         drain_timeout=5.0,
-        flags={"engine": flags, "coordinator": ("--pd-threshold", "0") if split else ()},
-        **split,
+        flags={"engine": flags, "coordinator": ("--pd-threshold", "0") if case.prefill else ()},
+        prefill=case.prefill,
+        decode=case.decode,
         common_flags=("--log-level", "warning"),
     )
 

@@ -74,8 +74,8 @@ class Sleeping:
         falling, self._falling = self._falling, None
         self.is_settling = False
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no request may touch released memory
+        self._asleep = set(TAGS)  # before the call: after an interrupt the workers sleep, or will
         freed = msgspec.convert(self._executor.collective_rpc("sleep", self._level), list[FreedMemory])
-        self._asleep = set(TAGS)
         falling.set_result(sum(freed, FreedMemory()))
 
     def wake_up(self, tags: list[str] | None = None) -> None:

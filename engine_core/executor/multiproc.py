@@ -40,13 +40,18 @@ class RemoteOutput:
         self._executor, self._call_id = executor, call_id
 
     def result(self) -> ModelRunnerOutput:
-        (reply,) = self._executor.wait(self._call_id, [OUTPUT_RANK])
-        assert reply.output is not None
-        return reply.output
+        output = self._executor.wait(self._call_id, self._executor.sampling_ranks)[OUTPUT_RANK].output
+        assert output is not None
+        return output
 
 
 class MultiprocExecutor:
-    """Implements ``Executor``. Every rank gets every message, in the same order."""
+    """Implements ``Executor``. Every rank gets every message, in the same order.
+
+    Attributes:
+        sampling_ranks: The ranks that answer each step: the first one; where KV moves all of them, because no block may
+            be read or filled by a transfer while any rank still computes with it.
+    """
 
     def __init__(self, config: EngineConfig, command: Sequence[str], *, world_size: int = 1) -> None:
         """Start the workers with ``command``, to which ``--address ADDRESS`` is appended.
@@ -70,6 +75,7 @@ class MultiprocExecutor:
         moves_kv = bool(config.kv.transports or config.kv.offload_path)
         self._pools = RankPools(world_size) if moves_kv else None
         self._pool: KVPool | None = None
+        self.sampling_ranks = range(world_size if moves_kv else 1)
         pool_fd = self._pools.fd if self._pools is not None else None
         self.workers = [
             WorkerProcess(self._context, command, rank, arena.address, pool_fd) for rank in range(world_size)

@@ -54,7 +54,8 @@ class WorkerRequestType(enum.Enum):
     EXECUTE = b"\x00"
     """A SchedulerOutput. It is not answered: an error is the answer to the SAMPLE that follows."""
     SAMPLE = b"\x01"
-    """A SampleCall, which ends the latest step. The output rank answers, and every rank that failed."""
+    """A SampleCall, which ends the latest step. The output rank answers, and every rank that failed; where KV moves,
+    every rank answers."""
     CALL = b"\x02"
     """A WorkerCall. Every rank answers."""
     POOL = b"\x03"
@@ -102,7 +103,7 @@ class WorkerReply(msgspec.Struct, array_like=True, omit_defaults=True, gc=False)
 
     call_id: int
     output: ModelRunnerOutput | None = None
-    """The output of a SAMPLE."""
+    """The output of a SAMPLE, from the output rank."""
     result: msgspec.Raw = msgspec.Raw(b"\xc0")
     """The result of a CALL or POOL."""
     error_kind: WorkerErrorKind | None = None

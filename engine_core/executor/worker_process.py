@@ -81,6 +81,8 @@ class WorkerProc:
         else:
             if self._rank == OUTPUT_RANK:
                 self._reply(WorkerReply(call.call_id, output))
+            elif self._pool_fd is not None:
+                self._reply(WorkerReply(call.call_id))
 
     def _call(self, call: WorkerCall) -> None:
         self._answer(call.call_id, lambda: call_worker(self._worker, call.method, call.args))

@@ -245,8 +245,10 @@ def finish_status(request: Request) -> RequestStatus | None:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return request.limit_status
-    if request.repetition_detection is not None and is_repeating(
-        request.all_token_ids, request.num_prompt_tokens, request.repetition_detection
+    if (
+        request.repetition_detection is not None
+        and request.num_output_tokens >= request.sampling_params.min_tokens
+        and is_repeating(request.all_token_ids, request.num_prompt_tokens, request.repetition_detection)
     ):
         return RequestStatus.FINISHED_REPETITION
     return None

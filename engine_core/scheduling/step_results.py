@@ -47,7 +47,7 @@ class StepResults:
         if self._in_flight is not None:
             result = self._in_flight.end(scheduled, result, self._requests)
         prompt_logprobs = self._collect_prompt_logprobs(scheduled, result) if result.prompt_logprobs else {}
-        has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits)
+        has_details = bool(result.logprobs or prompt_logprobs or result.num_nans_in_logits or result.logits_stats)
         outputs: list[EngineCoreOutput] = []
         any_finished = False
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
@@ -58,6 +58,7 @@ class StepResults:
                 output.new_logprobs = result.logprobs.get(request_id)
                 output.new_prompt_logprobs = prompt_logprobs.get(request_id)
                 output.num_nans_in_logits = result.num_nans_in_logits.get(request_id, 0)
+                output.logits_stats = result.logits_stats.get(request_id)
             any_finished |= output.finish_reason is not None
             outputs.append(output)
         if any_finished:

@@ -63,5 +63,6 @@ def _without(result: ModelRunnerOutput, unwanted: set[str]) -> ModelRunnerOutput
         {request_id: value for request_id, value in result.prompt_logprobs.items() if request_id not in unwanted},
         {request_id: value for request_id, value in result.num_nans_in_logits.items() if request_id not in unwanted},
         [request_id for request_id in result.without_choice if request_id not in unwanted],
+        {request_id: value for request_id, value in result.logits_stats.items() if request_id not in unwanted},
         [request_id for request_id in result.without_finite_logit if request_id not in unwanted],
     )

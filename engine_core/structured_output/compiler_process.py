@@ -128,23 +128,25 @@ def make_backend(config: StructuredOutputConfig, vocab_size: int) -> StructuredO
     except OSError:
         raise GrammarError("the engine's tokenizer file can no longer be read") from None
     if config.backend == "xgrammar":
-        return _xgrammar(file, vocab_size, config.eos_token_ids)
+        return _xgrammar(file, vocab_size, config)
     from .llguidance_backend import LLGuidanceBackend  # loaded by the first request that needs it
 
     try:
-        return LLGuidanceBackend(file, vocab_size, config.eos_token_ids)
+        return LLGuidanceBackend(
+            file, vocab_size, config.eos_token_ids, disable_any_whitespace=config.disable_any_whitespace
+        )
     except ValueError as error:
         raise GrammarError(f"this model's tokenizer is not supported: {error}") from None
 
 
-def _xgrammar(file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> StructuredOutputBackend:
+def _xgrammar(file: Path, vocab_size: int, config: StructuredOutputConfig) -> StructuredOutputBackend:
     try:
         from .xgrammar_backend import XGrammarBackend
     except ImportError as error:
         raise GrammarError(
             f"the backend xgrammar is not installed ({error.name}); run: pip install 'tokenloom[xgrammar]'"
         ) from None
-    return XGrammarBackend(file, vocab_size, eos_token_ids)
+    return XGrammarBackend(file, vocab_size, config.eos_token_ids, disable_any_whitespace=config.disable_any_whitespace)
 
 
 def main() -> None:
@@ -168,7 +170,7 @@ def main() -> None:
             return
         signal.setitimer(signal.ITIMER_REAL, setup.seconds)
         try:
-            reply = Reply(prepared=backend.prepare(constraint.kind, constraint.source))
+            reply = Reply(prepared=backend.prepare(constraint))
         except GrammarError as error:
             reply = Reply(refused=str(error))
         except MemoryError:

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..wire.core_sampling_params import GrammarKind
+from ..wire.core_sampling_params import StructuredOutput
 
 Bitmask = npt.NDArray[np.int32]
 """[ceil(vocab / 32)] or [n, ceil(vocab / 32)]: token t is allowed if bit t % 32 of word t // 32 is set."""
@@ -56,7 +56,7 @@ class StructuredOutputBackend(Protocol):
     eos_token_ids: tuple[int, ...]
     """The tokens that mean the end of the text in its bitmasks; at least one."""
 
-    def prepare(self, kind: GrammarKind, source: str) -> str:
+    def prepare(self, constraint: StructuredOutput) -> str:
         """Do the part of compiling that could take too long; it is called in a process that can be killed.
 
         Returns what :meth:`load` makes a grammar of in a short time. Raises ``GrammarError``.

@@ -1,15 +1,18 @@
 """Implements grammars with llguidance, which compiles lazily and limits the work of every step."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import llguidance
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark, is_lark_syntax
 
-from ..wire.core_sampling_params import GrammarKind
+from ..wire.core_sampling_params import GrammarKind, StructuredOutput
 from .grammar_backend import Bitmask, GrammarError
 from .json_schema import close_objects
+from .structural_tag_lark import quoted, structural_tag_grammar
 
 _WHITESPACE = r"( |\r?\n[ \t]{0,20})?"
 """Allowed between two JSON tokens: a space, or a new line and its indentation, to prevent loops of blanks."""
@@ -21,11 +24,21 @@ class LLGuidanceBackend:
 
     COMPILE_BYTES = 64 << 20
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        disable_any_whitespace: bool = False,
+    ) -> None:
         """Load the tokenizer of a model with ``vocab_size`` logits.
 
+        ``disable_any_whitespace``: nothing may stand between two tokens of JSON, whatever a request asks for.
         Raises ``ValueError`` if llguidance cannot derive the bytes of its tokens.
         """
+        self._tokenizer_file = tokenizer_file
+        self._disable_any_whitespace = disable_any_whitespace
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
         self._tokenizer = llguidance.LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos or None)
         self.eos_token_ids = tuple(self._tokenizer.eos_tokens)
@@ -34,9 +47,9 @@ class LLGuidanceBackend:
             max_items_in_row=10_000, max_lexer_states=100_000, verbose_errors=False
         )
 
-    def prepare(self, kind: GrammarKind, source: str) -> str:
+    def prepare(self, constraint: StructuredOutput) -> str:
         """Return llguidance's form of the grammar, after building it once and computing a bitmask."""
-        grammar = _grammar(kind, source)
+        grammar = self._grammar(constraint)
         matcher = self._build(grammar)
         matcher.compute_bitmask()
         if matcher.is_error():
@@ -45,6 +58,31 @@ class LLGuidanceBackend:
 
     def load(self, prepared: str) -> "_Compiled":
         return _Compiled(self._build(prepared))
+
+    def _grammar(self, constraint: StructuredOutput) -> str:
+        """Return a constraint in llguidance's form."""
+        match constraint.kind:
+            case GrammarKind.JSON:
+                return _json_grammar(constraint.source, self._whitespace(constraint))
+            case GrammarKind.JSON_OBJECT:
+                return _json_grammar('{"type": "object"}', self._whitespace(constraint))
+            case GrammarKind.STRUCTURAL_TAG:
+                return llguidance.LLMatcher.grammar_from_lark(
+                    structural_tag_grammar(constraint.source, self._special_tokens, _embedded_json)
+                )
+        return _text_grammar(constraint.kind, constraint.source)
+
+    def _whitespace(self, constraint: StructuredOutput) -> str:
+        """Return a regular expression for what may stand between two tokens of JSON."""
+        if self._disable_any_whitespace or constraint.disable_any_whitespace:
+            return ""
+        return _WHITESPACE if constraint.whitespace_pattern is None else constraint.whitespace_pattern
+
+    @cached_property
+    def _special_tokens(self) -> Mapping[str, int]:
+        """The tokens that are no text to llguidance."""
+        added = json.loads(self._tokenizer_file.read_text()).get("added_tokens", ())
+        return {token["content"]: token["id"] for token in added if token.get("special")}
 
     def _build(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -89,28 +127,25 @@ class _Grammar:
             raise _error(self._matcher)
 
 
-def _grammar(kind: GrammarKind, source: str) -> str:
-    """Return a constraint in llguidance's form."""
+def _text_grammar(kind: GrammarKind, source: str) -> str:
     compiler = llguidance.LLMatcher
-    match kind:
-        case GrammarKind.JSON:
-            return _json_grammar(source)
-        case GrammarKind.JSON_OBJECT:
-            return _json_grammar('{"type": "object"}')
-        case GrammarKind.REGEX:
-            return compiler.grammar_from_regex(source)
-        case GrammarKind.CHOICE:
-            # Lark understands the escapes of JSON, and needs one for DEL.
-            texts = (json.dumps(text).replace("\x7f", "\\u007f") for text in json.loads(source))
-            return compiler.grammar_from_lark(f"start: {' | '.join(texts)}")
-        case GrammarKind.GRAMMAR:
-            return compiler.grammar_from_lark(source if is_lark_syntax(source) else _lark_of_gbnf(source))
+    if kind is GrammarKind.REGEX:
+        return compiler.grammar_from_regex(source)
+    if kind is GrammarKind.CHOICE:
+        return compiler.grammar_from_lark(f"start: {' | '.join(map(quoted, json.loads(source)))}")
+    return compiler.grammar_from_lark(source if is_lark_syntax(source) else _lark_of_gbnf(source))
 
 
-def _json_grammar(schema: str) -> str:
+def _embedded_json(schema: Any) -> str:
+    """Return a JSON schema within a Lark grammar."""
+    closed = json.loads(close_objects(json.dumps(schema))) if isinstance(schema, dict) else {}
+    return f"%json {json.dumps({**closed, 'x-guidance': {'whitespace_pattern': _WHITESPACE}})}"
+
+
+def _json_grammar(schema: str, whitespace: str) -> str:
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(
-            close_objects(schema), defaults={"whitespace_pattern": _WHITESPACE}
+            close_objects(schema), defaults={"whitespace_pattern": whitespace}
         )
     except ValueError as error:
         raise GrammarError(_shorten(str(error))) from None

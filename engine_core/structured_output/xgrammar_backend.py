@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import xgrammar  # pyright: ignore[reportMissingImports]  # comes with the extra of that name
 
-from ..wire.core_sampling_params import GrammarKind
+from ..wire.core_sampling_params import GrammarKind, StructuredOutput
 from .grammar_backend import Bitmask, GrammarError, bitmask_of
 from .json_schema import close_objects
 
 _MAX_WHITESPACE = 20
 """Limits the blanks between two JSON tokens, so that a model cannot stay in a loop of them."""
 _MAX_ERROR_CHARS = 300
-_WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
+_WHERE = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .*? is false: )?")
 
 
 class XGrammarBackend:
@@ -24,8 +24,19 @@ class XGrammarBackend:
 
     COMPILE_BYTES = 512 << 20
 
-    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Load the tokenizer of a model with ``vocab_size`` logits."""
+    def __init__(
+        self,
+        tokenizer_file: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        *,
+        disable_any_whitespace: bool = False,
+    ) -> None:
+        """Load the tokenizer of a model with ``vocab_size`` logits.
+
+        ``disable_any_whitespace``: nothing may stand between two tokens of JSON, whatever a request asks for.
+        """
+        self._disable_any_whitespace = disable_any_whitespace
         source = tokenizer_file.read_text()
         metadata = xgrammar.TokenizerInfo._detect_metadata_from_hf(source)
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
@@ -36,10 +47,14 @@ class XGrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(self._tokenizer, max_threads=1, cache_enabled=False)
         self.eos_token_ids = tuple(self._tokenizer.stop_token_ids)
 
-    def prepare(self, kind: GrammarKind, source: str) -> str:
+    def prepare(self, constraint: StructuredOutput) -> str:
         """Return the compiled grammar, serialized."""
+        if constraint.whitespace_pattern is not None:
+            raise GrammarError(
+                "whitespace_pattern is not supported by the engine's backend xgrammar; use disable_any_whitespace"
+            )
         try:
-            compiled: str = self._compile(kind, source).serialize_json()
+            compiled: str = self._compile(constraint).serialize_json()
         except (RuntimeError, ValueError) as error:
             raise GrammarError(_fit_for_a_client(str(error))) from None
         return compiled
@@ -47,14 +62,15 @@ class XGrammarBackend:
     def load(self, prepared: str) -> "_Compiled":
         return _Compiled(xgrammar.CompiledGrammar.deserialize_json(prepared, self._tokenizer))
 
-    def _compile(self, kind: GrammarKind, source: str) -> Any:
-        match kind:
+    def _compile(self, constraint: StructuredOutput) -> Any:
+        source = constraint.source
+        match constraint.kind:
             case GrammarKind.JSON:
-                return self._compiler.compile_json_schema(
-                    close_objects(source), strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE
-                )
+                return self._compile_json(close_objects(source), constraint)
             case GrammarKind.JSON_OBJECT:
-                return self._compile(GrammarKind.JSON, '{"type": "object"}')
+                return self._compile_json('{"type": "object"}', constraint)
+            case GrammarKind.STRUCTURAL_TAG:
+                return self._compiler.compile_structural_tag(_with_limits(source))
             case GrammarKind.REGEX:
                 return self._compiler.compile_regex(source)
             case GrammarKind.CHOICE:
@@ -62,6 +78,25 @@ class XGrammarBackend:
                 return self._compiler.compile_grammar(f"root ::= {' | '.join(texts)}")
             case GrammarKind.GRAMMAR:
                 return self._compiler.compile_grammar(source)
+
+    def _compile_json(self, schema: str, constraint: StructuredOutput) -> Any:
+        if self._disable_any_whitespace or constraint.disable_any_whitespace:
+            return self._compiler.compile_json_schema(
+                schema, strict_mode=False, any_whitespace=False, separators=(",", ":")
+            )
+        return self._compiler.compile_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE)
+
+
+def _with_limits(source: str) -> str:
+    """Return a structural tag with closed objects and a limit on blanks, as in JSON schemas by themselves."""
+
+    def limited(part: dict[str, Any]) -> dict[str, Any]:
+        if part.get("type") == "json_schema" and isinstance(part.get("json_schema"), dict):
+            part["json_schema"] = json.loads(close_objects(json.dumps(part["json_schema"])))
+            part.setdefault("max_whitespace_cnt", _MAX_WHITESPACE)
+        return part
+
+    return json.dumps(json.loads(source, object_hook=limited))
 
 
 class _Compiled:

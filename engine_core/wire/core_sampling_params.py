@@ -19,6 +19,8 @@ class GrammarKind(enum.StrEnum):
     """A JSON list of texts."""
     GRAMMAR = "grammar"
     """A context-free grammar in EBNF."""
+    STRUCTURAL_TAG = "structural_tag"
+    """JSON of a structural tag: an object with a ``format``, as xgrammar defines them."""
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -26,6 +28,10 @@ class StructuredOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     kind: GrammarKind
     source: str = ""
+    whitespace_pattern: str | None = None
+    """With JSON: a regular expression for what may stand between two tokens; None: the backend's own."""
+    disable_any_whitespace: bool = False
+    """With JSON: nothing may stand between two tokens."""
 
 
 class SamplingParams(SamplingFields, frozen=True, omit_defaults=True, gc=False, kw_only=True):  # type: ignore[misc]

@@ -116,6 +116,17 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
         self.top = following.top
 
 
+class LogitsStats(msgspec.Struct, array_like=True, gc=False):
+    """Describes the model's own logits of one row, before any were changed, and how a token was drawn from them."""
+
+    max: float
+    min: float
+    entropy: float
+    """Of the distribution that they stand for, in nats."""
+    temperature: float
+    """That of the request; 0: greedy."""
+
+
 class EngineCoreEventType(enum.IntEnum):
     """Types of scheduler events of a request (as in vLLM V1)."""
 
@@ -157,6 +168,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """Scheduler events since the request's last output; only if events are logged."""
     error_field: str = ""
     """With ``error``: the wrong field of the request. A retry would fail again."""
+    logits_stats: LogitsStats | None = None
+    """Statistics of the logits that the last of ``new_token_ids`` was drawn from, in steps that are measured."""
     error_is_internal: bool = False
     """With ``error``: the engine could not compute the request, and neither could another one of its kind."""
 

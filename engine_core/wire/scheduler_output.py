@@ -6,7 +6,7 @@ import numpy.typing as npt
 
 from .core_sampling_params import SamplingParams
 from .embedding_rows import EmbedsSpan
-from .messages import Logprobs
+from .messages import LogitsStats, Logprobs
 
 
 class NewRequestData(msgspec.Struct, array_like=True, gc=False):
@@ -85,5 +85,7 @@ class ModelRunnerOutput(msgspec.Struct, array_like=True, gc=False):
     """Number of NaN logits by request, for rows that contain any, if they are counted."""
     without_choice: list[str] = []
     """Requests whose masks allow no token; their entry in ``sampled_token_ids`` is empty."""
+    logits_stats: dict[str, LogitsStats] = {}
+    """Statistics of the logits by request that drew a token, in steps that are measured."""
     without_finite_logit: list[str] = []
     """Requests whose logits are all NaN or infinite; their entry in ``sampled_token_ids`` is empty."""

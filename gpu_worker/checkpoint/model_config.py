@@ -1,8 +1,9 @@
 """Describes a model, as read from a checkpoint's ``config.json``."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +22,8 @@ ARCHITECTURES: dict[str, Family] = {
     "GPT2LMHeadModel": "gpt2",
 }
 """Names every architecture that can be loaded."""
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,8 +78,9 @@ class ModelConfig:
 def load_model_config(path: Path, dtype: str = "auto", quantization: str | None = None) -> ModelConfig:
     """Read the configuration of the checkpoint directory ``path``.
 
-    ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``quantization`` is None or
-    ``int8-dynamic``. Raises ``ValueError`` naming what is wrong or not supported in the configuration.
+    ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
+    ``bfloat16``; ``quantization`` is None or ``int8-dynamic``. Raises ``ValueError`` naming what is wrong or not
+    supported in the configuration.
     """
     reader = ConfigReader.open(path)
     family = _family(reader)
@@ -103,6 +107,12 @@ def _family(reader: ConfigReader) -> Family:
 def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
     if dtype == "auto":
         declared = reader.take("dtype") or reader.take("torch_dtype") or stored_dtype(path)
+        if declared == "float16":
+            log.warning(
+                "the checkpoint is float16, which no kernel here computes: it is served as bfloat16, with 3 bits less "
+                "precision; dtype float32 keeps all of it, in twice the memory"
+            )
+            return torch.bfloat16
         if declared not in _DTYPES:
             raise ValueError(f"the checkpoint's dtype {declared} is not supported: choose dtype float32 or bfloat16")
         return _DTYPES[declared]
@@ -197,12 +207,15 @@ def _sliding_windows(
     reader: ConfigReader, family: Family, num_layers: int, max_model_len: int
 ) -> tuple[int | None, ...]:
     if family == "llama":
+        _check_full_attention(reader, num_layers)
         return (None,) * num_layers
     window = reader.take("sliding_window", 4096)
     if window is not None:
         window = reader.take_int("sliding_window", 4096)
     if family == "mistral":
         windows = [window] * num_layers
+        if window is None or window >= max_model_len:
+            _check_full_attention(reader, num_layers)
     else:
         windows = _qwen_windows(reader, window, num_layers)
     return tuple(size if size is not None and size < max_model_len else None for size in windows)
@@ -214,14 +227,25 @@ def _qwen_windows(reader: ConfigReader, window: int | None, num_layers: int) -> 
     if type(first) is not int:
         raise reader.error("max_window_layers", "must be an integer")
     window = window if use_window else None
-    kinds = reader.take("layer_types")
+    kinds = _layer_types(reader, num_layers)
     if kinds is None:
         return [window if layer >= first else None for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise reader.error("layer_types", f"must be a list of num_hidden_layers = {num_layers} entries")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise reader.error("layer_types", "may only hold full_attention and sliding_attention")
         if kind == "sliding_attention" and window is None:
             raise reader.error("layer_types", "has sliding_attention, but use_sliding_window is off")
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _layer_types(reader: ConfigReader, num_layers: int) -> list[Any] | None:
+    kinds = reader.take("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise reader.error("layer_types", f"must be a list of num_hidden_layers = {num_layers} entries")
+    return kinds
+
+
+def _check_full_attention(reader: ConfigReader, num_layers: int) -> None:
+    """Check that every layer attends to all positions, in a model whose class has no other kind of layer."""
+    if any(kind != "full_attention" for kind in _layer_types(reader, num_layers) or ()):
+        raise reader.error("layer_types", "may only hold full_attention")

@@ -123,7 +123,7 @@ class DecoderModel:
     ) -> Tensor:
         residual, delta = embed(self._embedding, input_ids, embeds), None
         rotation = self._rotary(positions)
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+        for layer, kv_cache in zip(self._layers, kv_caches, strict=False):
             delta = layer(residual, delta, rotation, kv_cache, plan)
         return self._norm(residual, delta)
 

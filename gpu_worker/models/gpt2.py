@@ -80,7 +80,7 @@ class GPT2Model:
         embeds: InputEmbeds = (),
     ) -> Tensor:
         x = embed(self._token_embedding, input_ids, embeds) + F.embedding(positions, self._position_embedding)
-        for block, kv_cache in zip(self._blocks, kv_caches, strict=True):
+        for block, kv_cache in zip(self._blocks, kv_caches, strict=False):
             x = block(x, kv_cache, plan)
         return self._norm(x)
 

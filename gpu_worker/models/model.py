@@ -34,7 +34,8 @@ class Model(Protocol):
         """Compute the last hidden states [T, hidden_size] of T tokens; ``input_ids`` and ``positions`` are int64 [T].
 
         Writes the tokens' keys and values to ``kv_caches`` (one per layer) where ``plan`` says. ``embeds``
-        replace the embeddings of ``input_ids``.
+        replace the embeddings of ``input_ids``. With fewer caches only the first layers are computed, which a profile
+        of memory uses.
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

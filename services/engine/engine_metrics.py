@@ -1,7 +1,7 @@
 """Defines the engine's metrics, with vLLM's names and the labels ``model_name`` and ``engine``."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
@@ -10,6 +10,7 @@ from tokenloom.engine_core.wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,
+    LogitsStats,
     PrefillStats,
     SchedulerStats,
 )
@@ -22,6 +23,9 @@ from .streams.attempt import Attempt
 _LABELS = ("model_name", "engine")
 _SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 _ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LOGITS = (-100.0, -50.0, -20.0, -10.0, -5.0, -2.0, 0.0, 2.0, 5.0, 10.0, 20.0, 30.0, 50.0, 100.0)
+_NATS = (0.01, 0.03, 0.1, 0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 10.0)
+_TEMPERATURES = (0.0, 0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 _COUNTERS_OF_CORE = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
@@ -35,7 +39,8 @@ _COUNTERS_OF_CORE = {
 class EngineMetrics:
     """Observes attempts and steps; times are monotonic seconds."""
 
-    def __init__(self, registry: CollectorRegistry, model: str, engine: str) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str, engine: str, *, logits: bool = False) -> None:
+        """``logits``: whether the core measures logits; otherwise their metrics do not exist."""
         self.kv = KVMetrics(registry, model, engine)
         self._registry = registry
         self._labels = (model, engine)
@@ -54,6 +59,7 @@ class EngineMetrics:
         success = process_metrics.counter(registry, "request_success", text, (*_LABELS, "finished_reason"))
         self._success = {reason: success.labels(*self._labels, reason.name.lower()) for reason in FinishReason}
         self._make_histograms()
+        self._logits = _LogitsMetrics(registry, labels_of) if logits else None
 
     def _make_histograms(self) -> None:
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.")
@@ -110,6 +116,8 @@ class EngineMetrics:
         if output.num_nans_in_logits and not attempt.saw_nans:
             attempt.saw_nans = True
             self._corrupted.inc()
+        if output.logits_stats is not None and self._logits is not None:
+            self._logits.observe(output.logits_stats)
         if (stats := output.prefill_stats) is not None:
             self._prompt_tokens.inc(stats.num_prompt_tokens)
             self._observe_sources(stats)
@@ -160,3 +168,25 @@ class EngineMetrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float] = process_metrics.LATENCY_SECONDS) -> Histogram:
         labels = dict(zip(_LABELS, self._labels, strict=True))
         return process_metrics.histogram(self._registry, name, text, labels, buckets)
+
+
+class _LogitsMetrics:
+    """Holds the histograms of the measured logits."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        """``labels``: the fixed labels of all of them."""
+        self._max, self._min, self._entropy, self._temperature = (
+            Histogram(registry, name, text, labels, buckets)
+            for name, text, buckets in (
+                ("tokenloom_logits_max", "Largest logit of a token that was measured.", _LOGITS),
+                ("tokenloom_logits_min", "Smallest logit of a token that was measured.", _LOGITS),
+                ("tokenloom_logits_entropy_nats", "Entropy of the distribution of a token that was measured.", _NATS),
+                ("tokenloom_temperature", "Temperature that a token that was measured was drawn with.", _TEMPERATURES),
+            )
+        )
+
+    def observe(self, stats: LogitsStats) -> None:
+        self._max.observe(stats.max)
+        self._min.observe(stats.min)
+        self._entropy.observe(stats.entropy)
+        self._temperature.observe(stats.temperature)

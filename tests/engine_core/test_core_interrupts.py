@@ -38,14 +38,17 @@ class Interrupted:
         for name, prompt in PROMPTS.items():
             self.core.add_request(make_request(name + suffix, prompt, NUM_TOKENS))
 
+    def step(self) -> None:
+        for output in self.core.step().outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+
     def run(self) -> Iterator[None]:
         """Step until the core is idle; pause after each interrupt."""
         for _ in range(200):
             if not self.core.has_work():
                 return
             try:
-                for output in self.core.step().outputs:
-                    self.outputs.setdefault(output.request_id, []).append(output)
+                self.step()
             except KeyboardInterrupt:
                 check_scheduler(self.core.scheduler)
                 yield
@@ -116,4 +119,28 @@ def test_aborting_sleeping_and_adding_work_after_an_interrupt(executor: str, at:
     run.finish()
     run.check("again")
     run.check_idle()
+    core.shutdown()
+
+
+def test_falling_asleep_may_be_interrupted(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Interrupted(executor, (), after=False)
+    core, inner = run.core, run.executor.executor
+    run.add()
+    run.step()
+    core.sleeping.sleep(1, "wait")
+
+    def interrupted(method: str, *args: object) -> list[object]:
+        inner_rpc(method, *args)
+        raise KeyboardInterrupt
+
+    inner_rpc = inner.collective_rpc
+    monkeypatch.setattr(inner, "collective_rpc", interrupted)
+    next(run.run())
+    monkeypatch.undo()
+    core.sleeping.wake_up()
+    run.finish()
+    run.check()
+    run.add("again")
+    run.finish()
+    run.check("again")
     core.shutdown()

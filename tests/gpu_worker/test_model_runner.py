@@ -222,6 +222,34 @@ def test_a_row_without_a_finite_logit_ends_its_request_alone(model, params, bad,
     assert run(runner, {"a": 1, "b": 1}, computed={"a": 11, "b": 2})["b"]
 
 
+@pytest.mark.parametrize("device_sampler", [None, DeviceSampler()])
+def test_logits_are_measured_before_they_are_changed(model, device_sampler):
+    backend = make_attention_backend("torch", model.config, 16, torch.device("cpu"))
+
+    def first_step(interval):
+        batch = InputBatch(4, 256, 16)
+        runner = ModelRunner(model, backend, batch, 8, device_sampler=device_sampler, logits_metrics_interval=interval)
+        prompts = {"a": 11, "b": 2, "c": 20}
+        runner.execute(SchedulerOutput(list(map(new, prompts)), CachedRequestData([], [], [], {}), prompts, 33, [], []))
+        logits = runner._executed.logits.clone()
+        return logits, runner.sample(), runner
+
+    logits, measured, runner = first_step(2)
+    _, plain, _ = first_step(0)
+    assert measured.sampled_token_ids == plain.sampled_token_ids
+    assert plain.logits_stats == {}
+    assert measured.logits_stats.keys() == {"a", "b"}, "c has no token yet"
+    for row, req_id in enumerate("ab"):
+        stats = measured.logits_stats[req_id]
+        assert (stats.max, stats.min) == (logits[row].max(), logits[row].min())
+        assert stats.temperature == PARAMS[req_id].temperature
+    cached = CachedRequestData(["a"], [[]], [11], {})
+    for is_measured in (False, True):
+        runner.execute(SchedulerOutput([], cached, {"a": 1}, 1, [], []))
+        assert bool(runner.sample().logits_stats) == is_measured
+        cached = CachedRequestData(["a"], [[]], [12], {})
+
+
 def test_a_row_whose_masks_leave_nothing_draws_no_token(runner):
     params = SamplingParams(max_tokens=4, seed=1, allowed_token_ids=(300, 301), bad_words=((300,), (301,)))
     masked = NewRequestData("a", PROMPTS["a"], [], params, BLOCKS["a"], 0)

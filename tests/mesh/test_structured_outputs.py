@@ -75,6 +75,62 @@ async def test_vllms_structured_outputs(http: httpx.AsyncClient, constraint: dic
     assert again["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("tag", "pattern"),
+    [
+        (
+            {
+                "structures": [{"begin": "<call=f>", "schema": {"enum": [1, 2]}, "end": "</call>"}],
+                "triggers": ["<call="],
+            },
+            r"(?s)(?!.*<call=f>(?![12]</call>)).*",
+        ),
+        (
+            {
+                "format": {
+                    "type": "sequence",
+                    "elements": [
+                        {"type": "const_string", "value": "Call: "},
+                        {
+                            "type": "tag",
+                            "begin": "<call>",
+                            "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+                            "end": "</call>",
+                        },
+                    ],
+                }
+            },
+            "Call: <call>[12]</call>",
+        ),
+    ],
+    ids=["legacy", "format"],
+)
+async def test_structural_tags(http: httpx.AsyncClient, tag: dict[str, Any], pattern: str) -> None:
+    for fields in (
+        {"response_format": {"type": "structural_tag", **tag}},
+        {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", **tag})}},
+    ):
+        answer = (await complete(http, **fields)).json()
+        assert re.fullmatch(pattern, answer["choices"][0]["text"]), answer
+
+
+async def test_a_format_that_the_backend_lacks_is_refused_with_the_one_that_has_it(http: httpx.AsyncClient) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "grammar", "grammar": 'root ::= "a"'}}
+    response = await complete(http, response_format=tag)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "structured_outputs")
+    assert "xgrammar" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "blank"), [({"disable_any_whitespace": True}, ""), ({"whitespace_pattern": "~"}, "~?")], ids=str
+)
+async def test_blanks_are_chosen_by_the_request(http: httpx.AsyncClient, options: dict[str, Any], blank: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    answer = (await complete(http, structured_outputs={"json": schema, **options})).json()
+    assert re.fullmatch(blank.join(["{", '"a"', ":", "[12]", "}"]), answer["choices"][0]["text"]), answer
+
+
 async def test_every_sample_follows_the_grammar(http: httpx.AsyncClient) -> None:
     answer = (await complete(http, structured_outputs={"regex": CODE}, n=5, temperature=1.0)).json()
     assert len(answer["choices"]) == 5

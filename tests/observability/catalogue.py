@@ -48,7 +48,11 @@ class Entry:
 
 async def read_pages(directory: Path) -> Pages:
     """Runs a mesh in ``directory``, sends it a few requests, and reads every part's metrics."""
-    mesh = Mesh(directory, common={"metrics_listen": "127.0.0.1:0"}, engine={"kv_transports": ["shm"]})
+    mesh = Mesh(
+        directory,
+        common={"metrics_listen": "127.0.0.1:0"},
+        engine={"kv_transports": ["shm"], "logits_metrics_interval": 1},
+    )
     async with mesh.running(), mesh.http() as http:
         for _ in range(2):
             chat = {"messages": [{"role": "user", "content": "Who made the lamp?"}], "max_tokens": 4}
@@ -119,6 +123,8 @@ picker of the Gateway API Inference Extension reads. An engine shows the same na
 `observability/` holds what reads them: a Grafana dashboard, alerts with their tests, and the scrapes of
 docker-compose.yml, whose profile `observability` runs it all; `k8s/monitoring` has the same for the Prometheus
 operator.
+
+The metrics of logits and temperatures exist where `--logits-metrics-interval` is set.
 
 This page is written by `make metrics-docs` from a running mesh; a test keeps it current. `make metrics-check` has
 promtool look at every page and at the rules in `observability/`."""

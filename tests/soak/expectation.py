@@ -1,18 +1,21 @@
 """What the answers must be: those of one engine that nothing happens to."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from tests.mesh.harness import VOCAB_SIZE
-from tokenloom.checkpoint import DEMO_MODEL
+from tests.soak.plan import Ask
+from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+from tokenloom.request.reasoning import FORMATS, Reasoning, marks_of
 
 
 class Expectation(Protocol):
     """By worker."""
 
-    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
+    def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
         """The tokens of each."""
 
     def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
@@ -22,8 +25,25 @@ class Expectation(Protocol):
 class HashExpectation:
     """Of the hash worker: exact."""
 
-    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
-        return [expected_tokens(*pair, VOCAB_SIZE) for pair in zip(prompts, max_tokens, strict=True)]
+    def __init__(self) -> None:
+        tokenizer = load_tokenizer(DEMO_MODEL)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        self._marks = marks_of(FORMATS["deepseek_r1"], lambda text: encode(text).ids)
+
+    def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [self._tokens(ask) for ask in asks]
+
+    def _tokens(self, ask: Ask) -> list[int]:
+        """After its budget the end of the reasoning is forced, from as much of it on as the output ends with."""
+        if ask.budget is None:
+            return expected_tokens(ask.prompt, ask.max_tokens, VOCAB_SIZE)
+        reasoning, tokens = Reasoning(self._marks, ask.prompt), list[int]()
+        while len(tokens) < ask.max_tokens:
+            is_used_up = reasoning.is_inside and reasoning.num_tokens >= ask.budget
+            (drawn,) = expected_tokens(ask.prompt + tokens, 1, VOCAB_SIZE)
+            tokens.append(reasoning.next_of_end if is_used_up else drawn)
+            reasoning.feed(tokens[-1:])
+        return tokens
 
     def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
         return False
@@ -39,8 +59,8 @@ class ModelExpectation:
         self._path = model
         self._engine = Engine(model)
 
-    def tokens(self, prompts: Sequence[list[int]], max_tokens: Sequence[int]) -> list[list[int]]:
-        return self._engine.generate(prompts, max_tokens)
+    def tokens(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return self._engine.generate([ask.prompt for ask in asks], [ask.max_tokens for ask in asks])
 
     def allows(self, prompt: list[int], expected: list[int], token: int) -> bool:
         """A near tie: the reference's logits of the two are less than 1e-4 apart."""

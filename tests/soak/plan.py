@@ -1,7 +1,7 @@
 """What one schedule does, drawn from its seed: a mesh, faults, requests, and what happens to them meanwhile."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.mesh.harness import VOCAB_SIZE
@@ -29,6 +29,8 @@ class Ask:
     max_tokens: int
     leaves_after: float | None = None
     """Seconds after which the client goes away; None: it stays."""
+    budget: int | None = None
+    """Tokens of reasoning; None: no limit. Without a model only."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,14 @@ class Plan:
         shared["async_scheduling"] = async_scheduling
         if rng.random() < 0.1:
             shared["kv_policy"] = "fail"
-        settings = [shared | _engine(rng, role) for role in roles]
+        engines = [_engine(rng, role) for role in roles]
         trunks = [_tokens(rng, MAX_PROMPT) for _ in range(3)]
         asks = [_ask(rng, trunks) for _ in range(rng.randint(3, 10))]
+        if worker == "hash":
+            shared["reasoning_parser"] = "deepseek_r1"  # every output begins with reasoning
+            budgets = random.Random(f"budgets of {seed}")
+            asks = [replace(ask, budget=budgets.choice((None, None, 0, 1, 2, 5, 11))) for ask in asks]
+        settings = [shared | engine for engine in engines]
         return cls(seed, roles, settings, asks, _events(rng, len(roles)))
 
 

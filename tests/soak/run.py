@@ -44,7 +44,7 @@ async def soak(
 
 
 async def _run(directory: Path, plan: Plan, expecting: Expectation, executor: str) -> Counter[str]:
-    expected = expecting.tokens([each.prompt for each in plan.asks], [each.max_tokens for each in plan.asks])
+    expected = expecting.tokens(plan.asks)
     mesh = SplitMesh(directory, ())
     for role, settings in zip(plan.roles, plan.settings, strict=True):
         mesh.new_engine(role, **settings, distributed_executor_backend=executor)
@@ -67,7 +67,8 @@ async def _ask(http: httpx.AsyncClient, request: Ask) -> tuple[Answer, bool]:
     """What came, and whether the client stayed to its end."""
     await asyncio.sleep(request.delay)
     answer = Answer()
-    work = asyncio.create_task(ask(http, request.prompt, request.max_tokens, answer))
+    limit = {} if request.budget is None else {"thinking_token_budget": request.budget}
+    work = asyncio.create_task(ask(http, request.prompt, request.max_tokens, answer, **limit))
     return answer, await _stay(work, request.leaves_after)
 
 

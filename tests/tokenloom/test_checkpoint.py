@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from tokenloom import checkpoint
 from tokenloom.checkpoint import CheckpointInfo
@@ -61,13 +63,25 @@ def test_the_demo_model() -> None:
     assert info.chat_template == (checkpoint.DEMO_MODEL / "chat_template.jinja").read_text()
 
 
-def test_end_tokens_come_from_everywhere(model: Path) -> None:
+def test_end_tokens_of_generation_config_win(model: Path) -> None:
+    """As in transformers, whose ``generate`` stops at no others."""
     change(model / "config.json", eos_token_id=7)
     change(model / "generation_config.json", eos_token_id=[9, 8])
+    assert GenerationConfig.from_pretrained(model).eos_token_id == [9, 8]
+    assert CheckpointInfo.load(model).eos_token_ids == (8, 9)
+    change(model / "generation_config.json", eos_token_id=5)
+    assert CheckpointInfo.load(model).eos_token_ids == (5,)
+
+
+def test_without_end_tokens_in_generation_config_the_others_count(model: Path) -> None:
+    change(model / "config.json", eos_token_id=7)
+    change(model / "generation_config.json", eos_token_id=None)
     change(model / "tokenizer_config.json", eos_token=None)
     change(model / "special_tokens_map.json", eos_token={"content": "<|im_end|>"})
     end = checkpoint.load_tokenizer(model).token_to_id("<|im_end|>")
-    assert CheckpointInfo.load(model).eos_token_ids == tuple(sorted({7, 8, 9, end}))
+    assert CheckpointInfo.load(model).eos_token_ids == tuple(sorted({7, end}))
+    (model / "generation_config.json").unlink()
+    assert CheckpointInfo.load(model).eos_token_ids == tuple(sorted({7, end}))
 
 
 def test_sampling_defaults(model: Path) -> None:
@@ -111,6 +125,61 @@ def test_wrong_end_tokens_are_named(model: Path, value: object) -> None:
     change(model / "config.json", eos_token_id=value)
     with pytest.raises(InvalidArgument, match=r"config\.json: eos_token_id"):
         CheckpointInfo.load(model)
+
+
+NEW_TEXTS = ["a <tool> b", "<|extra|>hi", "x <TOOL>", "the<|extra|> <tool>", "<|im_end|> <tool>"]
+
+
+def add_to_tokenizer_config(model: Path, ids: range) -> None:
+    flags = {"lstrip": False, "normalized": True, "rstrip": True, "single_word": False, "special": False}
+    special = {"lstrip": True, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    entries = {ids[1]: {"content": "<|extra|>", **special}, ids[0]: {"content": "<tool>", **flags}}
+    change(model / "tokenizer_config.json", added_tokens_decoder=entries)
+
+
+def add_in_a_file(model: Path, ids: range) -> None:
+    (model / "added_tokens.json").write_text(json.dumps({"<|extra|>": ids[1], "<tool>": ids[0]}))
+    change(model / "special_tokens_map.json", pad_token="<|extra|>")
+    # Newer than a special_tokens_map.json, and without what it says, would win.
+    change(model / "tokenizer_config.json", added_tokens_decoder=None, pad_token=None)
+
+
+@pytest.mark.parametrize("add", [add_to_tokenizer_config, add_in_a_file])
+def test_added_tokens_are_those_of_transformers(model: Path, add: Callable[[Path, range], None]) -> None:
+    before = checkpoint.load_tokenizer(model)
+    size = before.get_vocab_size(with_added_tokens=True)
+    add(model, range(size, size + 2))
+    tokenizer, reference = checkpoint.load_tokenizer(model), PreTrainedTokenizerFast.from_pretrained(model)
+    assert (tokenizer.token_to_id("<tool>"), tokenizer.token_to_id("<|extra|>")) == (size, size + 1)
+    for text in NEW_TEXTS:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == reference.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+    assert tokenizer.encode(NEW_TEXTS[0]).ids != before.encode(NEW_TEXTS[0]).ids
+
+
+def test_a_token_of_the_vocabulary_may_be_added_as_special(model: Path) -> None:
+    tokenizer = checkpoint.load_tokenizer(model)
+    word, token_id = next(
+        (text, i) for text, i in sorted(tokenizer.get_vocab().items()) if text.isalpha() and len(text) > 2
+    )
+    entry = {"content": word, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    change(model / "tokenizer_config.json", added_tokens_decoder={str(token_id): {**entry, "special": True}})
+    changed, reference = checkpoint.load_tokenizer(model), PreTrainedTokenizerFast.from_pretrained(model)
+    ids = changed.encode(f"a{word}b", add_special_tokens=False).ids
+    assert ids == reference.encode(f"a{word}b", add_special_tokens=False)
+    assert token_id in ids
+    assert changed.get_added_tokens_decoder()[token_id].special
+
+
+def test_added_tokens_that_do_not_fit_are_named(model: Path) -> None:
+    (model / "added_tokens.json").write_text(json.dumps({"<tool>": 100_000}))
+    change(model / "tokenizer_config.json", added_tokens_decoder=None)
+    with pytest.raises(InvalidArgument, match=r"added_tokens\.json: token '<tool>' must have id \d+, .* not 100000"):
+        checkpoint.load_tokenizer(model)
+    change(model / "tokenizer_config.json", added_tokens_decoder={"x": {"content": "<tool>"}})
+    with pytest.raises(InvalidArgument, match="added_tokens_decoder cannot be read"):
+        checkpoint.load_tokenizer(model)
 
 
 def test_tokenizer_fingerprint(model: Path) -> None:

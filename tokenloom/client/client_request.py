@@ -15,6 +15,7 @@ from .tool_calls import write_call, write_choice, write_tools
 
 _OF_TABLE = frozenset(GenerationFields.__struct_fields__)
 _KNOWN = frozenset({"model", *Options.__struct_fields__})
+_OF_BEAMS = frozenset({"use_beam_search", "length_penalty"})
 _OF_CHATS = frozenset(ChatOptions.__struct_fields__) - _KNOWN
 
 
@@ -50,6 +51,8 @@ def check_streamed(request: inference_pb2.GenerateRequest) -> None:
     """Refuse options that streams do not support. Raises ``InvalidArgument``."""
     if request.sampling_params.HasField("prompt_logprobs"):
         raise InvalidArgument("prompt_logprobs are not available in a stream", "prompt_logprobs")
+    if request.HasField("beam_search"):
+        raise InvalidArgument("use_beam_search is not available in a stream", "use_beam_search")
 
 
 def _message(message: Message) -> inference_pb2.ChatMessage:
@@ -66,15 +69,30 @@ def _request(options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
             raise TypeError(f"{name!r} is not an option; expected {', '.join(sorted(_KNOWN))}")
         if name in SAMPLING_NAMES:
             sampling[name] = value
-        elif value is not None:
+        elif value is not None and name not in _OF_BEAMS:
             _set(request, "user_request_id" if name == "request_id" else name, value)
     request.sampling_params.CopyFrom(narrow_sampling(sampling))
+    _set_beam_search(request, options)
     # The prompt's log probabilities are returned by token id.
     request.return_prompt_token_ids |= request.sampling_params.HasField("prompt_logprobs")
     return request
 
 
-def _set(message: inference_pb2.GenerateRequest | inference_pb2.ChatPrompt, name: str, value: object) -> None:
+def _set_beam_search(request: inference_pb2.GenerateRequest, options: Mapping[str, Any]) -> None:
+    penalty = options.get("length_penalty")
+    if options.get("use_beam_search"):
+        request.beam_search.SetInParent()
+        if penalty is not None:
+            _set(request.beam_search, "length_penalty", penalty)
+    elif penalty is not None:
+        raise InvalidArgument("length_penalty needs use_beam_search", "length_penalty")
+
+
+def _set(
+    message: inference_pb2.GenerateRequest | inference_pb2.ChatPrompt | inference_pb2.BeamSearch,
+    name: str,
+    value: object,
+) -> None:
     value = narrow(name, value) if name in _OF_TABLE else value
     try:
         if isinstance(value, list):

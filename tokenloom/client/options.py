@@ -37,6 +37,10 @@ class Options(GenerationFields, kw_only=True):
     add_special_tokens: bool = True
     return_prompt_token_ids: bool = False
     return_timeline: bool = False
+    use_beam_search: bool = False
+    """Search the ``n`` likeliest outputs instead of sampling; not in streams and sessions."""
+    length_penalty: float | None = None
+    """With ``use_beam_search``: exponent of the length by which scores are divided; default 1."""
     priority: int = 0
     request_id: str = ""
     """Echoed in the call's metadata and in logs; never an identity."""

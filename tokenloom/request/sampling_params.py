@@ -42,13 +42,23 @@ class RepetitionDetectionParams(Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class StructuredOutputsParams(Struct, kw_only=True):
-    """Constrains the output; exactly one constraint must be set."""
+    """Constrains the output; exactly one constraint must be set, whose blanks the last two fields choose."""
 
     json: Annotated[str | Mapping[str, Any] | None, Meta(description="A JSON schema, or its source.")] = None
     regex: Annotated[str | None, Meta(description="A regular expression that the whole text matches.")] = None
     choice: Annotated[Sequence[str] | None, Meta(description="The texts to choose from.")] = None
     grammar: Annotated[str | None, Meta(description="A context-free grammar in EBNF.")] = None
     json_object: Annotated[bool | None, Meta(description="True: any JSON object.")] = None
+    structural_tag: Annotated[
+        str | Mapping[str, Any] | None,
+        Meta(description="A structural tag, or its JSON source: constraints on parts of the text, such as calls."),
+    ] = None
+    whitespace_pattern: Annotated[
+        str | None, Meta(description="With json or json_object: a regular expression for blanks between two tokens.")
+    ] = None
+    disable_any_whitespace: Annotated[
+        bool | None, Meta(description="With json or json_object: true allows no blanks between tokens.")
+    ] = None
 
 
 class SamplingFields(Struct, kw_only=True):

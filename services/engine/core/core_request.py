@@ -16,6 +16,7 @@ from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
 from tokenloom.request.narrowing import rows
 from tokenloom.request.prompt_embeds import check_embeds
 from tokenloom.request.sampling_params import RepetitionDetectionParams, SamplingFields
+from tokenloom.request.structural_tags import current_form
 from tokenloom.v1 import engine_pb2, types_pb2
 
 LEASE_ID_BYTES = 16
@@ -104,8 +105,11 @@ def _read_bad_words(words: Iterable[types_pb2.TokenIds]) -> tuple[tuple[int, ...
 
 def _read_structured_outputs(constraint: types_pb2.StructuredOutputs) -> StructuredOutput:
     kind = GrammarKind(constraint.WhichOneof("constraint"))
-    if kind is GrammarKind.JSON_OBJECT:
-        return StructuredOutput(kind)
+    if kind in (GrammarKind.JSON, GrammarKind.JSON_OBJECT):
+        pattern = constraint.whitespace_pattern if constraint.HasField("whitespace_pattern") else None
+        return StructuredOutput(kind, constraint.json, pattern, constraint.disable_any_whitespace)
+    if kind is GrammarKind.STRUCTURAL_TAG:
+        return StructuredOutput(kind, current_form(constraint.structural_tag))
     if kind is GrammarKind.CHOICE:
         return StructuredOutput(kind, json.dumps(list(constraint.choice.texts)))
     return StructuredOutput(kind, getattr(constraint, kind))

@@ -18,6 +18,8 @@ from ..mesh.mesh_view import MeshLoad, MeshView
 from ..mesh.output_link import Cancel, OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics, RequestWatch
+from .beam_outputs import BeamTexts
+from .beam_run import BeamRun
 from .job import Chat, Job
 from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared, Preparer
@@ -64,7 +66,7 @@ class Generation:
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self._prepared = prepared
-        self._collector = Collector(self.num_outputs)
+        self._collector: Collector | BeamRun = Collector(self.num_outputs)
         self._cancels: list[Cancel] = []
         self._watch = RequestWatch(metrics, sum(map(len, self.prompts)), self.num_outputs, prepared.started_ns)
 
@@ -105,12 +107,21 @@ class Generation:
 
     def submit(self, pool: OutputPool, *, timeout: float) -> None:
         """Send every prompt to an output processor. ``timeout``: seconds for the whole request."""
+        collector = self._collector
+        assert isinstance(collector, Collector), "a beam search submits its steps itself"
         left_ns = max(self._prepared.started_ns + round(timeout * 1e9) - time.monotonic_ns(), 0)
         submits = self._prepared.submits
         for index, submit in enumerate(submits):
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
-            self._cancels.append(pool.submit(submit, self._collector, index * self.num_samples))
+            self._cancels.append(pool.submit(submit, collector, index * self.num_samples))
+
+    def search(self, pool: OutputPool, texts: BeamTexts, *, timeout: float) -> None:
+        """Search the outputs of every prompt with beams, while the caller takes them. ``timeout``: as in `submit`."""
+        deadline_ns = self._prepared.started_ns + round(timeout * 1e9)
+        run = BeamRun(self._prepared, self.request_id, pool, texts, deadline_ns=deadline_ns)
+        self._collector = run
+        self._cancels.append(run.cancel)
 
     async def take(self, outlet: Outlet | None = None) -> list[Delta]:
         """Wait for output and return at most one delta for each output. Raises what ended the request early.
@@ -167,6 +178,7 @@ class Generator:
         self._preparer = Preparer(tokenizers, mesh, most_urgent_priority)
         self._mesh = mesh
         self._outputs = outputs
+        self._texts = BeamTexts(tokenizers)
         self._metrics = metrics
         self._max_live = max_live
         self._default_timeout = default_timeout
@@ -201,7 +213,10 @@ class Generator:
                     if trace is not None:
                         trace.outcome = generation
                     try:
-                        generation.submit(self._outputs, timeout=timeout)
+                        if job.beam_search is None:
+                            generation.submit(self._outputs, timeout=timeout)
+                        else:
+                            generation.search(self._outputs, self._texts, timeout=timeout)
                         await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                         yield generation
                     finally:

@@ -28,6 +28,14 @@ class EmbedsPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """How to search for the likeliest outputs instead of sampling."""
+
+    length_penalty: float = 1.0
+    """Exponent of the length by which scores are divided."""
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A request whose form has been checked, but not yet its values against the model's limits."""
 
@@ -43,6 +51,8 @@ class Job:
     """The client's; a lower one runs first. The gateway may raise it."""
     num_samples: int = 1
     """Outputs of each prompt."""
+    beam_search: BeamOptions | None = None
+    """Search with ``num_samples`` beams; None: sample."""
     bad_words: Sequence[str] = ()
     """Texts that must not appear in the output."""
     truncate_prompt_tokens: int | None = None

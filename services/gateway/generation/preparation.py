@@ -15,6 +15,7 @@ from tokenloom.v1 import output_processor_pb2, tokenizer_pb2, types_pb2
 
 from ..mesh.mesh_view import MeshView
 from ..mesh.tokenizer_client import TokenizerClient
+from .beam_plan import BeamPlan, plan_beams
 from .job import Chat, EmbedsPrompt, Job
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
@@ -37,6 +38,8 @@ class Prepared:
     """Whether a constraint applies from the first token of the outputs, reasoning included."""
     started_ns: int
     tokenize_ns: int
+    beams: BeamPlan | None = None
+    """How to search; None: the outputs are sampled."""
 
 
 class Preparer:
@@ -56,6 +59,7 @@ class Preparer:
         if info is None or limits is None:
             raise errors.Unavailable("no engine is serving yet; retry")
         sampling = _resolve(job, info, limits)
+        beams = None if job.beam_search is None else plan_beams(job, job.beam_search, limits)
         prompts = await self._encode(job, sampling, limits, info.max_token_bytes)
         if job.bad_words:
             await self._forbid(job.bad_words, sampling, limits)
@@ -66,7 +70,7 @@ class Preparer:
             submits.append(_submit(job, prompt, sampling, limits, info.default_sampling_params.max_tokens, priority))
         texts = await self._texts(job, prompts) if job.echo else ()
         is_constrained = sampling.HasField("structured_outputs") and limits.reasoning != types_pb2.REASONING_MODE_FREE
-        return Prepared(submits, texts, _opens_reasoning(prompts[0]), is_constrained, started_ns, tokenize_ns)
+        return Prepared(submits, texts, _opens_reasoning(prompts[0]), is_constrained, started_ns, tokenize_ns, beams)
 
     async def _encode(
         self, job: Job, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, max_token_bytes: int
@@ -117,7 +121,8 @@ def _resolve(
     sampling.MergeFrom(job.sampling)
     if job.text.stop:
         validation.check_text(job.text)
-    validation.check_sampling(sampling, limits, job.num_samples)
+    # The samples of a beam search differ although they are not drawn.
+    validation.check_sampling(sampling, limits, job.num_samples if job.beam_search is None else 1)
     if job.priority:
         validation.check_priority(job.priority, limits)
     if not sampling.HasField("seed"):

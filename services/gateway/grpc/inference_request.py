@@ -4,12 +4,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from google.protobuf.message import Message
+
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan
-from ..generation.job import Chat, EmbedsPrompt, Job
+from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
 from .chat_prompt import read_chat_prompt
 
 
@@ -61,6 +63,7 @@ def _job(
         ignore_eos=request.ignore_eos,
         priority=request.priority,
         num_samples=request.n or 1,
+        beam_search=_beam_search(request),
         bad_words=request.bad_words,
         truncate_prompt_tokens=_optional(request, "truncate_prompt_tokens"),
         add_special_tokens=_optional(request, "add_special_tokens") is not False,
@@ -68,7 +71,16 @@ def _job(
     )
 
 
-def _optional(request: inference_pb2.GenerateRequest, name: str) -> Any:
+def _beam_search(request: inference_pb2.GenerateRequest) -> BeamOptions | None:
+    if not request.HasField("beam_search"):
+        return None
+    if request.return_timeline:
+        raise InvalidArgument("return_timeline is not available with beam search", "return_timeline")
+    penalty = _optional(request.beam_search, "length_penalty")
+    return BeamOptions() if penalty is None else BeamOptions(penalty)
+
+
+def _optional(request: Message, name: str) -> Any:
     """Return a field; None when the client did not set it."""
     return getattr(request, name) if request.HasField(name) else None
 
@@ -89,6 +101,8 @@ class InputSession:
             raise InvalidArgument(f"a turn of a session must be text or token_ids, not {kind}", kind)
         if request.n > 1:
             raise InvalidArgument("n must be 1 in a session: only one output can be continued", "n")
+        if request.HasField("beam_search"):
+            raise InvalidArgument("beam_search is not supported in a session", "beam_search")
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
         job, _ = read_request(request, plans, timeout)

@@ -47,9 +47,12 @@ def read_inference(request: pb.ModelInferRequest, api: CompletionsApi, time_rema
     job, options = api.read(body)
     if options.echo_only:
         raise InvalidArgument("max_tokens must be at least 1", "max_tokens")
+    stream = _flag(inputs, "stream", default=False)
+    if stream and job.beam_search is not None:
+        raise InvalidArgument("stream is not available with use_beam_search", "stream")
     return Inference(
         replace(job, prompt_field="text_input", timeout=_sooner(time_remaining, timeout)),
-        stream=_flag(inputs, "stream", default=False),
+        stream=stream,
         outputs=_outputs(request),
         raw=bool(request.raw_input_contents),
     )

@@ -14,7 +14,7 @@ from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_int, narr
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
-from ..generation.job import Chat, EmbedsPrompt, Job
+from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
 from ..openapi.request_schemas import CommonFields, StreamOptions
 from .response_format import read_response_format
 
@@ -39,8 +39,6 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[object, ...]] = {
     "prediction": (None,),
     "prompt_embeds": (None,),
     "extra_args": (None, {}),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
     "continue_final_message": (None, False),
     "chat_template": (None,),
     "documents": (None, []),
@@ -191,10 +189,23 @@ def make_job(
         ignore_eos=bool(fields.ignore_eos),
         priority=fields.priority or 0,
         num_samples=1 if fields.n is None else narrow("n", fields.n),
+        beam_search=_beam_search(fields),
         bad_words=fields.bad_words or (),
         truncate_prompt_tokens=None if keep is None else narrow_int("truncate_prompt_tokens", keep, -1, 2**32 - 1),
         **own,
     )
+
+
+def _beam_search(fields: CommonFields) -> BeamOptions | None:
+    """Return how to search; None: the outputs are sampled."""
+    if not fields.use_beam_search:
+        if fields.length_penalty not in (None, 1.0):
+            raise errors.InvalidArgument("length_penalty needs use_beam_search", "length_penalty")
+        return None
+    for name in ("stream", "return_timeline"):
+        if getattr(fields, name):
+            raise errors.InvalidArgument(f"{name} is not available with use_beam_search", name)
+    return BeamOptions() if fields.length_penalty is None else BeamOptions(fields.length_penalty)
 
 
 def stop_strings(fields: CommonFields) -> list[str]:

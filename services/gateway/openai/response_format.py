@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 
 from tokenloom.request.errors import InvalidArgument
-from tokenloom.request.output_constraints import check_structured_outputs, json_schema_constraint
+from tokenloom.request.output_constraints import (
+    check_structured_outputs,
+    json_schema_constraint,
+    structural_tag_constraint,
+)
 from tokenloom.v1 import types_pb2
 
 FIELD = "response_format"
-_TYPES = ("text", "json_object", "json_schema")
+_TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
 def read_response_format(value: object) -> types_pb2.StructuredOutputs | None:
@@ -24,6 +28,10 @@ def read_response_format(value: object) -> types_pb2.StructuredOutputs | None:
         return None
     if kind == "json_object":
         return types_pb2.StructuredOutputs(json_object=True)
+    if kind == "structural_tag":
+        constraint = structural_tag_constraint(dict(value), FIELD)
+        check_structured_outputs(constraint, FIELD)
+        return constraint
     if kind != "json_schema":
         raise InvalidArgument(f"{FIELD}: type must be one of {', '.join(_TYPES)}, not {kind!r:.64}", FIELD)
     wrapped = value.get("json_schema")

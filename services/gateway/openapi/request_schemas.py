@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from tokenloom.request.beam_search import MAX_LENGTH_PENALTY
 from tokenloom.request.sampling_params import GenerationFields
 
 from .constraints import INTEGER, INTEGER_OR_FALSE, PROMPT, TOOL, TOOL_CHOICE, TURN
@@ -50,13 +51,21 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
     response_format: Annotated[
         Any,
         Meta(
-            description='{"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": …}}.',
+            description='{"type": "text" | "json_object" | "json_schema" | "structural_tag", "json_schema": '
+            '{"schema": …}}; a structural_tag has a format, or structures and triggers.',
             extra_json_schema={"anyOf": [{"type": "object"}, {"type": "null"}]},
         ),
     ] = None
     priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None,
         Meta(description="Lower runs first, if engines schedule by priority."),
+    ] = None
+    use_beam_search: Annotated[
+        bool | None, Meta(description="Search the n likeliest outputs instead of sampling; not in streams.")
+    ] = None
+    length_penalty: Annotated[
+        Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None,
+        Meta(description="With use_beam_search: exponent of the length by which scores are divided; default 1."),
     ] = None
     # Described in the table of sampling parameters:
     stop: str | list[str] | None = None

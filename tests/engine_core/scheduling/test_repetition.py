@@ -1,5 +1,6 @@
 """Tests the detection of repetition at the end of an output against a simple reference."""
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -33,9 +34,10 @@ def test_found_exactly_where_it_is(output, sizes, min_count):
     assert is_repeating(prompt + output, len(prompt), detection) == reference(output, detection)
 
 
-def make_request(accepted, max_tokens=50):
+def make_request(accepted, max_tokens=50, min_tokens=0):
     params = SamplingParams(
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
         seed=0,
         repetition_detection=RepetitionDetectionParams(max_pattern_size=3, min_pattern_size=1, min_count=3),
     )
@@ -50,6 +52,15 @@ def test_a_request_that_repeats_itself_ends_so():
     assert outputs[2].stop_token_id is None
     assert not core.has_requests()
     assert core.scheduler.kv.pool.num_free == core.ready.num_kv_blocks
+
+
+@pytest.mark.parametrize(("min_tokens", "num_tokens"), [(2, 3), (3, 3), (7, 7)])
+def test_a_request_does_not_end_below_min_tokens(min_tokens, num_tokens):
+    core = make_core(vocab_size=1)
+    core.add_request(make_request([], min_tokens=min_tokens))
+    outputs = [core.step().outputs[0] for _ in range(num_tokens)]
+    reasons = [output.finish_reason for output in outputs]
+    assert reasons == [None] * (num_tokens - 1) + [FinishReason.REPETITION]
 
 
 def test_tokens_of_an_earlier_attempt_count():

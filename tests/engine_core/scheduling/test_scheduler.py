@@ -3,7 +3,7 @@ import pytest
 from tests.engine_core.helpers import make_request
 from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.scheduling.planned_steps import make_scheduler, step
-from tokenloom.engine_core.wire.messages import FinishReason, PrefillStats
+from tokenloom.engine_core.wire.messages import FinishReason, LogitsStats, PrefillStats
 from tokenloom.engine_core.wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -243,10 +243,13 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, object], mess
         make_scheduler(**settings)  # type: ignore[arg-type]
 
 
-def test_nan_logits_are_reported_with_the_token_drawn_from_them() -> None:
+def test_what_the_worker_saw_in_the_logits_comes_with_the_token_drawn_from_them() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", [1]))
     scheduler.add_request(make_request("b", [2]))
     scheduled = scheduler.schedule()
-    result = ModelRunnerOutput(["a", "b"], [[50], [51]], num_nans_in_logits={"b": 7})
-    assert [output.num_nans_in_logits for output in scheduler.update_from_output(scheduled, result)] == [0, 7]
+    stats = LogitsStats(3.0, -2.0, 0.5, 1.0)
+    result = ModelRunnerOutput(["a", "b"], [[50], [51]], num_nans_in_logits={"b": 7}, logits_stats={"a": stats})
+    outputs = scheduler.update_from_output(scheduled, result)
+    assert [output.num_nans_in_logits for output in outputs] == [0, 7]
+    assert [output.logits_stats for output in outputs] == [stats, None]

@@ -72,7 +72,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 def start(kind: GrammarKind, source: str = "") -> Grammar:
     """Return a grammar at the beginning of an output, made as for a request."""
-    return backend().load(backend().prepare(kind, source)).start()
+    return backend().load(backend().prepare(StructuredOutput(kind, source))).start()
 
 
 def allowed(grammar: Grammar) -> set[int]:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine_core.structured_output.helpers import backend, tokenizer
 from tokenloom.engine_core.structured_output.json_schema import close_objects
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 NAMED: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLOSED = {**NAMED, "additionalProperties": False}
@@ -61,7 +61,7 @@ def test_a_schema_that_combines_parts_is_unchanged(schema: dict[str, Any]) -> No
 
 def test_no_other_property_may_be_written() -> None:
     compiler = backend()
-    grammar = compiler.load(compiler.prepare(GrammarKind.JSON, json.dumps(NAMED))).start()
+    grammar = compiler.load(compiler.prepare(StructuredOutput(GrammarKind.JSON, json.dumps(NAMED)))).start()
     for text, follows in (('{"a": 5}', True), ('{"a": 5, "b": 6}', False), ('{"b": 6', False)):
         ids = tokenizer().encode(text).ids
         assert (grammar.validate_tokens(ids) == len(ids)) is follows, text

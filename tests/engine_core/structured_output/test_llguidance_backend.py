@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.engine_core.structured_output.helpers import EOS, PERSON, allowed, backend, encode, start
 from tokenloom.engine_core.structured_output.grammar_backend import GrammarError
-from tokenloom.engine_core.wire.core_sampling_params import GrammarKind
+from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
 
 GBNF = 'root ::= "a" ("b" | [c-d])* "e"'
 LARK = 'start: "a" /[bcd]*/ "e"'
@@ -54,7 +54,7 @@ def test_going_back_is_as_if_it_had_never_gone() -> None:
 
 
 def test_outputs_of_one_grammar_do_not_meet() -> None:
-    compiled = backend().load(backend().prepare(GrammarKind.REGEX, "ab"))
+    compiled = backend().load(backend().prepare(StructuredOutput(GrammarKind.REGEX, "ab")))
     one, other = compiled.start(), compiled.start()
     before = allowed(other)
     one.accept_tokens(encode("ab"))
@@ -78,7 +78,7 @@ def test_outputs_of_one_grammar_do_not_meet() -> None:
 )
 def test_an_invalid_grammar_is_explained(kind: GrammarKind, source: str, words: str) -> None:
     with pytest.raises(GrammarError, match=words) as caught:
-        backend().prepare(kind, source)
+        backend().prepare(StructuredOutput(kind, source))
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)
 
@@ -86,7 +86,7 @@ def test_an_invalid_grammar_is_explained(kind: GrammarKind, source: str, words: 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1), min_size=1))
 def test_any_texts_may_be_chosen_from(texts: list[str]) -> None:
-    prepared = backend().prepare(GrammarKind.CHOICE, json.dumps(texts))
+    prepared = backend().prepare(StructuredOutput(GrammarKind.CHOICE, json.dumps(texts)))
     for text in texts:
         grammar = backend().load(prepared).start()
         grammar.accept_tokens(encode(text))

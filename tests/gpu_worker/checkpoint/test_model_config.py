@@ -75,6 +75,22 @@ def test_dtype(load: Load, declared: dict[str, Any], asked: str, expected: torch
     assert load(LLAMA, asked, **declared).dtype == expected
 
 
+@pytest.mark.parametrize("base", [LLAMA, architecture("Mistral"), architecture("Qwen2"), architecture("Qwen3")])
+def test_layers_that_all_see_everything_are_let_through(load: Load, base: dict[str, Any]) -> None:
+    assert load(base, layer_types=["full_attention"] * 4) == load(base)
+
+
+def test_float16_is_served_as_bfloat16_with_a_warning(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(LLAMA, dtype="float16").dtype == torch.bfloat16
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "float16" in record.getMessage()
+    assert "float32" in record.getMessage()
+    caplog.clear()
+    assert load(LLAMA, "float32", dtype="float16").dtype == torch.float32
+    assert not caplog.records
+
+
 def test_dtype_of_the_weights_when_none_is_declared(save_checkpoint: Any, edit_config: Any) -> None:
     path = save_checkpoint("llama", dtype=torch.bfloat16)
     edit_config(path, dtype=...)
@@ -143,7 +159,14 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "quantization": (LLAMA, {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "unknown entry": (LLAMA, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30.0"),
     "another family's entry": (LLAMA, {"sliding_window": 64}, "sliding_window"),
-    "mistral by layer": (architecture("Mistral"), {"layer_types": ["full_attention"] * 4}, "layer_types"),
+    "window that layers contradict": (
+        architecture("Mistral"),
+        {"layer_types": ["full_attention"] * 4, "sliding_window": 64},
+        "layer_types",
+    ),
+    "llama by layer": (LLAMA, {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "layer_types"),
+    "mistral by layer": (architecture("Mistral"), {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "too few kinds of llama's": (LLAMA, {"layer_types": ["full_attention"] * 3}, "layer_types"),
     "bias that qwen2 has not": (architecture("Qwen2"), {"attention_bias": True}, "attention_bias"),
     "activation": (LLAMA, {"hidden_act": "xielu"}, "hidden_act"),
     "rope type": (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "type must be one of"),
@@ -158,7 +181,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "window that is off": (architecture("Qwen3"), {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
     "cross attention": (GPT2, {"add_cross_attention": True}, "add_cross_attention"),
     "encoder-decoder": (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),
-    "dtype": (LLAMA, {"dtype": "float16"}, "float16"),
+    "dtype": (LLAMA, {"dtype": "float64"}, "float64"),
     "no heads": (LLAMA, {"num_attention_heads": 0}, "num_attention_heads"),
     "uneven heads": (LLAMA, {"num_key_value_heads": 3}, "num_key_value_heads"),
     "odd head size": (LLAMA, {"head_dim": 15}, "head_dim"),

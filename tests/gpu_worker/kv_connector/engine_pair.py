@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, KVConfig, SchedulerConfig, WorkerConfig
@@ -49,7 +49,7 @@ class Engine:
         self,
         transports: list[KVTransport],
         make_executor: MakeExecutor = uni,
-        worker: str = "model",
+        worker: Literal["model", "hash"] = "model",
         **kv: Any,
     ) -> None:
         names = tuple(transport.name for transport in transports)
@@ -57,7 +57,11 @@ class Engine:
             worker=WorkerConfig(model=MODEL, dtype="float32", num_threads=1, worker=worker),
             cache=CacheConfig(num_blocks=120),
             scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512),
-            kv=KVConfig(transports=names, checksum=True, **kv),
+            kv=KVConfig(
+                transports=names,  # type: ignore[arg-type]
+                checksum=True,
+                **kv,
+            ),
         )
         self.transport = names[0] if names else ""
         kv_parts = make_core_kv(config, transports)

@@ -1,5 +1,8 @@
+import dataclasses
 import gzip
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -110,15 +113,45 @@ def test_the_profiled_step_fills_the_budget_with_as_many_draws_as_fit(max_model_
     profiled = []
     worker._make_runner = lambda num_blocks, memory=None: RunnerThatNotes(num_blocks, profiled)
     worker.determine_available_memory()
-    assert profiled == [(sum(-(-length // 16) for length in expected), expected)]
+    num_blocks = sum(-(-length // 16) for length in expected)
+    assert profiled == [(num_blocks, [1], None), (num_blocks, expected, 3)]
 
 
 class RunnerThatNotes:
     def __init__(self, num_blocks, notes):
         self._num_blocks, self._notes = num_blocks, notes
 
-    def dummy_run(self, query_lens, block_size):
-        self._notes.append((self._num_blocks, query_lens))
+    def dummy_run(self, query_lens, block_size, num_layers=None):
+        self._notes.append((self._num_blocks, query_lens, num_layers))
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [((None,), 3), ((None,) * 6, 3), ((8, 8, 8, None, 8), 4), ((None, 8, 8), 3), ((8, 4, None), 3)],
+)
+def test_the_profiled_layers_include_every_window(monkeypatch, windows, expected):
+    worker = make_worker()
+    worker.load_model()
+    config = dataclasses.replace(worker._model.config, sliding_windows=windows)
+    monkeypatch.setattr(worker._model, "config", config)
+    assert worker._num_differing_layers() == expected
+
+
+def test_the_first_layers_need_as_much_memory_as_all():
+    """Beyond the weights; in a process without memory that others freed."""
+    code = """
+from tests.gpu_worker.platform.test_cpu_worker import SchedulerConfig, make_worker, memory
+worker = make_worker(None, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=2048), num_threads=1)
+worker.load_model()
+runner = worker._make_runner(num_blocks=128)
+runner.dummy_run([1], 16)
+for num_layers in (3, None):
+    print(memory.peak_of(lambda: runner.dummy_run([256] * 8, 16, num_layers)))
+    memory.return_freed()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    few, every = map(int, done.stdout.split())
+    assert few == pytest.approx(every, rel=0.3)
 
 
 def test_buffers_are_sized_by_the_context_that_fits():
@@ -144,9 +177,9 @@ def test_warm_up_covers_the_sizes_that_will_run(blocks, context, profiles, decod
     steps, draws = [], []
     run, draw = ModelRunner.dummy_run, ModelRunner.dummy_sample
 
-    def note_run(runner, query_lens, block_size):
+    def note_run(runner, query_lens, block_size, num_layers=None):
         steps.append(query_lens)
-        return run(runner, query_lens, block_size)
+        return run(runner, query_lens, block_size, num_layers)
 
     def note_draw(runner, logits, params):
         draws.append((len(logits), params.temperature))
@@ -159,8 +192,9 @@ def test_warm_up_covers_the_sizes_that_will_run(blocks, context, profiles, decod
     if profiles:
         worker.determine_available_memory()
     report = worker.initialize_kv_cache(KVCacheConfig(blocks, context))
-    assert [len(step) for step in steps if set(step) == {1}] == decode
-    (largest,) = [step for step in steps if set(step) != {1}]
+    first, largest, *others = steps
+    assert first == [1]
+    assert [len(step) for step in others if set(step) == {1}] == decode
     assert sum(largest) == prefill
     assert max(largest) <= context
     assert draws == [*((batch, 0.0) for batch in decode), (1, 1.0)]
@@ -187,7 +221,8 @@ def test_four_engines_of_a_host_get_a_quarter_each(monkeypatch):
     plans = []
     for engines in (1, 4):
         worker = make_worker(engines_on_host=engines)
-        step = peak - 128 * worker.load_model().kv_bytes_per_token  # the blocks of a step lie in the pool
+        kv_bytes = 128 * worker.load_model().kv_bytes_per_token  # the blocks of a step lie in the pool
+        step = peak - kv_bytes * 3 // worker._model.config.num_layers
         plans.append(worker.determine_available_memory())
     assert plans == [(free - step) // 2, (free - 4 * step) // 2 // 4]
 

@@ -1,7 +1,7 @@
 import numpy as np
 
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput
-from tokenloom.gpu_worker.sampler.grammar_mask import allow_only
+from tokenloom.gpu_worker.sampler.grammar_mask import allow_only, force
 
 
 def test_only_what_the_bits_allow_is_left() -> None:
@@ -16,3 +16,13 @@ def test_only_what_the_bits_allow_is_left() -> None:
     assert np.flatnonzero(np.isfinite(logits[2])).tolist() == [0, 2]
     assert logits[2, 2] == 2 * 67 + 2
     np.testing.assert_array_equal(logits[1], untouched)
+
+
+def test_a_forced_token_is_left_whatever_was_forbidden() -> None:
+    grammar = GrammarOutput(["b"], np.zeros((1, 1), dtype=np.int32), {"b": 3})
+    logits = np.full((2, 5), -np.inf, dtype=np.float32)
+    logits[0] = np.nan
+    untouched = logits[0].copy()
+    force(grammar, ["a", "b"], logits)
+    assert np.flatnonzero(np.isfinite(logits[1])).tolist() == [3]
+    np.testing.assert_array_equal(logits[0], untouched)

@@ -68,7 +68,8 @@ async def until_running(http: httpx.AsyncClient) -> None:
 async def test_a_killed_prefill_engine(socket_dir: Path, while_: str) -> None:
     roles = {"p0": "prefill", "p1": "prefill", "d0": "decode"}
     async with running(socket_dir, roles) as (http, engines), asyncio.timeout(SOON):
-        prompt, answer = prompt_of(1000), Answer()
+        # A step takes 50 ms for 64 tokens: there is time to kill it while it prefills.
+        prompt, answer = prompt_of(2000 if while_ == "prefilling" else 1000), Answer()
         first = await ask(http, prompt_of(50), 2)  # the other one is next
         work = asyncio.create_task(ask(http, prompt, 20, answer))
         if while_ == "prefilling":

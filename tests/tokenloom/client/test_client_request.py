@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tokenloom.client import ToolCall, errors
-from tokenloom.client.client_request import chat_request, prompt_request
+from tokenloom.client.client_request import chat_request, check_streamed, prompt_request
 from tokenloom.client.options import Options
 from tokenloom.request.sampling_params import StructuredOutputsParams
 
@@ -51,8 +51,23 @@ OF_THE_REQUEST: dict[str, Any] = {
 }
 
 
+def test_beam_search() -> None:
+    assert not prompt_request("abc", {"use_beam_search": False}).HasField("beam_search")
+    plain = prompt_request("abc", {"use_beam_search": True, "n": 3})
+    assert plain.HasField("beam_search")
+    assert not plain.beam_search.HasField("length_penalty")
+    assert prompt_request("abc", {"use_beam_search": True, "length_penalty": 0}).beam_search.HasField("length_penalty")
+    with pytest.raises(errors.InvalidArgument, match="length_penalty needs use_beam_search"):
+        prompt_request("abc", {"length_penalty": 2.0})
+    with pytest.raises(errors.InvalidArgument, match="length_penalty"):
+        prompt_request("abc", {"use_beam_search": True, "length_penalty": "long"})
+    with pytest.raises(errors.InvalidArgument, match="use_beam_search is not available in a stream"):
+        check_streamed(plain)
+
+
 def test_every_option_reaches_its_field() -> None:
-    assert set(VALUES) | set(OF_THE_REQUEST) | {"request_id"} == set(Options.__struct_fields__)
+    beams = {"use_beam_search", "length_penalty"}
+    assert set(VALUES) | set(OF_THE_REQUEST) | beams | {"request_id"} == set(Options.__struct_fields__)
     request = prompt_request("abc", {"model": "m", **VALUES, **OF_THE_REQUEST, "request_id": "r"})
     assert {field.name for field, _ in request.sampling_params.ListFields()} == set(VALUES)
     assert {name: getattr(request, name) for name in OF_THE_REQUEST} == OF_THE_REQUEST

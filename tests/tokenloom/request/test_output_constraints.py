@@ -15,6 +15,7 @@ from tokenloom.request.output_constraints import (
 from tokenloom.v1 import types_pb2
 
 Constraint = types_pb2.StructuredOutputs
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -34,6 +35,13 @@ def nested(depth: int) -> dict[str, Any]:
         ({"choice": ["a", "b"]}, Constraint(choice=types_pb2.Choices(texts=["a", "b"]))),
         ({"grammar": 'root ::= "a"'}, Constraint(grammar='root ::= "a"')),
         ({"regex": "a", "disable_any_whitespace": False, "whitespace_pattern": None}, Constraint(regex="a")),
+        (
+            {"json_object": True, "disable_any_whitespace": True},
+            Constraint(json_object=True, disable_any_whitespace=True),
+        ),
+        ({"json": "{}", "whitespace_pattern": ""}, Constraint(json="{}", whitespace_pattern="")),
+        ({"structural_tag": TAG}, Constraint(structural_tag=json.dumps(TAG))),
+        ({"structural_tag": json.dumps(TAG)}, Constraint(structural_tag=json.dumps(TAG))),
     ],
 )
 def test_vllms_form_is_understood(value: dict[str, Any], wire: Constraint) -> None:
@@ -47,8 +55,20 @@ def test_vllms_form_is_understood(value: dict[str, Any], wire: Constraint) -> No
         ("json", "must be an object"),
         ({}, "exactly one of"),
         ({"regex": "a", "choice": ["a"]}, "exactly one of"),
-        ({"json": {}, "structural_tag": "x"}, "structural_tag is not supported"),
-        ({"json": {}, "whitespace_pattern": " "}, "whitespace_pattern is not supported"),
+        ({"json": {}, "structural_tag": "x"}, "exactly one of"),
+        ({"whitespace_pattern": " "}, "exactly one of"),
+        ({"json": {}, "disable_fallback": True}, "disable_fallback is not supported"),
+        (
+            {"regex": "a", "whitespace_pattern": " "},
+            "whitespace_pattern is only for json and json_object, not for regex",
+        ),
+        ({"structural_tag": TAG, "disable_any_whitespace": True}, "not for structural_tag"),
+        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "only one of"),
+        ({"json": {}, "whitespace_pattern": 3}, "whitespace_pattern must be text"),
+        ({"json": {}, "whitespace_pattern": " " * 1025}, "at most 1024"),
+        ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace must be true or false"),
+        ({"structural_tag": 5}, "must be an object of type"),
+        ({"structural_tag": "x" * MAX_SOURCE_BYTES + "y"}, "at most 32768"),
         ({"jsonn": {}}, "'jsonn' is unknown"),
         ({"json": 5}, None),
         ({"json": object()}, "not JSON"),

@@ -27,9 +27,22 @@ def test_any_object_and_a_schema() -> None:
 @pytest.mark.parametrize(
     "value",
     [
+        {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}},
+        {"type": "structural_tag", "structures": [{"begin": "<f", "schema": SCHEMA, "end": ">"}], "triggers": ["<f"]},
+    ],
+)
+def test_structural_tags(value: Any) -> None:
+    assert json.loads(sampling_params({"response_format": value}).structured_outputs.structural_tag) == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
         "json_object",
         {},
         {"type": "structural_tag"},
+        {"type": "structural_tag", "structures": [], "triggers": ["<f"]},
+        {"type": "structural_tag", "format": {"type": "const_string"}},
         {"type": "json_schema"},
         {"type": "json_schema", "json_schema": SCHEMA},
         {"type": "json_schema", "json_schema": {"schema": {"enum": list(range(2000))}}},

@@ -1,0 +1,152 @@
+"""Runs beam searches in the mesh: each step sends one request of one token for every beam of every prompt."""
+
+import time
+
+from tokenloom.request import errors
+from tokenloom.request.beam_search import Beam, BeamSearch, BeamSettings, Candidates
+from tokenloom.v1 import output_processor_pb2, types_pb2
+
+from ..mesh.collector import Collector, Delta, Outlet
+from ..mesh.output_link import Cancel, OutputPool
+from .beam_outputs import BeamTexts, logprobs_of
+from .preparation import Prepared
+
+Row = output_processor_pb2.SlotTextLogprobs
+
+
+class BeamRun:
+    """Searches the likeliest outputs of all prompts, and returns them together, each as one delta.
+
+    The requests of a step are as many as the outputs that the gateway admitted, and one step follows the other.
+    """
+
+    def __init__(
+        self, prepared: Prepared, request_id: str, pool: OutputPool, texts: BeamTexts, *, deadline_ns: int
+    ) -> None:
+        """``deadline_ns``: when the whole request must have ended, on the monotonic clock."""
+        assert prepared.beams is not None
+        self._submits = prepared.submits
+        self._num_candidates = prepared.beams.num_candidates
+        self._steps = [_one_token(submit, self._num_candidates) for submit in prepared.submits]
+        self._searches: list[BeamSearch[Row]] = [
+            BeamSearch(_settings(submit, prepared.beams.length_penalty)) for submit in prepared.submits
+        ]
+        self._request_id = request_id
+        self._pool = pool
+        self._texts = texts
+        self._deadline_ns = deadline_ns
+        self._num_steps = 0
+        self._cached_tokens = [0] * len(prepared.submits)
+        self._cancels: list[Cancel] = []  # of the present step
+        self.done = False
+        """Whether the outputs were taken."""
+
+    async def take(self, outlet: Outlet | None = None) -> list[Delta]:
+        """Search, and return all outputs. Raises what ended a step early. ``outlet`` is not used: nothing streams."""
+        while any(search.live for search in self._searches):
+            await self._step()
+        deltas = []
+        for number, (submit, search) in enumerate(zip(self._submits, self._searches, strict=True)):
+            first = number * (submit.num_samples or 1)
+            for index, beam in enumerate(search.best(), first):
+                deltas.append(await self._delta(submit, beam, index, self._cached_tokens[number]))
+        self.done = True
+        return deltas
+
+    def cancel(self) -> None:
+        """Cancel what still runs."""
+        for cancel in self._cancels:
+            cancel()
+
+    async def _step(self) -> None:
+        """Compute one token after every live beam."""
+        collector = Collector(sum(len(search.live) for search in self._searches))
+        self._cancels = []
+        for number, search in enumerate(self._searches):
+            for beam in search.live:
+                submit = self._request(number, beam)
+                self._cancels.append(self._pool.submit(submit, collector, len(self._cancels)))
+        rows = iter(await self._rows(collector))
+        for search in self._searches:
+            if search.live:
+                search.advance([self._candidates(next(rows)) for _ in search.live])
+        self._num_steps += 1
+
+    def _request(self, number: int, beam: Beam[Row]) -> output_processor_pb2.Submit:
+        submit = output_processor_pb2.Submit()
+        submit.CopyFrom(self._steps[number])
+        submit.prompt.token_ids.extend(beam.token_ids)
+        submit.request_id = f"{self._request_id}-{number}-{self._num_steps}-{len(self._cancels)}"
+        submit.timeout.FromNanoseconds(max(self._deadline_ns - time.monotonic_ns(), 0))
+        return submit
+
+    async def _rows(self, collector: Collector) -> list[Row]:
+        """Return the log probabilities that a step computed, in the order of its requests."""
+        rows: dict[int, Row] = {}
+        while not collector.done:
+            for delta in await collector.take():
+                if delta.logprobs:
+                    rows[delta.index] = delta.logprobs[0]
+                if delta.finished is not None:
+                    self._count_cached(delta.index, delta.finished)
+        if len(rows) < len(self._cancels):
+            raise errors.Unavailable("an engine aborted a step of the beam search; retry")
+        return [rows[index] for index in range(len(rows))]
+
+    def _count_cached(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
+        """Keep how much of each prompt was cached when the search began: then there is one request for each."""
+        if not self._num_steps:
+            self._cached_tokens[index] = finished.cached_tokens
+
+    def _candidates(self, row: Row) -> Candidates[Row]:
+        columns = row.logprobs
+        return Candidates(columns.token_id[: self._num_candidates], columns.logprob[: self._num_candidates], row)
+
+    async def _delta(
+        self, submit: output_processor_pb2.Submit, beam: Beam[Row], index: int, cached_tokens: int
+    ) -> Delta:
+        """Return one output. As in vLLM, the token that ended it is left out unless the client wants it."""
+        token_ids, rows = list(beam.token_ids), beam.rows
+        if beam.end_token_id is not None and not submit.text.include_stop_str_in_output:
+            token_ids, rows = token_ids[:-1], rows[:-1]
+        is_stop = beam.end_token_id is not None
+        finished = output_processor_pb2.RequestFinished(
+            reason=types_pb2.FINISH_REASON_STOP if is_stop else types_pb2.FINISH_REASON_LENGTH,
+            stop_reason=str(beam.end_token_id) if is_stop else "",
+            prompt_tokens=len(submit.prompt.token_ids),
+            completion_tokens=len(token_ids),
+            cached_tokens=cached_tokens,
+            attempts=1,
+        )
+        text = await self._texts.text_of(submit, beam.token_ids[:-1] if is_stop else beam.token_ids)
+        params = submit.sampling_params
+        logprobs = [logprobs_of(token_ids, rows, params.logprobs)] if params.HasField("logprobs") else ()
+        return Delta(index, 0, text, token_ids, finished, logprobs)
+
+
+def _one_token(submit: output_processor_pb2.Submit, num_candidates: int) -> output_processor_pb2.Submit:
+    """Return what the requests of a prompt's steps have in common: greedy, because only log probabilities count."""
+    params = submit.sampling_params
+    return output_processor_pb2.Submit(
+        prompt=submit.prompt,
+        block_hash_prefixes=submit.block_hash_prefixes,
+        sampling_params=types_pb2.SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            logprobs=max(num_candidates, params.logprobs),
+            skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+        ),
+        priority=submit.priority,
+        trace_headers=submit.trace_headers,
+    )
+
+
+def _settings(submit: output_processor_pb2.Submit, length_penalty: float) -> BeamSettings:
+    params = submit.sampling_params
+    return BeamSettings(
+        width=submit.num_samples or 1,
+        max_tokens=params.max_tokens,
+        prompt_len=len(submit.prompt.token_ids),
+        end_token_ids=frozenset(params.stop_token_ids),
+        length_penalty=length_penalty,
+    )

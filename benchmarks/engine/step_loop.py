@@ -104,6 +104,8 @@ class _Worker:
 
 
 class _Backend:
+    reads_tails = False
+
     def allocate(self, *_: Any) -> list[Any]:
         return []
 

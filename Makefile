@@ -79,7 +79,8 @@ soak: install ## run random schedules of faults, random JSON schemas, expensive 
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
 	$(BIN)/python -m tests.soak --schedules 50 --worker model
-	$(BIN)/python -m tests.soak --schedules 100 --executor mp
+	$(BIN)/python -m tests.soak --schedules 50 --executor mp
+	$(BIN)/python -m tests.soak --schedules 50 --executor mp --async-scheduling
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000

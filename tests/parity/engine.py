@@ -28,13 +28,15 @@ class Engine:
         stop_token_ids: Sequence[int] = (),
         attention_backend: str = "auto",
         device: str = "cpu",
+        dtype: str = "float32",
+        block_size: int = 16,
     ) -> None:
         worker = WorkerConfig(
-            model=str(model), device=device, dtype="float32", num_threads=1, attention_backend=attention_backend
+            model=str(model), device=device, dtype=dtype, num_threads=1, attention_backend=attention_backend
         )
         config = EngineConfig(
             worker=worker,
-            cache=CacheConfig(num_blocks=num_blocks, enable_prefix_caching=prefix_caching),
+            cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
             max_model_len=MAX_MODEL_LEN,
         )
@@ -44,6 +46,11 @@ class Engine:
         self.most_scheduled = 0
         """Requests in the largest step."""
         self._names = map(str, itertools.count())
+
+    @property
+    def attention_backend(self) -> str:
+        """The one that was chosen."""
+        return self.core.ready.numerics.split("/")[2]
 
     def generate(self, prompts: Sequence[list[int]], max_tokens: Sequence[int], **sampling: float) -> list[list[int]]:
         """All at once; greedy unless ``sampling`` says otherwise. Request i of a call has seed i."""

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,26 +65,27 @@ def demo_reference() -> Reference:
 
 def make_reference(name: str, directory: Path) -> Reference:
     """Writes a small random checkpoint (or takes the demo model) and computes the reference's tokens."""
-    return demo_reference() if name == "demo" else _reference(_save_random(name, directory))
+    return demo_reference() if name == "demo" else _reference(save_random(name, directory, **_CONFIGS[name]))
 
 
 def _reference(path: Path) -> Reference:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     eos = model.generation_config.eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return Reference(path, eos_token_ids, [_case(model, prompt) for prompt in _prompts(model.config.vocab_size)])
+    return Reference(path, eos_token_ids, [compute_case(model, prompt) for prompt in _prompts(model.config.vocab_size)])
 
 
-def _save_random(model_type: str, directory: Path) -> Path:
-    entries = _CONFIGS[model_type] if model_type == "gpt2" else {**_SHAPES, **_CONFIGS[model_type]}
-    config = transformers.AutoConfig.for_model(model_type, **entries)
+def save_random(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, **entries: Any) -> Path:
+    """Write a checkpoint with random weights of ``dtype``; ``entries`` of its configuration replace the defaults."""
+    shapes = {} if model_type == "gpt2" else _SHAPES
+    config = transformers.AutoConfig.for_model(model_type, **{**shapes, **entries})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:  # zeros and ones would hide a bias or norm that is left out
             torch.nn.init.normal_(parameter, float("norm" in name or "ln_" in name), 0.1)
     path = directory / model_type
-    model.save_pretrained(path)
+    model.to(dtype).save_pretrained(path)
     return path
 
 
@@ -98,13 +100,14 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _case(model: transformers.PreTrainedModel, prompt: list[int]) -> Case:
+def compute_case(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Case:
+    """Generate greedily, one prompt alone."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
-        max_new_tokens=NUM_TOKENS,
+        max_new_tokens=num_tokens,
         pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,

@@ -85,6 +85,9 @@ soak: install ## run random schedules of faults, random JSON schemas, expensive 
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
 
+soak-memory: install ## run four engines of one host under full load for five minutes, and compare their memory with the plan
+	$(BIN)/python -m tests.soak.memory
+
 clients: install ## run unmodified client libraries against one mesh, each in its own environment
 	$(BIN)/python -m tests.clients.run
 
@@ -116,4 +119,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels soak clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels soak soak-memory clients browser containers metrics-check gpu-check bench house help

@@ -10,14 +10,18 @@ from .control.sessions import Sessions
 from .control.sleeping import Sleeping
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
-from .kv_cache.kv_cache_config import size_kv_cache
+from .kv_cache.kv_cache_config import KVCacheConfig
+from .kv_cache.kv_cache_size import size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
-from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, WarmUp
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+_HEALTH_SECONDS = 30.0
+"""How long workers may take to answer a health check; they answer after the steps that have begun."""
 
 
 class EngineCore:
@@ -48,7 +52,7 @@ class EngineCore:
         self.sessions = Sessions(self.scheduler)
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
-        self._initialize_kv_cache(config, kv_cache.num_blocks, model.kv_bytes_per_token)
+        warm_up = self._initialize_kv_cache(config, kv_cache, model.kv_bytes_per_token)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
         self._max_in_flight = executor.max_concurrent_batches
@@ -68,6 +72,7 @@ class EngineCore:
             kv_layout=model.kv_layout,
             numerics=model.numerics,
             hidden_size=model.hidden_size,
+            warm_up=warm_up,
             finds_reasoning=config.reasoning.marks is not None,
         )
 
@@ -266,6 +271,10 @@ class EngineCore:
         """Forget all cached blocks. Does nothing and returns False while requests run that may not be preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
+    def check_health(self) -> None:
+        """Raise ``ExecutorFailedError`` if a worker fails or does not answer in time."""
+        self.executor.check_health(_HEALTH_SECONDS)
+
     def failpoints_fired(self) -> dict[str, int]:
         """Return how often each injected fault has happened."""
         return self._kv.failpoints.fired() if self._kv is not None else {}
@@ -278,12 +287,12 @@ class EngineCore:
             self._grammars.close()
         self.executor.shutdown()
 
-    def _initialize_kv_cache(self, config: EngineConfig, num_blocks: int, bytes_per_token: int) -> None:
+    def _initialize_kv_cache(self, config: EngineConfig, kv_cache: KVCacheConfig, bytes_per_token: int) -> WarmUp:
         if self._connector is None:
-            self.executor.initialize_kv_cache(num_blocks)
-            return
+            return self.executor.initialize_kv_cache(kv_cache)
         # Only the pool of an engine that others read from is mapped by them; a decode engine's is faster in huge pages.
         is_shared = bool(config.kv.transports) and config.kv.role != "decode"
-        nbytes = num_blocks * config.cache.block_size * bytes_per_token
-        self.executor.initialize_kv_cache(num_blocks, PoolSpec(nbytes, is_shared))
+        nbytes = kv_cache.num_blocks * config.cache.block_size * bytes_per_token
+        warm_up = self.executor.initialize_kv_cache(kv_cache, PoolSpec(nbytes, is_shared))
         self._connector.register_kv_caches(self.executor.kv_pool())
+        return warm_up

@@ -5,8 +5,10 @@ from typing import Protocol
 
 import msgspec
 
+from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.pool_memory import PoolMemory
 from .kv_transfer.kv_transport import KVPool
+from .wire.messages import WarmUp
 from .wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -26,6 +28,21 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Columns of prompt embeddings."""
 
 
+class FreedMemory(msgspec.Struct, frozen=True):
+    """Reports what falling asleep released, in bytes."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    kept_on_host: int = 0
+    """The copy of the weights in the host's memory, from which a GPU's worker restores them; 0 on a CPU, which reads
+    the checkpoint again."""
+
+    def __add__(self, other: "FreedMemory") -> "FreedMemory":
+        return FreedMemory(
+            self.weights + other.weights, self.kv_cache + other.kv_cache, self.kept_on_host + other.kept_on_host
+        )
+
+
 class Worker(Protocol):
     """Computes steps. One thread calls load, determine, initialize, then execute and sample for each step."""
 
@@ -35,10 +52,11 @@ class Worker(Protocol):
     def determine_available_memory(self) -> int:
         """Return how many bytes the KV pool may take, after a profile run with the largest chunk and its logits."""
 
-    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        """Make the pool and warm up.
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
+        """Make the pool and the buffers of steps, and compute steps of the sizes that will run. Returns which.
 
         Args:
+            kv_cache: The number of blocks, and the context length that was fitted to them.
             memory: Memory for the pool, of at least ``num_blocks * block_size * kv_bytes_per_token`` bytes. If None,
                 the worker allocates its own, which no other process can map.
         """
@@ -58,8 +76,8 @@ class Worker(Protocol):
         This is separate from the forward pass, so that the bitmasks of grammars are computed while the model runs.
         """
 
-    def sleep(self, level: int) -> None:
-        """Release the memory of the KV pool and of the weights. No request holds a block.
+    def sleep(self, level: int) -> FreedMemory:
+        """Release the memory of the KV pool and of the weights, and return how much that was. No request holds a block.
 
         Args:
             level: At 1, :meth:`wake_up` restores the weights; at 2, only :meth:`reload_weights` does.
@@ -83,6 +101,9 @@ class Worker(Protocol):
 
         Raises ``ValueError`` without a directory, when starting twice, and when stopping without a start.
         """
+
+    def check_health(self) -> None:
+        """Raise an exception if the worker cannot compute."""
 
     def resident_bytes(self) -> int:
         """Return the resident memory of the worker's process, in bytes."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import Logprobs
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -190,9 +191,9 @@ class ModelRunner:
         return tokens, kept
 
     @torch.inference_mode()
-    def dummy_run(self, query_lens: list[int], block_size: int, num_layers: int | None = None) -> None:
-        """Compute prompts of these lengths in separate blocks from block 0 on, and the logits of the last token of
-        each. ``num_layers``: compute only the first layers; None: all.
+    def dummy_run(self, query_lens: list[int], block_size: int, num_layers: int | None = None) -> torch.Tensor:
+        """Compute prompts of these lengths in separate blocks from block 0 on. Returns the logits of the last token of
+        each, [n, vocab]. ``num_layers``: compute only the first layers; None: all.
 
         This is for profiling and warm-up: no request may hold a block.
         """
@@ -208,7 +209,14 @@ class ModelRunner:
         hidden = self._model.forward(
             torch.zeros_like(positions_tensor), positions_tensor, self._kv_caches[:num_layers], plan
         )
-        self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
+        return self._model.compute_logits(hidden[self._to_device(cu_query_lens[1:] - 1)])
+
+    def dummy_sample(self, logits: torch.Tensor, params: SamplingParams) -> None:
+        """Draw a token for each row of ``logits`` [n, vocab], as a step would whose requests all have ``params``."""
+        rows, indices = [params] * len(logits), np.zeros(len(logits), dtype=np.int64)
+        if self._device_sampler is not None:
+            self._device_sampler.sample(logits, rows, indices)
+        self._sampler.sample(logits.cpu().numpy(), rows, indices)
 
 
 def _drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:

@@ -12,6 +12,7 @@ from .checkpoint.weights import Checkpoint, FileStamps, file_stamps
 from .layers.embedding import InputEmbeds
 from .models.architectures import ModelLoader
 from .models.model import Model
+from .models.on_host import OnHost
 
 
 class AbsentModel:
@@ -52,6 +53,7 @@ class ModelSlot:
         # Recorded before loading, so that a file that changes during the load is noticed later.
         self._stamps: FileStamps | None = file_stamps(path)
         self.model: Model = loader.load(path)
+        self._on_host: OnHost | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -60,12 +62,29 @@ class ModelSlot:
     def drop(self, *, restorable: bool) -> None:
         """Drop the weights. Only :meth:`restore`, if ``restorable``, and :meth:`replace` bring them back."""
         self.model = AbsentModel(self.model.config)
+        self._on_host = None
         if not restorable:
             self._stamps = None
 
-    def restore(self) -> None:
-        """Load the same weights again. Raises ``ValueError`` if the files changed or may not be loaded again."""
+    def move_to_host(self) -> int:
+        """Move the weights to host memory, from which :meth:`restore` brings them back without reading files.
+
+        Returns the size of the copy in bytes.
+        """
         if self.is_loaded:
+            self._on_host = OnHost(self.model)
+            self.model = AbsentModel(self.model.config)
+        return self._on_host.nbytes if self._on_host is not None else 0
+
+    def restore(self) -> None:
+        """Bring back the same weights, from host memory or from the files.
+
+        Raises ``ValueError`` if the files changed or may not be loaded again.
+        """
+        if self.is_loaded:
+            return
+        if self._on_host is not None:
+            self.model, self._on_host = self._on_host.restore(), None
             return
         if self._stamps is None:
             raise ValueError("the weights were dropped for good; call reload_weights")
@@ -85,6 +104,7 @@ class ModelSlot:
             if self.is_loaded:
                 self._loader.replace_weights(self.model, path)
             else:
+                self._on_host = None
                 self.model = self._loader.load(path)
         except Exception as error:
             self.drop(restorable=False)

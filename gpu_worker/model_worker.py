@@ -1,17 +1,20 @@
 """Loads a checkpoint, measures memory and runs steps, on the device of its platform."""
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from tokenloom.engine_core.config import EngineConfig
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
+from tokenloom.engine_core.wire.messages import WarmUp
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tokenloom.engine_core.worker import ModelInfo
+from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 
 from .attention.attention_backend import AttentionBackend
 from .attention.attention_backends import make_attention_backend
@@ -25,6 +28,7 @@ from .ops.ops_choice import make_ops
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .sampler.device_sampler import DeviceSampler
+from .warm_up import LargestStep, decode_batches, largest_step, run_decode_steps, within
 
 
 class ModelWorker:
@@ -45,6 +49,8 @@ class ModelWorker:
         self._runner: ModelRunner | None = None
         self._pool: KVPool | None = None
         self._profiler = Profiler(config.worker.profiler_dir)
+        self._max_model_len = 0
+        self._largest: LargestStep | None = None  # set once it was computed
 
     def load_model(self) -> ModelInfo:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
@@ -54,6 +60,7 @@ class ModelWorker:
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization)
         self._slot = ModelSlot(Path(config.model), loader)
         model_config = self._model.config
+        self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
         dtype, quantization = model_config.dtype_name, model_config.quantization
@@ -70,49 +77,66 @@ class ModelWorker:
     def determine_available_memory(self) -> int:
         """Return what memory remains for KV, next to the weights and a step's largest activations, if the engines of
         this host share it."""
-        activations = self._platform.peak_of(self._run_largest_step)
-        return self._platform.kv_memory(activations, self._config.cache.engines_on_host)
+        self._largest = self._run_largest_step(largest_step(self._config.scheduler, self._max_model_len))
+        return self._platform.kv_memory(self._largest.activation_bytes, self._config.cache.engines_on_host)
 
-    def _run_largest_step(self) -> None:
-        """Run a step that fills the token budget and in which as many requests as possible draw a token.
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
+        """Allocate the pool and the buffers for the fitted context length, and compute steps of the sizes to come."""
+        scheduler, block_size = self._config.scheduler, self._config.cache.block_size
+        self._max_model_len = kv_cache.max_model_len
+        if self._largest is None:
+            lengths = largest_step(scheduler, kv_cache.max_model_len)
+            self._largest = self._run_largest_step(within(kv_cache.num_blocks, block_size, lengths))
+        started = time.perf_counter()
+        self._make_pool(kv_cache.num_blocks, memory)
+        batches = decode_batches(scheduler, kv_cache.num_blocks)
+        run_decode_steps(self._require_runner(), batches, block_size)
+        if self._pool is not None:
+            self._pool.memory.discard()  # pages take memory when a request writes to them
+        self._platform.return_freed()
+        return WarmUp(
+            seconds=self._largest.seconds + time.perf_counter() - started,
+            decode_batches=batches,
+            prefill_tokens=self._largest.num_tokens,
+            sampled_rows=batches[-1],
+            activation_bytes=self._largest.activation_bytes,
+        )
 
-        On a CPU it computes one token in all layers, which reads every weight, and the whole step in as many layers
-        as differ: each frees its activations before the next one, so the peak is the same in much less time.
-        """
-        block_size = self._config.cache.block_size
-        lengths = self._largest_step()
-        runner = self._make_runner(num_blocks=sum(-(-length // block_size) for length in lengths))
-        if not self._platform.pool_is_on_host:
-            runner.dummy_run(lengths, block_size)
-            return
-        runner.dummy_run([1], block_size)
-        runner.dummy_run(lengths, block_size, self._num_differing_layers())
-
-    def _num_differing_layers(self) -> int:
-        """Return how many layers from the first one on include every window, and one that begins as all later ones do:
-        with the memory that a whole layer has freed."""
-        windows = self._model.config.sliding_windows
-        return max(3, *(windows.index(window) + 1 for window in set(windows)))
-
-    def _largest_step(self) -> list[int]:
-        """Return that step's query lengths: the longest prompts that leave one token to each other request."""
-        scheduler = self._config.scheduler
-        tokens = scheduler.max_num_batched_tokens
-        lengths = []
-        for others in range(min(scheduler.max_num_seqs, tokens) - 1, -1, -1):
-            lengths.append(min(self._max_model_len, tokens - others))
-            tokens -= lengths[-1]
-        return lengths
-
-    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        """Allocate the pool and compute one token, so that the first request finds warm code."""
+    def _make_pool(self, num_blocks: int, memory: PoolMemory | None) -> None:
         model_config, block_size = self._model.config, self._config.cache.block_size
         if memory is None and self._platform.pool_is_on_host:
             memory = PoolMemory.allocate(num_blocks * block_size * model_config.kv_bytes_per_token, shared=False)
         if memory is not None:
             self._pool = make_kv_pool(model_config, num_blocks, block_size, memory)
         self._runner = self._make_runner(num_blocks, memory)
-        self._runner.dummy_run([1], block_size)
+
+    def _run_largest_step(self, lengths: list[int]) -> LargestStep:
+        """Compute prompts of these lengths, in a pool of their own, and measure what that takes.
+
+        On a CPU it computes one token in all layers, which reads every weight, and the whole step in as many layers
+        as differ: each frees its activations before the next one, so the peak is the same in much less time.
+        """
+        block_size, model_config = self._config.cache.block_size, self._model.config
+        num_blocks = sum(-(-length // block_size) for length in lengths)
+        num_layers = self._num_differing_layers() if self._platform.pool_is_on_host else None
+
+        def run() -> None:
+            runner = self._make_runner(num_blocks)
+            if num_layers is not None:
+                runner.dummy_run([1], block_size)
+            runner.dummy_run(lengths, block_size, num_layers)
+
+        started = time.perf_counter()
+        peak = self._platform.peak_of(run)
+        num_written = min(num_layers or model_config.num_layers, model_config.num_layers)
+        kv_bytes = sum(lengths) * model_config.kv_bytes_per_token * num_written // model_config.num_layers
+        return LargestStep(sum(lengths), max(0, peak - kv_bytes), time.perf_counter() - started)
+
+    def _num_differing_layers(self) -> int:
+        """Return how many layers from the first one on include every window, and one that begins as all later ones do:
+        with the memory that a whole layer has freed."""
+        windows = self._model.config.sliding_windows
+        return max(3, *(windows.index(window) + 1 for window in set(windows)))
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "call initialize_kv_cache first, with memory of the host"
@@ -124,16 +148,26 @@ class ModelWorker:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         return self._require_runner().sample(grammar)
 
-    def sleep(self, level: int) -> None:
-        """Drop the weights, which can be read from the files again, and the KV pool, or its pages."""
+    def sleep(self, level: int) -> FreedMemory:
+        """Drop the weights and the KV pool, or its pages. At level 1 the weights of a GPU are kept in host memory;
+        those of a CPU can be read from the files again."""
         assert self._slot is not None, "load_model comes first"
-        self._slot.drop(restorable=level == 1)
+        before = self._platform.bytes_in_use()
+        kept = 0
+        if level == 1 and not self._platform.pool_is_on_host:
+            kept = self._slot.move_to_host()
+        else:
+            self._slot.drop(restorable=level == 1)
         self._take_model()
+        self._platform.return_freed()
+        with_kv = self._platform.bytes_in_use()
         if self._pool is not None:
             self._pool.memory.discard()
         else:
             self._require_runner().drop_kv_caches()
         self._platform.return_freed()
+        after = self._platform.bytes_in_use()
+        return FreedMemory(max(0, before - with_kv), max(0, with_kv - after), kept)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         assert self._slot is not None, "load_model comes first"
@@ -157,6 +191,11 @@ class ModelWorker:
         else:
             self._profiler.stop()
 
+    def check_health(self) -> None:
+        """Compute a sum on the device. Raises ``RuntimeError`` if the device fails or the sum is wrong."""
+        if float(torch.ones(8, device=self._device).sum()) != 8.0:
+            raise RuntimeError(f"{self._device.type} computes wrong sums")
+
     def resident_bytes(self) -> int:
         return resident_bytes()
 
@@ -175,10 +214,6 @@ class ModelWorker:
     def _require_runner(self) -> ModelRunner:
         assert self._runner is not None, "call initialize_kv_cache first"
         return self._runner
-
-    @property
-    def _max_model_len(self) -> int:
-        return min(self._model.config.max_model_len, self._config.max_model_len or sys.maxsize)
 
     def _make_runner(self, num_blocks: int, memory: PoolMemory | None = None) -> ModelRunner:
         assert self._backend is not None, "load_model comes first"

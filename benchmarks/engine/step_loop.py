@@ -13,6 +13,7 @@ import torch
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.wire import messages
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.engine_core.worker import ModelInfo
@@ -87,11 +88,13 @@ class _Worker:
     def determine_available_memory(self) -> int:
         return sys.maxsize
 
-    def initialize_kv_cache(self, num_blocks: int, memory: Any = None) -> None:
+    def initialize_kv_cache(self, kv_cache: Any, memory: Any = None) -> Any:
+        """Make the runner; also for older trees, which pass the number of blocks and expect nothing back."""
         batch = InputBatch(self._rows, _MAX_MODEL_LEN, _BLOCK)
         model: Any = _Model(self._rows)
         backend: Any = _Backend()
-        self._runner: Any = ModelRunner(model, backend, batch, num_blocks)
+        self._runner: Any = ModelRunner(model, backend, batch, getattr(kv_cache, "num_blocks", kv_cache))
+        return getattr(messages, "WarmUp", lambda: None)()
 
     def execute_model(self, scheduled: Any) -> Any:
         return self._runner.execute(scheduled)  # also after it returned the tokens

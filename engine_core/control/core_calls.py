@@ -96,6 +96,7 @@ def methods_of(core: EngineCore) -> dict[str, Callable[..., object]]:
         "reload_weights": core.sleeping.reload_weights,
         "profile": profile,
         "collective_rpc": collective_rpc,
+        "check_health": core.check_health,
         "failpoints_fired": core.failpoints_fired,
         "num_leases": lambda: core.scheduler.stats().num_leases,
     }

@@ -2,9 +2,12 @@
 
 from concurrent.futures import Future
 
+import msgspec
+
 from ..executor.executor import Executor
 from ..scheduling.scheduler import Scheduler
 from ..scheduling.step_planner import PauseState
+from ..worker import FreedMemory
 from .pausing import Pausing
 
 LEVELS = (0, 1, 2)
@@ -21,7 +24,7 @@ class Sleeping:
         self._executor = executor
         self._level: int | None = None
         self._asleep: set[str] = set()
-        self._falling: Future[None] | None = None
+        self._falling: Future[FreedMemory] | None = None
         self.is_settling = False
         """Whether memory is about to be given back: then :meth:`settle` must be called after each step."""
 
@@ -40,8 +43,8 @@ class Sleeping:
         state = "asleep" if self._asleep or self._level else "paused"
         return f"the engine is {state}; call wake_up() first"
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> "Future[None]":
-        """Pause in ``mode`` and, once no request runs, release memory. The future is done after that.
+    def sleep(self, level: int = 1, mode: str = "abort") -> "Future[FreedMemory]":
+        """Pause in ``mode`` and, once no request runs, release memory. The future then holds how much, of all workers.
 
         Raises ``ValueError`` for an unknown level or mode, and while asleep at another level.
 
@@ -72,8 +75,8 @@ class Sleeping:
         self.is_settling = False
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)  # no request may touch released memory
         self._asleep = set(TAGS)  # before the call: after an interrupt the workers sleep, or will
-        self._executor.collective_rpc("sleep", self._level)
-        falling.set_result(None)
+        freed = msgspec.convert(self._executor.collective_rpc("sleep", self._level), list[FreedMemory])
+        falling.set_result(sum(freed, FreedMemory()))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Restore the parts that ``tags`` name, or all if None. Once all are awake, requests continue. Do nothing if
@@ -136,7 +139,7 @@ class Sleeping:
             falling.set_exception(error)
         elif self._level == 0:
             falling, self._falling = self._falling, None
-            falling.set_result(None)
+            falling.set_result(FreedMemory())
         else:
             self.is_settling = True
             self.settle()
@@ -149,7 +152,8 @@ class Sleeping:
         return pool.num_free == pool.num_blocks
 
 
-def _done() -> "Future[None]":
-    future: Future[None] = Future()
-    future.set_result(None)
+def _done() -> "Future[FreedMemory]":
+    """Return the result of falling asleep again, which releases nothing more."""
+    future: Future[FreedMemory] = Future()
+    future.set_result(FreedMemory())
     return future

@@ -5,8 +5,10 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
+from ..wire.messages import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import call_with_raw, to_raw
 from ..worker import ModelInfo, Worker
@@ -15,7 +17,7 @@ CLIENT_METHODS: Final = frozenset({"profile", "resident_bytes"})
 """Methods of workers that clients may call. None of them changes what the core relies on."""
 WORKER_METHODS: Final = CLIENT_METHODS | {
     *("load_model", "determine_available_memory", "initialize_kv_cache"),
-    *("sleep", "wake_up", "reload_weights"),
+    *("sleep", "wake_up", "reload_weights", "check_health"),
 }
 """Methods of workers that may be called by name. Their arguments and results are msgspec types."""
 
@@ -53,8 +55,8 @@ class Executor(Protocol):
     def determine_available_memory(self) -> int:
         """Return how many bytes the KV pool may take in the worker that has the least memory."""
 
-    def initialize_kv_cache(self, num_blocks: int, pool: PoolSpec | None = None) -> None:
-        """Make the pools and warm up the workers. ``pool``: None if no KV moves."""
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
+        """Make the pools and warm up the workers. ``pool``: None if no KV moves. Returns the slowest report."""
 
     def kv_pool(self) -> KVPool:
         """Return the pool for transports, over all workers. Only for pools made with a ``PoolSpec``."""
@@ -70,6 +72,13 @@ class Executor(Protocol):
 
         Returns the results as plain data, by rank. Raises ``ValueError`` for a mistake of the caller, and
         ``ExecutorFailedError`` for any other error in another process.
+        """
+
+    def check_health(self, timeout: float) -> None:
+        """Check every worker, after all steps begun so far.
+
+        Raises ``ExecutorFailedError`` with the reason if a worker fails or does not answer within ``timeout`` seconds.
+        A worker in the caller's thread cannot be interrupted: it is only asked.
         """
 
     def on_failure(self, callback: Callable[[], None]) -> None:

@@ -1,8 +1,10 @@
 """Runs workers in processes of their own: the core schedules while they compute, and fails when one of them ends."""
 
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -10,8 +12,10 @@ import zmq
 
 from ..config import EngineConfig
 from ..errors import ExecutorFailedError
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.array_arena import ArrayArena
+from ..wire.messages import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, encode, from_raw, to_raw
 from ..worker import ModelInfo
@@ -58,6 +62,7 @@ class MultiprocExecutor:
         self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._replies: list[dict[int, WorkerReply]] = [{} for _ in range(world_size)]  # read, and not yet asked for
+        self._late: dict[int, int] = {}  # calls that were given up, and how many ranks have not answered yet
         self._decoder = Decoder(WorkerReply)
         self._call_ids = itertools.count(1)
         self._failure = ""
@@ -93,15 +98,22 @@ class MultiprocExecutor:
     def determine_available_memory(self) -> int:
         return min(msgspec.convert(self.collective_rpc("determine_available_memory"), list[int]))
 
-    def initialize_kv_cache(self, num_blocks: int, pool: PoolSpec | None = None) -> None:
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
         if pool is None:
-            self.collective_rpc("initialize_kv_cache", num_blocks)
-            return
+            warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
+        else:
+            parts = self._make_pools(kv_cache, pool)
+            warm_ups = [part.warm_up for part in parts]
+        return max(warm_ups, key=lambda warm_up: warm_up.seconds)
+
+    def _make_pools(self, kv_cache: KVCacheConfig, pool: PoolSpec) -> list[RankPool]:
         assert self._pools is not None, "the configuration at start moves KV"
         call_id = next(self._call_ids)
-        self._send(WorkerRequestType.POOL, PoolCall(call_id, num_blocks, self._pools.allocate(pool.nbytes)))
+        self._send(WorkerRequestType.POOL, PoolCall(call_id, kv_cache, self._pools.allocate(pool.nbytes)))
         replies = self.wait(call_id, range(len(self.workers)))
-        self._pool = self._pools.merge([msgspec.convert(from_raw(reply.result), RankPool) for reply in replies])
+        parts = [msgspec.convert(from_raw(reply.result), RankPool) for reply in replies]
+        self._pool = self._pools.merge(parts)
+        return parts
 
     def kv_pool(self) -> KVPool:
         assert self._pool is not None, "initialize_kv_cache comes first, with a PoolSpec"
@@ -116,10 +128,20 @@ class MultiprocExecutor:
         return RemoteOutput(self, call_id)
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
-        call_id = next(self._call_ids)
-        self._send(WorkerRequestType.CALL, WorkerCall(call_id, method, [to_raw(arg) for arg in args]))
-        replies = self.wait(call_id, range(len(self.workers)))
+        replies = self.wait(self._call(method, args), range(len(self.workers)))
         return [from_raw(reply.result) for reply in replies]
+
+    def check_health(self, timeout: float) -> None:
+        call_id = self._call("check_health", ())
+        try:
+            self.wait(call_id, range(len(self.workers)), timeout)
+        except TimeoutError:
+            silent = [rank for rank, replies in enumerate(self._replies) if replies.pop(call_id, None) is None]
+            self._late[call_id] = len(silent)
+            workers = ", ".join(map(str, silent))
+            raise ExecutorFailedError(f"no answer within {timeout:g} s from worker {workers}") from None
+        except ValueError as error:
+            raise ExecutorFailedError(f"a worker failed: {error}") from error
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         self._on_failure = callback
@@ -140,11 +162,18 @@ class MultiprocExecutor:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def wait(self, call_id: int, ranks: Sequence[int]) -> list[WorkerReply]:
-        """Return the answers of these ranks. Raises a rank's error, or ``ExecutorFailedError`` if a worker ended."""
+    def wait(self, call_id: int, ranks: Sequence[int], timeout: float | None = None) -> list[WorkerReply]:
+        """Return the answers of these ranks.
+
+        Raises a rank's error, ``ExecutorFailedError`` if a worker ended, or ``TimeoutError`` after ``timeout`` seconds.
+        """
+        ends_at = None if timeout is None else time.monotonic() + timeout
         while not all(call_id in self._replies[rank] for rank in ranks):
             self._check_alive()
-            self._poller.poll()
+            if ends_at is None:
+                self._poller.poll()
+            elif not self._poller.poll(math.ceil(max(0.0, ends_at - time.monotonic()) * 1e3)):
+                raise TimeoutError
             self._read()
             self._check_unasked(call_id, ranks)
         replies = [self._replies[rank].pop(call_id) for rank in ranks]
@@ -156,7 +185,12 @@ class MultiprocExecutor:
         for worker in self.workers:
             while worker.socket.poll(0):
                 reply = self._decoder.decode(worker.socket.recv_multipart())
-                self._replies[worker.rank][reply.call_id] = reply
+                if reply.call_id not in self._late:
+                    self._replies[worker.rank][reply.call_id] = reply
+                elif self._late[reply.call_id] > 1:
+                    self._late[reply.call_id] -= 1
+                else:
+                    del self._late[reply.call_id]
 
     def _check_unasked(self, call_id: int, ranks: Sequence[int]) -> None:
         """Raise the error of a rank that was not asked: such a rank answers only if it failed."""
@@ -171,6 +205,12 @@ class MultiprocExecutor:
             frames = [kind.value, *encode(message, loan)]
             for worker in self.workers:
                 worker.socket.send_multipart(frames)
+
+    def _call(self, method: str, args: Sequence[object]) -> int:
+        """Send a call to every rank. Returns its id."""
+        call_id = next(self._call_ids)
+        self._send(WorkerRequestType.CALL, WorkerCall(call_id, method, [to_raw(arg) for arg in args]))
+        return call_id
 
     def _check_alive(self) -> None:
         if self._failure:

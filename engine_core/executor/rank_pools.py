@@ -12,6 +12,7 @@ import msgspec
 
 from ..kv_cache.pool_memory import PoolMemory, create_memfd, whole_pages
 from ..kv_transfer.kv_transport import KVPool, KVRegion
+from ..wire.messages import WarmUp
 
 
 class RankPool(msgspec.Struct, frozen=True):
@@ -22,6 +23,8 @@ class RankPool(msgspec.Struct, frozen=True):
     num_blocks: int
     layout: str
     """``ModelInfo.kv_layout`` of this rank."""
+    warm_up: WarmUp = WarmUp()
+    """What the rank computed after it had made the pool."""
 
 
 class RankPools:

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from ..errors import ExecutorFailedError
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
+from ..wire.messages import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
@@ -29,9 +32,9 @@ class ThreadedExecutor:
     def determine_available_memory(self) -> int:
         return self._thread.submit(self._worker.determine_available_memory).result()
 
-    def initialize_kv_cache(self, num_blocks: int, pool: PoolSpec | None = None) -> None:
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
         memory = pool.allocate() if pool is not None else None
-        self._thread.submit(self._worker.initialize_kv_cache, num_blocks, memory).result()
+        return self._thread.submit(self._worker.initialize_kv_cache, kv_cache, memory).result()
 
     def kv_pool(self) -> KVPool:
         return self._worker.kv_pool()
@@ -46,6 +49,16 @@ class ThreadedExecutor:
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         raw_args = [to_raw(arg) for arg in args]
         return [from_raw(self._thread.submit(call_worker, self._worker, method, raw_args).result())]
+
+    def check_health(self, timeout: float) -> None:
+        check = self._thread.submit(self._worker.check_health)
+        try:
+            check.result(timeout)
+        except TimeoutError:
+            check.cancel()
+            raise ExecutorFailedError(f"the worker did not answer within {timeout:g} s") from None
+        except Exception as error:
+            raise ExecutorFailedError(f"the worker failed: {error}") from error
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Do nothing: the worker fails only together with this process."""

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable
 
+from ..errors import ExecutorFailedError
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
+from ..wire.messages import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker
@@ -35,9 +38,9 @@ class UniProcExecutor:
     def determine_available_memory(self) -> int:
         return self._worker.determine_available_memory()
 
-    def initialize_kv_cache(self, num_blocks: int, pool: PoolSpec | None = None) -> None:
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
         memory = pool.allocate() if pool is not None else None
-        self._worker.initialize_kv_cache(num_blocks, memory)
+        return self._worker.initialize_kv_cache(kv_cache, memory)
 
     def kv_pool(self) -> KVPool:
         return self._worker.kv_pool()
@@ -50,6 +53,12 @@ class UniProcExecutor:
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         return [from_raw(call_worker(self._worker, method, [to_raw(arg) for arg in args]))]
+
+    def check_health(self, timeout: float) -> None:
+        try:
+            self._worker.check_health()
+        except Exception as error:
+            raise ExecutorFailedError(f"the worker failed: {error}") from error
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Do nothing: the worker fails only together with this process."""

@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from ..config import EngineConfig
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..wire.array_arena import ArenaAddress
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput
 
@@ -83,7 +84,7 @@ class PoolCall(msgspec.Struct, array_like=True, gc=False):
     """
 
     call_id: int
-    num_blocks: int
+    kv_cache: KVCacheConfig
     part_bytes: int
     """Size of a rank's part; that of rank r begins at r times it."""
 

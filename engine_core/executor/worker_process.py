@@ -101,9 +101,9 @@ class WorkerProc:
         """Make the pool in this rank's part of the shared memory, and return where its blocks are."""
         assert self._pool_fd is not None, "the executor passes the memory at start if KV moves"
         memory = PoolMemory.of_part(self._pool_fd, self._rank * call.part_bytes, call.part_bytes)
-        self._worker.initialize_kv_cache(call.num_blocks, memory)
+        warm_up = self._worker.initialize_kv_cache(call.kv_cache, memory)
         pool = self._worker.kv_pool()
-        return RankPool(list(pool.regions), pool.num_blocks, pool.layout)
+        return RankPool(list(pool.regions), pool.num_blocks, pool.layout, warm_up)
 
     def _reply(self, reply: WorkerReply) -> None:
         self._socket.send_multipart(encode(reply))

@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ..config import EngineConfig
+from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool, KVRegion
 from ..process.process_memory import resident_bytes
 from ..wire.core_sampling_params import SamplingParams
 from ..wire.embedding_rows import EmbedsSpan
-from ..wire.messages import Logprobs
+from ..wire.messages import Logprobs, WarmUp
 from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
-from ..worker import ModelInfo
+from ..worker import FreedMemory, ModelInfo
 from .hash_logprobs import hash_logprobs
 
 DEFAULT_VOCAB_SIZE = 32_000
@@ -80,11 +81,12 @@ class HashWorker:
     def _kv_layout(self) -> str:
         return f"hash/int32/2/{self._block_size}"
 
-    def initialize_kv_cache(self, num_blocks: int, memory: PoolMemory | None = None) -> None:
-        num_slots = num_blocks * self._block_size
+    def initialize_kv_cache(self, kv_cache: KVCacheConfig, memory: PoolMemory | None = None) -> WarmUp:
+        num_slots = kv_cache.num_blocks * self._block_size
         self._memory = memory or PoolMemory.allocate(num_slots * _BYTES_PER_TOKEN, shared=False)
         self._cache = np.frombuffer(self._memory.buffer, dtype=np.int32, count=2 * num_slots).reshape(num_slots, 2)
         self._cache[:] = -1
+        return WarmUp()
 
     def kv_pool(self) -> KVPool:
         assert self._memory is not None, "initialize_kv_cache comes first"
@@ -116,9 +118,10 @@ class HashWorker:
         }
         return ModelRunnerOutput(self._executed, tokens, logprobs, self._prompt_logprobs)
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int) -> FreedMemory:
         assert self._memory is not None, "initialize_kv_cache comes first"
         self._memory.discard()
+        return FreedMemory(kv_cache=self._memory.nbytes)
 
     def wake_up(self, tags: Sequence[str]) -> None:
         if "kv_cache" in tags:
@@ -134,6 +137,9 @@ class HashWorker:
 
     def profile(self, start: bool) -> None:
         raise ValueError("this worker has nothing to profile")
+
+    def check_health(self) -> None:
+        """Do nothing: this worker computes nothing that could fail."""
 
     def resident_bytes(self) -> int:
         return resident_bytes()

@@ -258,6 +258,27 @@ class CoreInit(msgspec.Struct, tag="INIT"):
     """Shared memory for large arrays of requests; None if they are sent in frames."""
 
 
+class WarmUp(msgspec.Struct, frozen=True):
+    """Reports what a worker computed at start-up, so that the first requests find warm code."""
+
+    seconds: float = 0.0
+    decode_batches: list[int] = []
+    """Numbers of requests in the decode steps."""
+    prefill_tokens: int = 0
+    """Tokens of the largest step, which fills the token budget with prompts."""
+    sampled_rows: int = 0
+    """Most rows for which the sampler drew tokens."""
+    activation_bytes: int = 0
+    """Memory that the largest step needs in addition to weights and KV blocks."""
+
+    def __str__(self) -> str:
+        batches = ", ".join(map(str, self.decode_batches)) or "none"
+        return (
+            f"{self.seconds:.1f} s, decode steps of {batches} requests, a prefill step of {self.prefill_tokens} tokens "
+            f"with {self.activation_bytes >> 20} MiB of activations, and the sampler for {self.sampled_rows} rows"
+        )
+
+
 class CoreReady(msgspec.Struct, tag="READY"):
     """Core to client: the model is loaded and the KV pool is allocated."""
 
@@ -272,6 +293,8 @@ class CoreReady(msgspec.Struct, tag="READY"):
     """As in ``Fingerprint.numerics``."""
     hidden_size: int = 0
     """Number of columns of prompt embeddings."""
+    warm_up: WarmUp = WarmUp()
+    """What the slowest worker computed before it was ready."""
     finds_reasoning: bool = False
     """Whether the marks around the model's reasoning are known."""
 

@@ -44,6 +44,9 @@ class CUDAPlatform:
         gc.collect()
         torch.cuda.empty_cache()
 
+    def bytes_in_use(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
 
 def kv_share(free: int, total: int, activations: int, num_engines: int = 1, own: int = 0) -> int:
     """Return the KV memory of an engine, next to a step's ``activations``, in bytes.

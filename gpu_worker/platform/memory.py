@@ -17,14 +17,15 @@ def available_memory(root: Path = Path("/")) -> int:
 def peak_of(call: Callable[[], None]) -> int:
     """Run the call and return by how much its peak exceeded the resident memory before it.
 
-    If the kernel does not let a process reset its peak, the peak since the process began counts, which is never too
-    low.
+    Pages of mapped files that the call reads, such as weights, do not count: the system can drop them. If the kernel
+    does not let a process reset its peak, the peak since the process began counts, which is never too low.
     """
-    before = status_bytes("VmRSS")
+    before, files = status_bytes("VmRSS"), status_bytes("RssFile")
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     call()
-    return max(0, status_bytes("VmHWM") - before)
+    read = max(0, status_bytes("RssFile") - files)
+    return max(0, status_bytes("VmHWM") - before - read)
 
 
 def return_freed() -> None:

@@ -39,6 +39,9 @@ class Platform(Protocol):
     def return_freed(self) -> None:
         """Return free memory to the system."""
 
+    def bytes_in_use(self) -> int:
+        """Return how much memory of the device this process uses."""
+
 
 class CPUPlatform:
     """Fulfils :class:`Platform` for the CPU of this process."""
@@ -61,3 +64,6 @@ class CPUPlatform:
 
     def return_freed(self) -> None:
         memory.return_freed()
+
+    def bytes_in_use(self) -> int:
+        return memory.status_bytes("VmRSS")

@@ -121,10 +121,9 @@ class CoordinatorLink:
         """Return a consistent report: a pick and the request that it placed are in the same one."""
         self._load.changed.clear()
         load = self._load.snapshot()
-        is_paused = self._load.is_paused and self._state == coordinator_pb2.ENGINE_STATE_SERVING
         return coordinator_pb2.EngineReport(
             role=self._role,
-            state=coordinator_pb2.ENGINE_STATE_PAUSED if is_paused else self._state,
+            state=self._reported_state(),
             waiting=load.waiting,
             running=load.running,
             waiting_tokens=load.waiting_tokens,
@@ -133,6 +132,13 @@ class CoordinatorLink:
             picks_arrived=self._load.take_picks(),
             step=load.step,
         )
+
+    def _reported_state(self) -> coordinator_pb2.EngineState:
+        if self._state != coordinator_pb2.ENGINE_STATE_SERVING:
+            return self._state
+        if self._load.is_failing:
+            return coordinator_pb2.ENGINE_STATE_DEAD
+        return coordinator_pb2.ENGINE_STATE_PAUSED if self._load.is_paused else self._state
 
 
 async def _read_commands(call: _Call, on_drain: Callable[[float], None]) -> NoReturn:

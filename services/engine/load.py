@@ -33,6 +33,7 @@ class LoadTracker:
         changed: Set when the counts may have changed; cleared when they are reported.
         num_live: Requests that were accepted and have not ended.
         is_paused: Whether an operator has paused the engine.
+        is_failing: Whether the last health check of the workers failed.
         stats: The core's latest statistics.
         step: Steps that the core has executed.
     """
@@ -42,6 +43,7 @@ class LoadTracker:
         self.changed = asyncio.Event()
         self.num_live = 0
         self.is_paused = False
+        self.is_failing = False
         self.stats = SchedulerStats()
         self.step = 0
         self._max_live = max_live
@@ -59,6 +61,11 @@ class LoadTracker:
     def set_paused(self, is_paused: bool) -> None:
         """Note that a pause began or ended."""
         self.is_paused = is_paused
+        self.changed.set()
+
+    def set_failing(self, is_failing: bool) -> None:
+        """Note the result of a health check."""
+        self.is_failing = is_failing
         self.changed.set()
 
     def refuse_new(self, reason: str) -> None:

@@ -14,6 +14,7 @@ from .control.pause import Pause
 from .control.role import NAMES
 from .coordinator_link import CoordinatorLink
 from .core.core_link import CoreLink
+from .health_check import HealthCheck
 from .identity import Identity
 from .kv.kv_front import KVFront
 from .load import LoadTracker
@@ -50,6 +51,7 @@ class RunningEngine:
             self.host.spawn(self.kv.run(), name="engine-kv")
         if self.coordinator is not None:
             self.host.spawn(self.coordinator.run(self._on_drain), name="engine-coordinator")
+        self.host.spawn(HealthCheck(self.core, self.load, self.host.health).run(), name="engine-health")
         return self.host.spawn(self._run_core(), name="engine-core")
 
     async def drain(self) -> None:

@@ -1,10 +1,12 @@
 """A worker on a device apart from the host: the same tokens, and no memory of the host for its pool."""
 
+import shutil
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from tests.gpu_worker.platform.device_platform import ApartPlatform
 from tokenloom import demo_model
@@ -13,6 +15,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
+from tokenloom.gpu_worker.layers import linear
 from tokenloom.gpu_worker.model_worker import ModelWorker
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 
@@ -58,8 +61,8 @@ def test_the_same_tokens_as_on_the_host(kinds):
 def test_the_platform_says_how_much_is_left_for_kv():
     config = make_config()
     worker = ModelWorker(config, ApartPlatform(kv_memory=5 << 20))
-    worker.load_model()
-    assert worker.determine_available_memory() == 4 << 20
+    activations = (1 << 20) - 64 * worker.load_model().kv_bytes_per_token
+    assert worker.determine_available_memory() == (5 << 20) - activations
 
 
 def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
@@ -68,12 +71,34 @@ def test_it_sleeps_and_wakes_with_a_pool_of_its_own():
     core = EngineCore(config, UniProcExecutor(worker))
     before = generate(core, ["drawn"])
     core.reset_prefix_cache()
-    worker.sleep(1)
-    assert platform.num_returned == 1
+    platform.num_returned = 0
+    freed = worker.sleep(1)
+    assert freed.kept_on_host > 0
+    assert platform.num_returned == 2
     worker.wake_up(["weights", "kv_cache"])
     assert generate(core, ["drawn"]) == before
     worker.wake_up(["kv_cache"])  # what is awake stays so
     assert generate(core, ["drawn"]) == before
+
+
+def test_at_level_1_the_weights_of_a_device_come_back_without_their_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(linear, "can_pack", lambda *_: False)  # as on a GPU
+    path = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    config = make_config()
+    config = msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, model=str(path)))
+    worker = ModelWorker(config, ApartPlatform())
+    core = EngineCore(config, UniProcExecutor(worker))
+    before = generate(core, ["greedy", "drawn"])
+    core.reset_prefix_cache()
+    size = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    assert worker.sleep(1).kept_on_host >= size
+    (path / "model.safetensors").unlink()
+    worker.wake_up(["weights", "kv_cache"])
+    assert generate(core, ["greedy", "drawn"]) == before
+    core.reset_prefix_cache()
+    assert worker.sleep(2).kept_on_host == 0
+    with pytest.raises(ValueError, match="reload_weights"):
+        worker.wake_up(["weights"])
 
 
 def test_what_only_the_cpu_computes_is_refused_by_name():

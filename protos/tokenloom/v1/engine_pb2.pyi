@@ -310,8 +310,14 @@ class SleepRequest(_message.Message):
     def __init__(self, level: _Optional[int] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
 
 class SleepResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("weights_bytes", "kv_cache_bytes", "kept_on_host_bytes")
+    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_ON_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    weights_bytes: int
+    kv_cache_bytes: int
+    kept_on_host_bytes: int
+    def __init__(self, weights_bytes: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., kept_on_host_bytes: _Optional[int] = ...) -> None: ...
 
 class WakeUpRequest(_message.Message):
     __slots__ = ("tags",)

@@ -71,8 +71,10 @@ class EngineAdminServicer(engine_pb2_grpc.EngineAdminServicer):
         return engine_pb2.SetRoleResponse()
 
     async def Sleep(self, request: engine_pb2.SleepRequest, context: Any) -> engine_pb2.SleepResponse:
-        await self._sleep.begin(request.level, request.mode)
-        return engine_pb2.SleepResponse()
+        freed = await self._sleep.begin(request.level, request.mode)
+        return engine_pb2.SleepResponse(
+            weights_bytes=freed.weights, kv_cache_bytes=freed.kv_cache, kept_on_host_bytes=freed.kept_on_host
+        )
 
     async def WakeUp(self, request: engine_pb2.WakeUpRequest, context: Any) -> engine_pb2.WakeUpResponse:
         await self._sleep.end(request.tags)

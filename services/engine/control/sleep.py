@@ -1,13 +1,19 @@
 """Puts the engine to sleep and wakes it: the mesh sees a pause, and the core releases its memory."""
 
+import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from tokenloom.engine_core.control.sleeping import LEVELS
+from tokenloom.engine_core.worker import FreedMemory
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.v1 import engine_pb2
 
 from ..running_engine import RunningEngine
 from .pause import MODES
+
+log = logging.getLogger(__name__)
 
 _TAGS = {engine_pb2.WAKE_TAG_WEIGHTS: "weights", engine_pb2.WAKE_TAG_KV_CACHE: "kv_cache"}
 
@@ -18,9 +24,9 @@ class Sleep:
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
 
-    async def begin(self, level: int, mode: engine_pb2.PauseMode) -> None:
-        """Pause, and return when memory has been released. Leases end first; if ``mode`` is WAIT, they end normally. If
-        cancelled before that, the engine stays paused.
+    async def begin(self, level: int, mode: engine_pb2.PauseMode) -> FreedMemory:
+        """Pause, release memory, and return how much that was. Leases end first; if ``mode`` is WAIT, they end
+        normally. If cancelled before that, the engine stays paused.
 
         Raises ``InvalidArgument`` for an unknown level or mode, ``FailedPrecondition`` if the engine sleeps at another
         level, or as :meth:`Pause.begin`, ``Unavailable`` if the core is dead.
@@ -30,7 +36,12 @@ class Sleep:
         await self._engine.pause.begin(mode, clear_cache=level > 0)
         if level and mode == engine_pb2.PAUSE_MODE_WAIT:
             await self._engine.leases_ended()
-        await self._engine.core.call("sleep", level, MODES[mode].value)
+        freed = msgspec.convert(await self._engine.core.call("sleep", level, MODES[mode].value), FreedMemory)
+        log.info(
+            "asleep at level %d: released %d MiB of weights and %d MiB of KV; host memory keeps %d MiB",
+            *(level, freed.weights >> 20, freed.kv_cache >> 20, freed.kept_on_host >> 20),
+        )
+        return freed
 
     async def end(self, tags: Sequence[engine_pb2.WakeTag]) -> None:
         """Wake the parts that ``tags`` name, all if empty. Requests resume when the last part is awake.

@@ -1,6 +1,7 @@
 """Starts an engine core and the link to it."""
 
 import functools
+import logging
 import sys
 
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
@@ -15,6 +16,8 @@ from ..engine_metrics import EngineMetrics
 from ..engine_settings import EngineSettings
 from ..load import LoadTracker
 from .core_link import CoreLink
+
+log = logging.getLogger(__name__)
 
 CORE_COMMAND = (sys.executable, "-m", "tokenloom.services.engine.core.core_main")
 """Starts the process of a core."""
@@ -45,6 +48,7 @@ async def start_core(
         raise InvalidArgument(str(error)) from None
     except EngineStartError as error:
         raise FailedPrecondition(str(error)) from None
+    log.info("%d KV blocks, context of %d tokens; warm-up: %s", ready.num_kv_blocks, ready.max_model_len, ready.warm_up)
     _show_token_costs(host, metrics, client)
     load.started(ready.num_kv_blocks)
     metrics.observe_ready(ready, enable_prefix_caching=settings.engine.cache.enable_prefix_caching)

@@ -18,7 +18,7 @@ LIVENESS = "liveness"
 
 
 class Health:
-    """NOT_SERVING until the service is ready, then SERVING, and NOT_SERVING again while it drains.
+    """NOT_SERVING until the service is ready, then SERVING, and NOT_SERVING again while it drains or is not healthy.
 
     Attributes:
         serving: The state now.
@@ -28,6 +28,8 @@ class Health:
         self._servicer = health_aio.HealthServicer()
         self._names = [""]
         self._probes: grpc.aio.Server | None = None
+        self._is_ready = False
+        self._is_healthy = True
         self.serving = False
 
     async def start(self, edge: Edge) -> None:
@@ -47,9 +49,18 @@ class Health:
 
     async def set_serving(self, serving: bool, names: Iterable[str] = ()) -> None:
         """Set the state, under these further names too, and send it to the callers of ``Watch``."""
-        self.serving = serving
+        self._is_ready = serving
         self._names += names
-        status = _Status.SERVING if serving else _Status.NOT_SERVING
+        await self._publish()
+
+    async def set_healthy(self, healthy: bool) -> None:
+        """Set whether the service can do its work; while it cannot, the state is NOT_SERVING."""
+        self._is_healthy = healthy
+        await self._publish()
+
+    async def _publish(self) -> None:
+        self.serving = self._is_ready and self._is_healthy
+        status = _Status.SERVING if self.serving else _Status.NOT_SERVING
         await asyncio.gather(*(self._servicer.set(name, status) for name in self._names))
 
     async def close(self) -> None:

@@ -121,9 +121,24 @@ def test_calls_by_name_are_answered_by_every_rank(executor: MultiprocExecutor) -
     assert all(isinstance(model, dict) and model["vocab_size"] == DEFAULT_VOCAB_SIZE for model in models)
     with pytest.raises(ValueError, match="HashWorker has no method 'shutdown' to call"):
         executor.collective_rpc("shutdown")
-    with pytest.raises(ValueError, match="Expected `int`"):
+    with pytest.raises(ValueError, match="Expected `object`"):
         executor.collective_rpc("initialize_kv_cache", "many")
     assert executor.collective_rpc("determine_available_memory") == [64 << 20] * len(models)
+
+
+def test_a_worker_that_does_not_answer_is_not_healthy_until_it_does(executor: MultiprocExecutor) -> None:
+    executor.check_health(10)
+    os.kill(executor.workers[-1].pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(
+            ExecutorFailedError, match=f"no answer within 0.05 s from worker {len(executor.workers) - 1}"
+        ):
+            executor.check_health(0.05)
+    finally:
+        os.kill(executor.workers[-1].pid, signal.SIGCONT)
+    executor.check_health(10)
+    assert not executor._late
+    assert not any(executor._replies)
 
 
 def test_a_failed_step_is_raised_to_the_caller(tmp_path: Path) -> None:

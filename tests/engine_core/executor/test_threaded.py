@@ -4,7 +4,9 @@ import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_core, make_request, make_worker, tokens_of
 from tests.engine_core.invariants import check_idle
+from tokenloom.engine_core.config import EngineConfig
 from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.errors import ExecutorFailedError
 from tokenloom.engine_core.executor.threaded import ThreadedExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
@@ -83,4 +85,27 @@ def test_a_call_by_name_waits_for_the_steps_before_it() -> None:
     with pytest.raises(ValueError, match="has no method 'shutdown' to call; declared: "):
         executor.collective_rpc("shutdown")
     executor.shutdown()
+    executor.shutdown()
+
+
+class UnhealthyWorker(HashWorker):
+    """Answers a health check only after the test has continued, and then with an error."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.may_answer = threading.Event()
+
+    def check_health(self) -> None:
+        assert self.may_answer.wait(10)
+        raise RuntimeError("the device is gone")
+
+
+def test_a_health_check_waits_for_a_bounded_time() -> None:
+    worker = UnhealthyWorker(make_config())
+    executor = ThreadedExecutor(worker)
+    with pytest.raises(ExecutorFailedError, match=r"did not answer within 0\.01 s"):
+        executor.check_health(0.01)
+    worker.may_answer.set()
+    with pytest.raises(ExecutorFailedError, match="the worker failed: the device is gone"):
+        executor.check_health(10)
     executor.shutdown()

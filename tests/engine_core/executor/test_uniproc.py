@@ -2,7 +2,10 @@ import msgspec
 import pytest
 
 from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_worker
+from tokenloom.engine_core.errors import ExecutorFailedError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.wire.messages import WarmUp
 
 
 def test_results_of_calls_by_name_are_plain_data() -> None:
@@ -10,7 +13,8 @@ def test_results_of_calls_by_name_are_plain_data() -> None:
     (model,) = executor.collective_rpc("load_model")
     assert isinstance(model, dict)
     assert model["vocab_size"] == VOCAB_SIZE
-    assert executor.collective_rpc("initialize_kv_cache", 4) == [None]
+    (warm_up,) = executor.collective_rpc("initialize_kv_cache", KVCacheConfig(4, 16))
+    assert msgspec.convert(warm_up, WarmUp) == WarmUp()
     assert executor.kv_pool().num_blocks == 4
 
 
@@ -20,3 +24,15 @@ def test_undeclared_methods_and_wrong_arguments_are_refused() -> None:
         executor.collective_rpc("_wait")
     with pytest.raises(msgspec.ValidationError):
         executor.collective_rpc("initialize_kv_cache", "many")
+
+
+def test_a_worker_that_is_not_healthy_is_reported() -> None:
+    worker = make_worker(make_config())
+    UniProcExecutor(worker).check_health(1.0)
+    worker.check_health = fail  # type: ignore[method-assign]
+    with pytest.raises(ExecutorFailedError, match="the worker failed: the device is gone"):
+        UniProcExecutor(worker).check_health(1.0)
+
+
+def fail() -> None:
+    raise RuntimeError("the device is gone")

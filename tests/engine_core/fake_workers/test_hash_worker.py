@@ -8,6 +8,7 @@ import pytest
 from tests.engine_core.helpers import VOCAB_SIZE, make_config
 from tokenloom.engine_core.config import EngineConfig, WorkerConfig
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import (
     CachedRequestData,
@@ -22,7 +23,7 @@ PROMPT = [3, 1, 4, 1, 5, 9]
 def make_worker() -> HashWorker:
     worker = HashWorker(make_config(block_size=4), vocab_size=VOCAB_SIZE)
     worker.load_model()
-    worker.initialize_kv_cache(8)
+    worker.initialize_kv_cache(KVCacheConfig(8, 128))
     return worker
 
 
@@ -144,6 +145,6 @@ def test_a_step_takes_the_configured_time(monkeypatch: pytest.MonkeyPatch) -> No
     config = make_config(block_size=4)
     worker_config = msgspec.structs.replace(config.worker, step_seconds=0.25)
     worker = HashWorker(msgspec.structs.replace(config, worker=worker_config))
-    worker.initialize_kv_cache(8)
+    worker.initialize_kv_cache(KVCacheConfig(8, 128))
     run(worker, block_ids=[0, 1])
     assert slept == [0.25]

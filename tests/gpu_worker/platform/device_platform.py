@@ -2,6 +2,8 @@
 
 import torch
 
+from tokenloom.gpu_worker.platform.memory import status_bytes
+
 
 class ApartPlatform:
     """As a GPU's: the pool is the device's, tokens are drawn there."""
@@ -23,6 +25,9 @@ class ApartPlatform:
 
     def kv_memory(self, activations: int, num_engines: int) -> int:
         return (self._kv_memory - activations) // num_engines
+
+    def bytes_in_use(self) -> int:
+        return status_bytes("RssAnon")
 
     def return_freed(self) -> None:
         self.num_returned += 1

@@ -5,14 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tokenloom import demo_model
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from tokenloom.gpu_worker.model_runner import ModelRunner
 from tokenloom.gpu_worker.platform import memory
 from tokenloom.gpu_worker.platform.devices import CPUWorker
 from tokenloom.gpu_worker.platform.memory import available_memory
@@ -55,7 +58,7 @@ def test_loads_profiles_and_computes(dtype, itemsize, backend):
     assert info.numerics.split("/")[:3] == ["cpu", dtype, backend]
     assert info.kv_bytes_per_token % itemsize == 0
     assert 0 < worker.determine_available_memory() <= available_memory()
-    worker.initialize_kv_cache(8)
+    worker.initialize_kv_cache(KVCacheConfig(8, 128))
     prompt = [5, 6, 7]
     new = NewRequestData("a", prompt, [], GREEDY, [2], 0)
     worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 3}, 3, [], []))
@@ -70,7 +73,7 @@ def test_the_pool_lies_in_memory_that_is_given():
     worker = make_worker(dtype="float32")
     info = worker.load_model()
     memory = PoolMemory.allocate(8 * 16 * info.kv_bytes_per_token, shared=True)
-    worker.initialize_kv_cache(8, memory)
+    worker.initialize_kv_cache(KVCacheConfig(8, 128), memory)
     pool = worker.kv_pool()
     assert pool.memory is memory
     assert pool.layout == info.kv_layout
@@ -151,22 +154,83 @@ for num_layers in (3, None):
     assert few == pytest.approx(every, rel=0.3)
 
 
+def test_buffers_are_sized_by_the_context_that_fits():
+    worker = make_worker()
+    assert worker.load_model().max_model_len > 100
+    worker.initialize_kv_cache(KVCacheConfig(6, 96))
+    batch = worker._runner._batch
+    assert batch._token_ids.shape == (4, 96)
+    assert batch.block_table.gather(np.arange(4)).shape[1] == 0
+    assert batch.block_table._block_ids.shape == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "context", "profiles", "decode", "prefill"),
+    [
+        (64, 1000, False, [1, 2, 4], 128),
+        (64, 100, False, [1, 2, 4], 128),
+        (3, 48, False, [1, 2, 3], 48),
+        (64, 1000, True, [1, 2, 4], 128),
+    ],
+)
+def test_warm_up_covers_the_sizes_that_will_run(blocks, context, profiles, decode, prefill, monkeypatch):
+    steps, draws = [], []
+    run, draw = ModelRunner.dummy_run, ModelRunner.dummy_sample
+
+    def note_run(runner, query_lens, block_size, num_layers=None):
+        steps.append(query_lens)
+        return run(runner, query_lens, block_size, num_layers)
+
+    def note_draw(runner, logits, params):
+        draws.append((len(logits), params.temperature))
+        draw(runner, logits, params)
+
+    monkeypatch.setattr(ModelRunner, "dummy_run", note_run)
+    monkeypatch.setattr(ModelRunner, "dummy_sample", note_draw)
+    worker = make_worker()
+    worker.load_model()
+    if profiles:
+        worker.determine_available_memory()
+    report = worker.initialize_kv_cache(KVCacheConfig(blocks, context))
+    first, largest, *others = steps
+    assert first == [1]
+    assert [len(step) for step in others if set(step) == {1}] == decode
+    assert sum(largest) == prefill
+    assert max(largest) <= context
+    assert draws == [*((batch, 0.0) for batch in decode), (1, 1.0)]
+    assert (report.decode_batches, report.prefill_tokens, report.sampled_rows) == (decode, prefill, decode[-1])
+    assert report.seconds > 0
+    assert str(report).endswith(f"the sampler for {decode[-1]} rows")
+    assert not np.frombuffer(worker.kv_pool().memory.buffer, dtype=np.uint8).any(), "no page of the pool is left in use"
+
+
+def test_a_worker_that_computes_wrong_sums_is_not_healthy(monkeypatch):
+    worker = make_worker()
+    worker.load_model()
+    worker.check_health()
+    monkeypatch.setattr(torch, "ones", torch.zeros)
+    with pytest.raises(RuntimeError, match="cpu computes wrong sums"):
+        worker.check_health()
+
+
 def test_four_engines_of_a_host_get_a_quarter_each(monkeypatch):
     """Each leaves room for a step of every engine, and all four together plan half of what is free."""
-    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
-    monkeypatch.setattr(memory, "peak_of", lambda call: 50)
+    free, peak = 1 << 40, 1 << 36
+    monkeypatch.setattr(memory, "available_memory", lambda: free)
+    monkeypatch.setattr(memory, "peak_of", lambda call: peak)
     plans = []
     for engines in (1, 4):
         worker = make_worker(engines_on_host=engines)
-        worker.load_model()
+        kv_bytes = 128 * worker.load_model().kv_bytes_per_token  # the blocks of a step lie in the pool
+        step = peak - kv_bytes * 3 // worker._model.config.num_layers
         plans.append(worker.determine_available_memory())
-    assert plans == [(1000 - 50) // 2, (1000 - 4 * 50) // 2 // 4]
+    assert plans == [(free - step) // 2, (free - 4 * step) // 2 // 4]
 
 
 def test_steps_are_profiled_between_start_and_stop(tmp_path):
     worker = make_worker(dtype="float32", profiler_dir=str(tmp_path))
     worker.load_model()
-    worker.initialize_kv_cache(8)
+    worker.initialize_kv_cache(KVCacheConfig(8, 128))
     worker.profile(True)
     new = NewRequestData("a", [5] * 40, [], GREEDY, [2, 3, 4], 0)  # more rows than the kernels for few take
     worker.execute_model(SchedulerOutput([new], CachedRequestData([], [], [], {}), {"a": 40}, 40, [], []))

@@ -81,6 +81,13 @@ def test_this_machine_has_memory():
     assert available_memory() > 1 << 20
 
 
+def test_pages_of_files_that_a_call_reads_are_not_its_peak(tmp_path):
+    size = 64 << 20
+    (tmp_path / "weights").write_bytes(bytes(size))
+    weights = np.memmap(tmp_path / "weights", dtype=np.uint8, mode="r")
+    assert peak_of(lambda: weights[:: mmap.PAGESIZE].sum()) < size // 4
+
+
 def test_peak_sees_what_a_call_gave_back():
     size = 64 << 20
     assert peak_of(lambda: np.ones(size, dtype=np.uint8).sum()) >= size * 0.9

@@ -69,8 +69,12 @@ def test_asleep_the_memory_is_returned_and_awake_the_tokens_are_the_same(
     assert kv == 50 << 20
     return_freed()  # what other tests left does not count
     awake = resident_bytes()
-    client.call_utility("sleep", level)
+    freed = client.call_utility("sleep", level)
     asleep = resident_bytes()
+    assert isinstance(freed, dict)
+    assert freed["weights"] >= 0.8 * weights
+    assert freed["kv_cache"] >= 0.8 * kv
+    assert freed["kept_on_host"] == 0
     returned = (awake - asleep) / (weights + kv)
     print(f"level {level}: {awake >> 20} MiB awake, {asleep >> 20} MiB asleep: {returned:.0%} of weights and KV")
     assert returned >= 0.8

@@ -32,7 +32,8 @@ async def test_requests_outlast_sleep_and_those_that_come_meanwhile_wait(
     async with Peer(host.address) as peer:
         await peer.send(make_add(1, [1], 30))
         await peer.read_tokens()
-        await admin.Sleep(SleepRequest(level=level, mode=mode))
+        freed = await admin.Sleep(SleepRequest(level=level, mode=mode))
+        assert bool(freed.kv_cache_bytes) == (level > 0)
         assert await is_sleeping(admin)
         await peer.send(make_add(2, [2], 5))
         info = await admin.GetEngineInfo(engine_pb2.GetEngineInfoRequest())

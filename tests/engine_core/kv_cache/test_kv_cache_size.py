@@ -2,7 +2,8 @@ import msgspec
 import pytest
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
-from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig, size_kv_cache
+from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
+from tokenloom.engine_core.kv_cache.kv_cache_size import size_kv_cache
 from tokenloom.engine_core.worker import ModelInfo
 
 MODEL = ModelInfo(vocab_size=10, max_model_len=1000, kv_bytes_per_token=100, kv_layout="", numerics="")

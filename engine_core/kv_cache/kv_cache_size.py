@@ -1,0 +1,47 @@
+"""Computes how many KV blocks an engine has, and how long a request may be."""
+
+from collections.abc import Callable
+
+from ..config import EngineConfig
+from ..worker import ModelInfo
+from .kv_cache_config import KVCacheConfig
+
+
+def size_kv_cache(config: EngineConfig, model: ModelInfo, available_memory: Callable[[], int]) -> KVCacheConfig:
+    """Compute the number of blocks and the context length.
+
+    ``available_memory`` does the worker's profile run and returns bytes; called only if no setting fixes the size.
+    Raises ``ValueError``, naming the setting, if no request fits, or the longest one that is configured does not.
+    """
+    _check_settings(config, model)
+    wanted = config.max_model_len or model.max_model_len
+    num_blocks = _num_blocks(config, model, wanted, available_memory)
+    capacity = num_blocks * config.cache.block_size
+    if capacity < (config.max_model_len or 2):
+        raise ValueError(
+            f"the KV cache holds {capacity} tokens ({num_blocks} blocks of {config.cache.block_size}), fewer than "
+            f"max_model_len {wanted}; increase its memory or lower max_model_len"
+        )
+    return KVCacheConfig(num_blocks=num_blocks, max_model_len=min(wanted, capacity))
+
+
+def _check_settings(config: EngineConfig, model: ModelInfo) -> None:
+    if config.cache.block_size < 1:
+        raise ValueError(f"block_size is {config.cache.block_size}; it must be at least 1")
+    if config.max_model_len is not None and not 2 <= config.max_model_len <= model.max_model_len:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}; it must be at least 2 (one token of prompt, one of output) and "
+            f"at most the model's context of {model.max_model_len}"
+        )
+
+
+def _num_blocks(config: EngineConfig, model: ModelInfo, max_model_len: int, available_memory: Callable[[], int]) -> int:
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    block_bytes = cache.block_size * model.kv_bytes_per_token
+    if cache.memory_bytes is not None:
+        return cache.memory_bytes // block_bytes
+    # More blocks than this could never be in use.
+    num_useful = config.scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+    return min(max(0, available_memory()) // block_bytes, num_useful)

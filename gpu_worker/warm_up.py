@@ -1,0 +1,56 @@
+"""Computes steps of the sizes that will run, so that kernels, layouts and buffers exist before the first request."""
+
+from typing import NamedTuple
+
+from tokenloom.engine_core.config import SchedulerConfig
+from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
+
+from .model_runner import ModelRunner
+
+_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+_DRAWN = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=50, top_p=0.9)
+
+
+class LargestStep(NamedTuple):
+    """Describes the largest step after it was computed."""
+
+    num_tokens: int
+    activation_bytes: int
+    """Memory that it needed in addition to weights and KV blocks."""
+    seconds: float
+
+
+def largest_step(scheduler: SchedulerConfig, max_model_len: int) -> list[int]:
+    """Return the query lengths of the largest step: the longest prompts that leave one token to each other request, so
+    that the token budget is full and as many requests as possible draw a token."""
+    tokens = scheduler.max_num_batched_tokens
+    lengths = []
+    for others in range(min(scheduler.max_num_seqs, tokens) - 1, -1, -1):
+        lengths.append(min(max_model_len, tokens - others))
+        tokens -= lengths[-1]
+    return lengths
+
+
+def decode_batches(scheduler: SchedulerConfig, num_blocks: int) -> list[int]:
+    """Return numbers of requests: the powers of two up to the most that may decode at once, and that number."""
+    most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, num_blocks)
+    return [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+
+
+def within(num_blocks: int, block_size: int, lengths: list[int]) -> list[int]:
+    """Return as many of these prompts, the last perhaps shortened, as fit into the blocks."""
+    fitting = []
+    for length in lengths:
+        if num_blocks <= 0:
+            break
+        fitting.append(min(length, num_blocks * block_size))
+        num_blocks -= -(-length // block_size)
+    return fitting
+
+
+def run_decode_steps(runner: ModelRunner, batches: list[int], block_size: int) -> None:
+    """Compute decode steps of so many requests, and draw tokens in each way. This writes to the KV pool."""
+    for batch in batches:
+        logits = runner.dummy_run([1] * batch, block_size)
+        runner.dummy_sample(logits, _GREEDY)
+    runner.dummy_sample(logits[:1], _DRAWN)

@@ -1,0 +1,65 @@
+"""An engine whose workers fail their health check, and recover."""
+
+from pathlib import Path
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.services.engine.peer import Peer, make_add, make_settings, running_engine
+from tests.services.engine.test_coordinator_link import is_serving, running_coordinator, see
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+from tokenloom.services.engine import health_check
+from tokenloom.services.runtime.peers.channels import open_channel
+from tokenloom.v1.coordinator_pb2 import ENGINE_STATE_DEAD
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class FailingWorker(HashWorker):
+    """Fails its health checks while ``is_broken``."""
+
+    is_broken = False
+
+    def check_health(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("the device is gone")
+
+
+async def test_health_and_placement_follow_the_workers(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(health_check, "INTERVAL_SECONDS", 0.01)
+    settings = make_settings(socket_dir, coordinator=f"unix:{socket_dir}/coordinator")
+    async with (
+        running_coordinator(socket_dir) as (stub, _),
+        running_engine(settings, FailingWorker) as host,
+        open_channel(host.address) as channel,
+        Peer(host.address) as peer,
+    ):
+        await see(stub, is_serving)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == SERVING
+        await peer.send(make_add(1, [3], 200))
+        await peer.read_tokens()
+        monkeypatch.setattr(FailingWorker, "is_broken", True)
+        assert (await watch.read()).status == NOT_SERVING
+        await see(stub, lambda engines: [engine.report.state for engine in engines] == [ENGINE_STATE_DEAD])
+        received = await peer.read_until_finished([1])
+        assert len(received.token_ids[1]) == 200, "accepted requests continue"
+        monkeypatch.setattr(FailingWorker, "is_broken", False)
+        assert (await watch.read()).status == SERVING
+        await see(stub, is_serving)
+    assert "the worker failed: the device is gone" in caplog.text
+
+
+async def test_a_core_that_does_not_answer_is_not_healthy(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_check, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(health_check, "PATIENCE_SECONDS", 0.0)
+    settings = make_settings(socket_dir)
+    async with running_engine(settings) as host, open_channel(host.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        while (await watch.read()).status != NOT_SERVING:
+            pass
+        monkeypatch.setattr(health_check, "PATIENCE_SECONDS", 10.0)
+        assert (await watch.read()).status == SERVING

@@ -168,12 +168,23 @@ class StepPlanner:
             num_new_tokens = request.num_missing_tokens
             if num_new_tokens > 1:
                 num_after = len(self.running) - index - 1  # each of these gets at least one token
-                num_new_tokens = min(num_new_tokens, plan.budget - num_after, self._max_chunk)
+                num_new_tokens = self._chunk(request, plan.budget - num_after)
             new_block_ids = self._kv.allocate(request, num_new_tokens)
             if new_block_ids is None and (new_block_ids := self._make_room(request, num_new_tokens, plan)) is None:
                 break
             plan.add_running(request, num_new_tokens, new_block_ids)
             index += 1
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        """Return how many tokens of a prompt the step computes.
+
+        A chunk ends before the prompt's first embedding. Other prompts share the blocks before it, and an embedding may
+        make NaN, which masked attention spreads to earlier tokens of its chunk: 0 * NaN is NaN.
+        """
+        num_tokens = min(request.num_missing_tokens, budget, self._max_chunk)
+        if request.prompt_embeds and request.num_computed_tokens < request.prompt_embeds[0].position:
+            return min(num_tokens, request.prompt_embeds[0].position - request.num_computed_tokens)
+        return num_tokens
 
     def _make_room(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
         """Allocate blocks that leases, then the last running requests give up; None if ``request`` was preempted."""
@@ -196,7 +207,7 @@ class StepPlanner:
             self._start(request, plan)
 
     def _start(self, request: Request, plan: StepPlan) -> None:
-        num_new_tokens = min(request.num_missing_tokens, plan.budget, self._max_chunk)
+        num_new_tokens = self._chunk(request, plan.budget)
         if self._remote is not None:
             plan.early_outputs += self._remote.starts(request, num_new_tokens)
         new_block_ids = self._kv.allocate(request, num_new_tokens)

@@ -65,11 +65,14 @@ def prompt_of(name: str) -> EngineCoreRequest:
     return EngineCoreRequest(name, PROMPTS[name], SamplingParams(max_tokens=8, seed=0, temperature=0.0))
 
 
-def attack(num_tokens: int) -> EngineCoreRequest:
+def attack(num_tokens: int, after: list[int] | None = None) -> EngineCoreRequest:
+    """A prompt of embeddings after some tokens."""
     signs = np.sign(np.random.default_rng(0).normal(size=(num_tokens, HIDDEN_SIZE)))
     rows = (signs * LARGE).astype(np.float32)
     params = SamplingParams(max_tokens=8, seed=0, temperature=0.0)
-    return EngineCoreRequest("attack", [0] * num_tokens, params, prompt_embeds=[EmbedsSpan(0, rows)])
+    after = after or []
+    spans = [EmbedsSpan(len(after), rows)]
+    return EngineCoreRequest("attack", [*after, *[0] * num_tokens], params, prompt_embeds=spans)
 
 
 def tokens_of(outputs: dict[str, list[EngineCoreOutput]]) -> dict[str, list[int]]:
@@ -93,5 +96,16 @@ def test_nan_of_one_client_does_not_reach_others(checkpoint: Path, backend: str,
 def test_the_others_of_the_batch_continue(checkpoint: Path, dtype: str) -> None:
     expected = tokens_of(run(make_core(checkpoint, "auto", dtype, BLOCK_SIZE), *map(prompt_of, PROMPTS)))
     outputs = run(make_core(checkpoint, "auto", dtype, BLOCK_SIZE), attack(20), *map(prompt_of, PROMPTS))
+    assert [output.finish_reason for output in outputs["attack"]] == [FinishReason.ERROR]
+    assert tokens_of(outputs) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("backend", "block_size"), [("auto", 8), ("torch", 16), ("reference", 16)])
+def test_a_shared_prefix_does_not_carry_nan(checkpoint: Path, backend: str, block_size: int, dtype: str) -> None:
+    expected = tokens_of(run(make_core(checkpoint, backend, dtype, block_size), *map(prompt_of, PROMPTS)))
+    core = make_core(checkpoint, backend, dtype, block_size)
+    # The prompts of the same step share the blocks before the embeddings.
+    outputs = run(core, attack(20, after=PROMPTS["c"]), *map(prompt_of, PROMPTS))
     assert [output.finish_reason for output in outputs["attack"]] == [FinishReason.ERROR]
     assert tokens_of(outputs) == expected

@@ -35,7 +35,7 @@ demo: install ## start the whole mesh, chat once through it, show where the time
 	@$(BIN)/tokenloom demo
 
 test: install ## run all tests; they need neither a GPU nor a network
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 
 ##@ Checks before a commit (all of them: .ci/run)
 

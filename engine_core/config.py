@@ -44,6 +44,7 @@ class WorkerConfig(Struct, frozen=True):
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
     ] = "auto"
     num_threads: Annotated[Size, "Compute threads; 0: the library decides."] = 0
+    cpus: Annotated[tuple[Size, ...], "Cores that the worker is bound to, by number; by default any."] = ()
     step_seconds: Annotated[
         Duration, "Seconds that a step of the hash or timed worker takes.", Meta(extra={"name": "hash_step_seconds"})
     ] = 0.0

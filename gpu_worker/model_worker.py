@@ -25,6 +25,7 @@ from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
 from .models.model import Model
 from .ops.ops_choice import make_ops
+from .platform.affinity import bind_to
 from .platform.platform import Platform
 from .platform.profiler import Profiler
 from .sampler.device_sampler import DeviceSampler
@@ -55,6 +56,7 @@ class ModelWorker:
     def load_model(self) -> ModelInfo:
         """Load the weights. Raises ``ValueError`` naming what in the checkpoint is wrong or not supported."""
         config = self._config.worker
+        bind_to(config.cpus)
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
         loader = ModelLoader(config.dtype, self._device, ops, config.quantization)

@@ -1,4 +1,4 @@
-"""Replaces itself by a command that the kernel kills with its parent: ``launch.py PARENT_PID CPUS COMMAND…``.
+"""Replaces itself by a command that the kernel kills with its parent: ``launch.py PARENT_PID COMMAND…``.
 
 It runs as a script because a hook between fork and exec is not safe in a process with gRPC's threads. The process id
 stays the same. It imports nothing of the package, so that it starts in milliseconds.
@@ -23,10 +23,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parent, cpus, command = int(argv[0]), argv[1], argv[2:]
+    parent, command = int(argv[0]), argv[1:]
     die_with_parent(parent)
-    if cpus and sys.platform == "linux":
-        os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
     os.execv(command[0], command)
 
 

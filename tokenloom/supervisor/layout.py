@@ -95,8 +95,10 @@ class _Layout:
         if role != "both":  # only these exchange KV blocks
             flags += ("--kv-listen", str(Address(path=str(kv_socket))))
         flags += ("--engines-on-host", str(len(self._roles)), "--num-threads", str(share.threads))
+        if share.cpus:  # of the worker only: the engine's own process answers while the worker computes
+            flags += ("--cpus", ",".join(map(str, share.cpus)))
         part = self._part("engine", index, (*self._model, *self._coordinator, *flags))
-        return replace(part, role=role, cpus=share.cpus, leftovers=(*part.leftovers, kv_socket))
+        return replace(part, role=role, leftovers=(*part.leftovers, kv_socket))
 
     def tokenizer(self, index: int) -> PartSpec:
         return self._part("tokenizer", index, self._model)

@@ -9,7 +9,7 @@ from .state_dir import PartRecord
 
 @dataclass(frozen=True)
 class PartSpec:
-    """Specifies one process of the mesh: its command, environment and cores."""
+    """Specifies one process of the mesh: its command and environment."""
 
     service: str
     """The module's name in `tokenloom.services`."""
@@ -21,8 +21,6 @@ class PartSpec:
     """Role of an engine: ``prefill``, ``decode`` or ``both``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to the supervisor's; also for secrets, which lists of processes must not show."""
-    cpus: tuple[int, ...] = ()
-    """Cores to bind the process to; empty: any."""
     leftovers: tuple[Path, ...] = ()
     """Files of a killed predecessor to remove before each start."""
 

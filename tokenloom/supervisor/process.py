@@ -33,8 +33,7 @@ class Process:
     @classmethod
     async def start(cls, spec: PartSpec, output: LineCopier) -> "Process":
         """Start the part's command; its output goes to `output`."""
-        cpus = ",".join(map(str, spec.cpus))
-        launcher = (sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()), cpus)
+        launcher = (sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()))
         descriptor = output.open(spec.name)
         try:
             process = await asyncio.create_subprocess_exec(

@@ -105,7 +105,8 @@ class Option:
         """
         plain = self._converted_text(self._current(value), strict=strict)
         try:
-            parsed = msgspec.convert(plain, self.annotation, strict=strict, dec_hook=lambda type, item: type(item))
+            is_strict = strict and self.type is not tuple  # the items of a list were made texts
+            parsed = msgspec.convert(plain, self.annotation, strict=is_strict, dec_hook=lambda type, item: type(item))
         except msgspec.ValidationError:
             shown = "" if self.extra.get("secret") else f", not {value!r:.80}"
             raise ValueError(f"must be {self.expected}{shown}") from None

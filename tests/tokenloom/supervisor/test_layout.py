@@ -78,7 +78,7 @@ def test_engines_serve_kv_on_sockets_of_their_own() -> None:
 def test_engines_share_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     engines = [part for part in parts_of(options(engines=2), DIRECTORY, PORTS) if part.service == "engine"]
-    assert [part.cpus for part in engines] == [(0, 1), (2, 3)]
+    assert [flag(part, "--cpus") for part in engines] == ["0,1", "2,3"]
     assert [flag(part, "--role") for part in engines] == ["both", "both"]
     assert not any("--kv-listen" in part.command for part in engines)
     assert [flag(part, "--num-threads") for part in engines] == ["2", "2"]

@@ -23,6 +23,7 @@ class Settings(Struct, frozen=True):
     kind: Annotated[Literal["new", "other"], "A kind.", Meta(extra={"renamed": {"old": "new"}})] = "new"
     path: Annotated[Path | None, "A path."] = None
     names: Annotated[tuple[str, ...], "Names."] = ()
+    numbers: Annotated[tuple[int, ...], "Numbers."] = ()
     on: Annotated[bool, "A switch."] = False
     key: Annotated[Annotated[int, Meta(ge=1)], "A key.", Meta(extra={"secret": True})] = 1
     group: TwoWordsConfig = TwoWordsConfig(share=0.25)
@@ -34,7 +35,7 @@ def make(**values: Any) -> Settings:
 
 def test_fields_with_a_text_are_options_under_flat_names() -> None:
     options = options_of(Settings)
-    assert list(options) == ["size", "kind", "path", "names", "on", "key", "inner_share"]
+    assert list(options) == ["size", "kind", "path", "names", "numbers", "on", "key", "inner_share"]
     share = options["inner_share"]
     assert (share.path, share.group, share.default) == (("group", "share"), "Two words", 0.25)
     assert share.names == ("inner_share", "part")
@@ -50,6 +51,8 @@ def test_fields_with_a_text_are_options_under_flat_names() -> None:
         ("path", "", None),
         ("names", "a, b,", ("a", "b")),
         ("names", ["a,b", "c"], ("a", "b", "c")),
+        ("numbers", "1, 2", (1, 2)),
+        ("numbers", [1, 2], (1, 2)),
         ("on", "yes", True),
         ("on", "0", False),
     ],

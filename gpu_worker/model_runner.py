@@ -160,7 +160,7 @@ class ModelRunner:
             tokens, kept = self._draw_on_host(executed, grammar, output)
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]
-        if min(tokens) == NO_TOKEN:
+        if NO_TOKEN in tokens:
             tokens = _drop_undrawn(output, tokens, indices)
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
         if kept is not None:
@@ -184,7 +184,7 @@ class ModelRunner:
         if grammar is not None:
             force(grammar, req_ids, logits)
         tokens = self._sampler.sample(logits, *self._batch.sampling(inputs))
-        if min(tokens) == NO_TOKEN and self._batch.logits_processors:
+        if self._batch.logits_processors and NO_TOKEN in tokens:
             for row, index in enumerate(inputs.sampled.tolist()):
                 if tokens[row] == NO_TOKEN and np.isneginf(logits[row]).all():
                     output.without_choice.append(inputs.req_ids[index])

@@ -115,9 +115,8 @@ class InputBatch:
         self._token_ids[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_computed[row] = num_computed
-        self._num_owned_blocks[row] = (
-            num_computed // self.block_table.block_size
-        )  # a loaded block came with a foreign tail
+        # A block that was loaded in part came with a foreign tail.
+        self._num_owned_blocks[row] = num_computed // self.block_table.block_size
         self.block_table.replace(row, block_ids)
         request = self._requests[req_id]
         self._num_prompt_tokens[row] = request.num_prompt_tokens

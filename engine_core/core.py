@@ -140,7 +140,8 @@ class EngineCore:
             raise
         if self._connector is not None and (news := take_news(self._connector, scheduled)) is not None:
             self.scheduler.update_from_connector(news)
-        outputs += self.scheduler.ended.take_outputs()
+        if self.scheduler.ended.outputs:
+            outputs += self.scheduler.ended.take_outputs()
         try:
             self._settle(outputs)
         except BaseException:

@@ -129,7 +129,7 @@ class NixlTransport:
     def _progress(self) -> None:
         with self._lock:
             if self._agent is not None:
-                self._agent.get_new_notifs()  # nobody sends any; looking for them is what makes progress
+                self._agent.get_new_notifs()  # none are sent; looking for them is what makes progress
 
 
 class _Attendant:

@@ -271,7 +271,7 @@ async def test_losing_the_last_engine_of_a_role_is_no_outage(socket_dir: Path, l
     ("where", "failpoint", "reason", "engine"),
     [
         ("prefill", "lease_expires", "lease_expired", {}),
-        ("prefill", "wrong_layout", "layout", {"kv_lease_seconds": 3.0}),  # which nobody ends
+        ("prefill", "wrong_layout", "layout", {"kv_lease_seconds": 3.0}),  # which no message ends
         ("decode", "copy_fails", "transport", {}),
         ("decode", "torn_copy", "checksum", {}),
         ("decode", "verdict_lost", "timeout", {"kv_load_timeout": 0.3}),

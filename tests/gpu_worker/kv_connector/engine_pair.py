@@ -85,7 +85,7 @@ class Engine:
                 found = self.core.step().outputs
                 outputs += [output for output in found if output.request_id == request_id and output.new_token_ids]
             else:
-                assert self.news.wait(10), "nobody has anything to do"
+                assert self.news.wait(10), "no part has anything to do"
         return outputs
 
     def answer(self, call: KVAcquire | KVRelease) -> KVAnswer:

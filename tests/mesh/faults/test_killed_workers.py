@@ -62,7 +62,7 @@ async def test_a_killed_worker_fails_requests_with_an_error_worth_a_retry(socket
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
-        assert await process.wait() != 0, "whoever runs it starts another"
+        assert await process.wait() != 0, "the supervisor starts another"
         await mesh.until_missing("engine")
 
 
@@ -83,7 +83,7 @@ async def test_where_kv_moves_a_killed_worker_ends_its_engine_alone(socket_dir: 
         assert answer.json()["choices"][0]["token_ids"] == mesh.expected(prompt, 8)
         (worker,) = workers_of(prefill.pid)
         os.kill(worker, signal.SIGKILL)
-        assert await prefill.wait() != 0, "whoever runs it starts another"
+        assert await prefill.wait() != 0, "the supervisor starts another"
         while "engine-0" in mesh.known():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         answer = await http.post("/v1/completions", json={**request, "prompt": prompt[1:]})

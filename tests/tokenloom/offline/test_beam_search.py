@@ -3,27 +3,15 @@
 import pytest
 import torch
 
-from tokenloom import LLM, BeamSearchParams, SamplingParams
+from tokenloom import BeamSearchParams, SamplingParams
 from tokenloom.engine_core.errors import EnginePausedError
 
 STORY = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def llm():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    llm = LLM(
-        "tokenloom-demo",
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        num_gpu_blocks_override=128,
-        enable_prompt_embeds=True,
-    )
-    yield llm
-    llm.close()
-    torch.set_num_threads(threads)
+def llm(make_llm):
+    return make_llm(max_num_seqs=8, num_gpu_blocks_override=128, enable_prompt_embeds=True)
 
 
 @pytest.fixture(autouse=True)

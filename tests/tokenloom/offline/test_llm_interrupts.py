@@ -1,28 +1,17 @@
 """Interrupts and failures in the middle of an offline call: the next calls find a usable engine."""
 
 import pytest
-import torch
 
-from tokenloom import LLM, SamplingParams
+from tokenloom import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["one step at a time", "async scheduling"])
-def llm(request):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    llm = LLM(
-        "tokenloom-demo",
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=16,
-        num_gpu_blocks_override=64,
-        async_scheduling=request.param,
-    )
+def llm(request, make_llm):
+    llm = make_llm(max_num_seqs=16, num_gpu_blocks_override=64, async_scheduling=request.param)
     yield llm
     llm.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

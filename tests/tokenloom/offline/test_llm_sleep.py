@@ -3,10 +3,9 @@
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
-from tokenloom import LLM, SamplingParams
+from tokenloom import SamplingParams
 from tokenloom.checkpoint import DEMO_MODEL
 from tokenloom.engine_core.errors import EnginePausedError, UtilityError
 
@@ -15,20 +14,10 @@ STORY = "Once upon a time"
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def llm(request):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    llm = LLM(
-        "tokenloom-demo",
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=4,
-        num_gpu_blocks_override=64,
-        async_scheduling=request.param,
-    )
+def llm(request, make_llm):
+    llm = make_llm(max_num_seqs=4, num_gpu_blocks_override=64, async_scheduling=request.param)
     yield llm
     llm.close()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

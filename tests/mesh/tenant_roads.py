@@ -19,6 +19,7 @@ from tokenloom.v1.kserve import grpc_service_pb2_grpc
 LENGTH = 100
 """Tokens of a prompt: six full blocks and a rest."""
 HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+LOADED = "vllm:external_prefix_cache_hits_total"
 
 
 class Client:

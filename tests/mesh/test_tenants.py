@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from tests.mesh.harness import Mesh
 from tests.mesh.split import SplitMesh
-from tests.mesh.tenant_roads import ROADS, Client, Road, token_ids
+from tests.mesh.tenant_roads import LOADED, ROADS, Client, Road, counted, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -58,6 +58,20 @@ async def test_roads_share_one_tenants_cache_only(mesh: Mesh) -> None:
     for name in ("grpc_text", "kserve", "echo"):
         assert await by_name[name](first, 100) > 0
     assert await by_name["grpc_text"](second, 100) == 0
+
+
+async def test_evicted_blocks_come_back_to_their_tenant_only(tmp_path: Path, socket_dir: Path) -> None:
+    """The offload tier keeps a tenant's blocks under the hashes that its salt made."""
+    engine = {"num_kv_blocks": 20, "kv_offload_path": str(tmp_path), "kv_offload_bytes": 64 << 20}
+    async with Mesh(socket_dir, gateway={"api_key": KEYS}, engine=engine).running() as mesh:
+        first, second = (Client(mesh, key) for key in KEYS)
+        assert await token_ids(first, 1) == 0
+        for seed in range(2, 8):  # each takes seven of the twenty blocks
+            await token_ids(first, seed)
+        assert await token_ids(second, 1) == 0
+        assert counted(mesh, LOADED) == 0
+        assert await token_ids(first, 1) > 0
+        assert counted(mesh, LOADED) > 0, "the prompt was not evicted"
 
 
 KEY_FILE = """

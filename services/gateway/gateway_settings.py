@@ -29,6 +29,7 @@ def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     return keys
 
 
+_Secret = Annotated[str, Meta(extra={"secret": True})]
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
@@ -50,7 +51,13 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     api_key: Annotated[
         _Keys, "Accepted API keys, separated by commas; without this and --api-key-file no key is needed."
     ] = ()
-    api_key_file: Annotated[Path | None, "File with the SHA-256 of an accepted key, in hex, on each line."] = None
+    api_key_file: Annotated[
+        Path | None, "File with the SHA-256 of an accepted key, in hex, on each line; or tenants in TOML."
+    ] = None
+    cache_salt_secret: Annotated[
+        _Secret, "Secret that separates the tenants' cached prefixes; equal for all gateways. Random by default."
+    ] = ""
+    cache_salt_secret_file: Annotated[Path | None, "File with that secret, instead of --cache-salt-secret."] = None
     admin_api_key: Annotated[
         _Keys, "Keys for the admin routes; without this and --admin-api-key-file these are not served."
     ] = ()
@@ -89,6 +96,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
+        if self.cache_salt_secret and self.cache_salt_secret_file is not None:
+            raise ValueError("only one of --cache-salt-secret and --cache-salt-secret-file may be set")
         if (self.operator_tls_cert is None) != (self.operator_tls_key is None):
             raise ValueError("--operator-tls-cert and --operator-tls-key must be set together")
         if self.has_admin and self.certificate is not None and self.operator_certificate is None:

@@ -19,7 +19,6 @@ from .grpc.inference_servicer import InferenceServicer
 from .health import MeshHealth
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
-from .http.auth import ApiKeys
 from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
 from .http.status_routes import StatusRoutes
@@ -33,6 +32,9 @@ from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import BodyReader
 from .openapi.openapi_routes import document_routes
+from .tenants.api_keys import ApiKeys
+from .tenants.cache_salts import CacheSalts
+from .tenants.call_tenant import admit_calls
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:
     """Return the marks of the model's reasoning as tokens; None if the tokenizer has no tokens for them."""
     texts = (reasoning.start, reasoning.end)
-    encoded = await tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)
+    encoded = await tokenizers.encode(texts, add_special_tokens=False)
     tokens = {text: list(prompt.token_ids) for text, prompt in zip(texts, encoded.prompts, strict=True)}
     return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None
 
@@ -133,11 +135,12 @@ async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> Rea
 async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
-    keys = ApiKeys.load(settings.api_key, settings.api_key_file)
-    admin_keys = ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file)
+    salts = CacheSalts.load(settings.cache_salt_secret, settings.cache_salt_secret_file)
+    keys = ApiKeys.load(settings.api_key, settings.api_key_file, salts)
+    admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
     reader = BodyReader(strict=settings.strict)
     completions = CompletionsApi(reader, mesh.model)
-    host.authorize_calls(keys.authorize_call)
+    host.authorize_calls(admit_calls(keys))
     inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, settings.request_timeout)
     host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model)

@@ -136,6 +136,7 @@ def _one_token(submit: output_processor_pb2.Submit, num_candidates: int) -> outp
             logprobs=max(num_candidates, params.logprobs),
             skip_reading_prefix_cache=params.skip_reading_prefix_cache,
         ),
+        tenant=submit.tenant,
         priority=submit.priority,
         trace_headers=submit.trace_headers,
     )

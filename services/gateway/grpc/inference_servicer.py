@@ -17,6 +17,7 @@ from ..generation.job import Job
 from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..mesh.collector import Delta
+from ..tenants.call_tenant import call_tenant
 from .inference_request import InputSession, read_request
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -42,7 +43,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         check_model(request.model or None, self._model)
-        job, plan = read_request(request, self._plans, context.time_remaining())
+        job, plan = read_request(request, self._plans, call_tenant(), context.time_remaining())
         await _echo_id(request, context)
         await self._answer(request, job, plan, context)
 
@@ -64,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         while (request := await self._next_turn(requests)) is not None:
             check_model(request.model or None, self._model)
             if session is None:
-                session = InputSession()
+                session = InputSession(call_tenant())
                 await _echo_id(request, context)
             job = session.read_turn(request, self._plans, context.time_remaining())
             await self._answer(request, job, None, context, session)

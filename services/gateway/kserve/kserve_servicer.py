@@ -15,6 +15,7 @@ from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..openai.answer import finish_reason
 from ..openai.completions import CompletionsApi
+from ..tenants.call_tenant import call_tenant
 from .kserve_inference import INPUTS, OUTPUTS, VERSION, Inference, check_version, read_inference
 from .kserve_tensors import write_output
 
@@ -89,7 +90,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> Inference:
         check_model(request.model_name, self._model)
-        return read_inference(request, self._api, context.time_remaining())
+        return read_inference(request, self._api, call_tenant(), context.time_remaining())
 
     async def _whole(
         self, request: pb.ModelInferRequest, inference: Inference, generation: Generation

@@ -10,7 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway.http.auth import ApiKeys
+from tokenloom.services.gateway.tenants.api_keys import ApiKeys
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 

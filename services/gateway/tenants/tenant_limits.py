@@ -4,6 +4,8 @@ import msgspec
 
 from .tenant import TenantLimits
 
+MAX_SESSIONS = 1024
+"""Limit on the open sessions of a gateway; each holds the tokens of at most one context."""
 BURST_SECONDS = 60
 """Size of a token bucket without one of its own, as the time in which it fills."""
 SHARED_SESSIONS = 256

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from tokenloom.request.errors import InvalidArgument, RateLimitExceeded, ResourceExhausted
+from tokenloom.request.errors import InvalidArgument, PayloadTooLarge, RateLimitExceeded, ResourceExhausted
 
 from .room import Room
 from .tenant import TenantLimits
@@ -102,6 +102,9 @@ class TenantShare:
     def add_bytes(self, size: int) -> None:
         """Add the size of a request's body. Raises ``PayloadTooLarge`` for a body that is above the limit alone."""
         limit = self.limits.body_bytes
+        if limit is not None and size > limit:
+            self.refused["body_bytes"] += 1
+            raise PayloadTooLarge(f"the body has {size} bytes; this tenant's limit body_bytes is {limit}")
         if limit is not None and self.body_bytes + size > limit:
             state = f"the gateway holds {self.body_bytes} bytes of this tenant's requests, and this one has {size}"
             raise self._limited("body_bytes", state, limit)
@@ -110,6 +113,15 @@ class TenantShare:
     def remove_bytes(self, size: int) -> None:
         """Subtract the size of a body that the gateway does not hold any more."""
         self.body_bytes -= size
+
+    @contextmanager
+    def body(self, size: int) -> Iterator[None]:
+        """Count a message of the gRPC API for the length of the ``with`` block. ``size``: bytes."""
+        self.add_bytes(size)
+        try:
+            yield
+        finally:
+            self.remove_bytes(size)
 
     def reserve_tokens(self, num_prompt: int, num_output: int, *, is_bounded: bool) -> int:
         """Reserve the tokens that a request may use, and return their number.

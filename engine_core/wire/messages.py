@@ -69,6 +69,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Arrival on the core's clock; set by the core's input thread, never by a client. 0 means when it is added."""
     prompt_embeds: list[EmbedsSpan] = []
     """Spans in order and without overlap, over prompt tokens only."""
+    tenant: str = ""
+    """Waiting requests share seats and grammar compilers fairly between tenants. "" is a tenant like any other."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):

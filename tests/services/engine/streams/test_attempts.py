@@ -27,9 +27,10 @@ def make_attempts() -> tuple[Attempts, FrameBuilder]:
 
 def test_what_the_core_measured_is_told_with_the_end() -> None:
     attempts, builder = make_attempts()
-    attempt = attempts.open(make_add(3, [1, 2], 9))
+    attempt = attempts.open(make_add(3, [1, 2], 9, tenant="someone"))
     assert attempt.request is not None
     assert attempt.request.request_id == attempt.key == "7.3"
+    assert attempt.request.tenant == "someone"
     stats = PrefillStats(num_prompt_tokens=2, num_cached_tokens=1, queued_ns=5, prefill_ns=6)
     attempts.take_output(attempt, EngineCoreOutput("7.3", [4], prefill_stats=stats))
     attempts.take_output(attempt, EngineCoreOutput("7.3", [5], 1, FinishReason.STOP, stop_token_id=5))

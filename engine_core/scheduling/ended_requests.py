@@ -5,7 +5,7 @@ from collections.abc import Collection
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.manager import StructuredOutputManager
-from ..wire.messages import EngineCoreOutput
+from ..wire.messages import EngineCoreOutput, ErrorKind
 from .request import Request, RequestStatus, mark_finished
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
@@ -59,7 +59,12 @@ class EndedRequests:
         """Fail a request that this engine cannot compute; it is in no queue. Its blocks are not found any more."""
         self._kv.pool.forget(request.block_ids)
         self.end_early(request, RequestStatus.FINISHED_ERROR, error)
-        self.outputs[-1].error_is_internal = True
+        self.outputs[-1].error_kind = ErrorKind.INTERNAL
+
+    def end_at_limit(self, request: Request, error: str, kind: ErrorKind) -> None:
+        """Refuse a request because of a limit that is not its own; it is in no queue."""
+        self.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        self.outputs[-1].error_kind = kind
 
     def drop_outputs(self, request_ids: Collection[str]) -> None:
         """Forget the outputs of requests whose clients do not want them any more."""

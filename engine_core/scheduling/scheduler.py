@@ -9,8 +9,9 @@ from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.kv_events import KVEventLog
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..kv_transfer.remote_kv import RemoteKV
+from ..structured_output.compile_queue import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
-from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, SchedulerStats
+from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .ended_requests import EndedRequests
 from .request import Request, RequestStatus, finish_status
@@ -257,8 +258,13 @@ class Scheduler:
         if self._grammars is None:
             error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
-        elif error := self._grammars.constrain(request):
-            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+            return False
+        try:
+            if error := self._grammars.constrain(request):
+                self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        except CompileQueueFull as full:
+            kind = ErrorKind.TENANT_FULL if full.is_tenants else ErrorKind.ENGINE_FULL
+            self.ended.end_at_limit(request, str(full), kind)
         return request.status is RequestStatus.WAITING
 
     def _admit_compiled(self, grammars: StructuredOutputManager) -> None:

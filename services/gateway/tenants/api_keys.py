@@ -29,6 +29,11 @@ class ApiKeys:
         self._tenants = tuple(tenants.items())
         self.required = required
 
+    @property
+    def num_tenants(self) -> int:
+        """How many tenants the keys belong to."""
+        return len({tenant.name for _, tenant in self._tenants})
+
     @classmethod
     def load(cls, keys: Iterable[str], file: Path | None, salts: CacheSalts | None = None) -> "ApiKeys":
         """Load keys in plain text, and a key file as :func:`read_key_file` reads it.

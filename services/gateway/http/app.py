@@ -8,7 +8,7 @@ from typing import Any
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
-from .auth import ApiKeys
+from ..tenants.api_keys import ApiKeys
 from .browser_guard import BrowserGuard
 from .exchange import Exchange, Headers, MethodNotAllowed, Receive, Send
 from .request_body import ClientDisconnected
@@ -75,7 +75,7 @@ class App:
         methods = self._admin_routes.get(exchange.path)
         keys = self._keys if methods is None else self._admin_keys
         if exchange.path not in OPEN_PATHS:
-            keys.authorize(exchange.headers.get(b"authorization"))
+            exchange.tenant = keys.authorize(exchange.headers.get(b"authorization"))
             if not keys.required:
                 self._guard.check(exchange.headers)
         methods = methods or self._routes.get(exchange.path)

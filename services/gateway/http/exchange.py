@@ -13,6 +13,7 @@ import msgspec
 
 from tokenloom.request import errors
 
+from ..tenants.tenant import Tenant
 from . import sse
 from .request_body import ClientDisconnected, RequestBody, too_large
 
@@ -118,7 +119,10 @@ class Exchange:
         body: What the client sends after the head.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
+        tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
     """
+
+    tenant: Tenant
 
     def __init__(self, scope: dict[str, Any], send: Send) -> None:
         self.method: str = scope["method"]

@@ -72,13 +72,13 @@ class TokenizeRoutes:
         encoded = await self.tokenizers.encode(
             [fields.prompt],
             add_special_tokens=fields.add_special_tokens is not False,
-            want_hashes=False,
             want_token_strings=strings,
         )
         return encoded.prompts[0]
 
     async def _body(self, exchange: Exchange) -> Body:
-        body = decode_object(await exchange.read_body(self.max_body_bytes))
+        with await exchange.read_body(self.max_body_bytes) as received:
+            body = decode_object(received.data)
         check_model(body.get("model"), self.model)
         return body
 

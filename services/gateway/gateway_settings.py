@@ -71,6 +71,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     cors_origins: Annotated[
         tuple[str, ...], "Origins of web pages that may call the API from a browser, separated by commas; *: all."
     ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        "Further host names under which a gateway without API keys may be called, separated by commas; *: all.",
+    ] = ()
     public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
     public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
@@ -83,6 +87,9 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "How the model writes reasoning; auto: as its chat template indicates.",
     ] = "auto"
     max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
+    max_body_bytes_in_flight: Annotated[
+        Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."
+    ] = 64 << 20
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
@@ -121,6 +128,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
         if self.cache_salt_secret and self.cache_salt_secret_file is not None:
             raise ValueError("only one of --cache-salt-secret and --cache-salt-secret-file may be set")
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
         if (self.operator_tls_cert is None) != (self.operator_tls_key is None):
             raise ValueError("--operator-tls-cert and --operator-tls-key must be set together")
         if self.has_admin and self.certificate is not None and self.operator_certificate is None:

@@ -99,7 +99,7 @@ class RequestBody:
         self._limit = limit
         if len(self.data) > limit:
             self._refuse(too_large(limit))
-        elif length is not None:
+        elif length is not None and self._refusal is None:
             self._make_room(length)
         if self._cycle.more_body and self._refusal is None:
             await self._complete()

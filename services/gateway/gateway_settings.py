@@ -57,9 +57,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         Path | None, "File with the SHA-256 of an accepted key, in hex, on each line; or tenants in TOML."
     ] = None
     cache_salt_secret: Annotated[
-        _Secret, "Secret that separates the tenants' cached prefixes; equal for all gateways. Random by default."
+        _Secret,
+        "Secret of at least 16 bytes, equal for all gateways, that separates the tenants' cached prefixes; by default "
+        "each gateway with API keys draws its own.",
     ] = ""
-    cache_salt_secret_file: Annotated[Path | None, "File with that secret, instead of --cache-salt-secret."] = None
+    cache_salt_secret_file: Annotated[Path | None, "File with that secret; it wins over --cache-salt-secret."] = None
     admin_api_key: Annotated[
         _Keys, "Keys for the admin routes; without this and --admin-api-key-file these are not served."
     ] = ()
@@ -126,8 +128,6 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
-        if self.cache_salt_secret and self.cache_salt_secret_file is not None:
-            raise ValueError("only one of --cache-salt-secret and --cache-salt-secret-file may be set")
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
         if (self.operator_tls_cert is None) != (self.operator_tls_key is None):

@@ -40,6 +40,8 @@ class RequestBody:
         data: The bytes that have arrived; empty after :meth:`close`.
     """
 
+    __slots__ = ("_budget", "_cycle", "_is_closed", "_limit", "_refusal", "_reserved", "data")
+
     def __init__(self, cycle: "RequestResponseCycle", budget: ByteBudget) -> None:
         """``cycle``: uvicorn's state of the request, a private part."""
         self.data = bytearray()
@@ -110,6 +112,8 @@ class RequestBody:
 
     def close(self) -> None:
         """Drop the bytes and release their reservation; ignore bytes that arrive later."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self.data = bytearray()
         self._budget.release(self._reserved)

@@ -33,6 +33,8 @@ LINGER_BYTES_REFUSED = 1024 * 1024
 """How much it receives in this time if head, trailers or framing were refused."""
 SLICE_BYTES = 16 * 1024
 """The parser gets so many bytes at once: it keeps unfinished fields, and limits are checked between two slices."""
+EXACT_BYTES = MAX_HEAD_BYTES - SLICE_BYTES
+"""Above so many bytes, those of a complete head are counted one by one, because slices count as a whole."""
 
 EXPECTED_NAMES: dict[Callable[..., Any], str] = {
     HttpToolsProtocol.__init__: "app cycle flow headers loop parser pipeline scope transport",
@@ -122,7 +124,8 @@ class GatewayProtocol(HttpToolsProtocol):
         self._in_head = True
 
     def on_headers_complete(self) -> None:
-        self._check_fields()
+        if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
+            self._check_fields()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._abandon()
             raise _Refused
@@ -144,7 +147,8 @@ class GatewayProtocol(HttpToolsProtocol):
         self._body.arrive(body)
 
     def on_message_complete(self) -> None:
-        self._check_fields()
+        if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
+            self._check_fields()
         self._framing_bytes = 0
         super().on_message_complete()
 
@@ -166,14 +170,11 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _check_fields(self) -> None:
         """Refuse a complete head, or complete trailers, above the limits."""
-        is_large = self._framing_bytes > MAX_HEAD_BYTES - SLICE_BYTES and self._num_field_bytes() > MAX_HEAD_BYTES
-        if is_large or len(self.headers) > MAX_FIELDS:
+        size = len(self.url) if self._in_head else 0
+        size += sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
+        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_FIELDS:
             self._refuse_fields()
             raise _Refused
-
-    def _num_field_bytes(self) -> int:
-        line = len(self.url) if self._in_head else 0
-        return line + sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
 
     def _refuse_fields(self) -> None:
         limits = b"headers and trailers may have %d bytes and %d fields each" % (MAX_HEAD_BYTES, MAX_FIELDS)

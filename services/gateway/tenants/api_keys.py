@@ -88,7 +88,7 @@ def _add(entries: dict[bytes, TenantEntry | None], item: TenantEntry | bytes) ->
     for digest in item.digests():
         if digest in entries:
             other = entries[digest]
-            where = "as --api-key or" if other is None else f"for tenant {other.name!r} and"
+            where = "as --api-key and" if other is None else f"for tenant {other.name!r} and"
             message = f"api_key_file: one key is given twice: {where} for tenant {item.name!r}"
             raise errors.InvalidArgument(message, "api_key_file")
         entries[digest] = item

@@ -7,18 +7,20 @@ from .request import Request
 
 
 class LiveTenants:
-    """Counts the live requests of each tenant, so that an engine with a single tenant spends nothing on shares."""
+    """Counts the live requests of each tenant, so that an engine with a single tenant spends nothing on shares.
+
+    Attributes:
+        are_several: Whether at least two tenants have a live request.
+    """
 
     def __init__(self) -> None:
+        self.are_several = False
         self._num_requests: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of tenants that have a live request."""
-        return len(self._num_requests)
 
     def add(self, request: Request) -> None:
         """Count a request that is live from now on."""
         self._num_requests[request.tenant] = self._num_requests.get(request.tenant, 0) + 1
+        self.are_several = len(self._num_requests) > 1
 
     def remove(self, request: Request) -> None:
         """Stop counting a request, which has ended."""
@@ -26,6 +28,7 @@ class LiveTenants:
             del self._num_requests[request.tenant]
         else:
             self._num_requests[request.tenant] -= 1
+        self.are_several = len(self._num_requests) > 1
 
 
 def count_seats(requests: Iterable[Request]) -> Counter[str]:

@@ -40,7 +40,7 @@ class RequestBody:
         data: The bytes that have arrived; empty after :meth:`close`.
     """
 
-    __slots__ = ("_budget", "_cycle", "_is_closed", "_limit", "_refusal", "_reserved", "data")
+    __slots__ = ("_budget", "_cycle", "_is_closed", "_limit", "_refusal", "_reserved", "_share", "data")
 
     def __init__(self, cycle: "RequestResponseCycle", budget: ByteBudget) -> None:
         """``cycle``: uvicorn's state of the request, a private part."""

@@ -51,3 +51,15 @@ def seat_to_take_back(running: list[Request], seats: Counter[str], head: Request
     # A request whose last token is in flight gives its seat up anyway; one that reads no cached blocks would have to be
     # computed again from its first token.
     return None if newest.will_be_full or newest.skip_reading_prefix_cache else newest
+
+
+def index_to_preempt(running: list[Request], start: int) -> int:
+    """Return which of the requests from index ``start`` on gives up its blocks.
+
+    Among the least urgent ones it is the last request of the tenant with the most seats. The request at index 0 is
+    chosen only when it is alone, so that it always advances.
+    """
+    seats = count_seats(running)
+    least_urgent = running[-1].priority
+    candidates = [index for index in range(start, len(running)) if running[index].priority == least_urgent]
+    return max(candidates, key=lambda index: (seats[running[index].tenant], index))

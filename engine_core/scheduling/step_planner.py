@@ -12,7 +12,7 @@ from ..wire.messages import EngineCoreOutput
 from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from .request import Request, RequestStatus
 from .request_queues import WaitingRequests, priority_key
-from .seats import LiveTenants, count_seats, seat_to_take_back
+from .seats import LiveTenants, count_seats, index_to_preempt, seat_to_take_back
 from .stats_recorder import StatsRecorder
 from .waiting_requests import Admission, SchedulingPolicy
 
@@ -101,7 +101,10 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Moves requests between ``running`` and the queue; the last of the running requests are preempted first."""
+    """Moves requests between ``running`` and the queue; the last of the running requests are preempted first.
+
+    While several tenants have requests, :mod:`.seats` says which one gives up its seat or its blocks.
+    """
 
     def __init__(
         self,
@@ -205,8 +208,8 @@ class StepPlanner:
                 num_after = len(self.running) - index - 1  # each of these gets at least one token
                 num_new_tokens = self._chunk(request, plan.budget - num_after)
             new_block_ids = self._kv.allocate(request, num_new_tokens)
-            if new_block_ids is None and (new_block_ids := self._make_room(request, num_new_tokens, plan)) is None:
-                break
+            if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:
+                continue  # the next request is at its index now
             plan.add_running(request, num_new_tokens, new_block_ids)
             index += 1
 
@@ -221,11 +224,16 @@ class StepPlanner:
             return min(num_tokens, request.prompt_embeds[0].position - request.num_computed_tokens)
         return num_tokens
 
-    def _make_room(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Allocate blocks that leases, then the last running requests give up; None if ``request`` was preempted."""
+    def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
+        """Allocate blocks for a running request that leases, then it or later running requests give up.
+
+        Returns None if the request itself was preempted.
+        """
+        request = self.running[index]
         while True:
             if self._remote is None or not self._remote.revoke_oldest():
-                victim = self.running.pop()
+                position = index_to_preempt(self.running, index) if self._tenants.are_several else -1
+                victim = self.running.pop(position)
                 self.requeue(victim, RequestStatus.PREEMPTED)
                 plan.preempted_req_ids.append(victim.request_id)
                 if victim is request:

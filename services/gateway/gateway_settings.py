@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningParserName
+from tokenloom.services.runtime.host.descriptors import for_clients
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
 from tokenloom.services.runtime.peers import tls
 from tokenloom.services.runtime.peers.members import parse_member
@@ -32,6 +34,11 @@ def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _Secret = Annotated[str, Meta(extra={"secret": True})]
+NUM_EDGES = 2
+"""HTTP and gRPC: each has connections of its own."""
+MAX_STREAMS = 1024
+"""gRPC calls of one connection; clients keep further ones back."""
+
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
@@ -92,6 +99,16 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_body_bytes_in_flight: Annotated[
         Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."
     ] = 64 << 20
+    max_connections: Annotated[
+        Count,
+        "Connections of clients over HTTP, and as many over gRPC; fewer if the limit of open descriptors is too low.",
+    ] = 16384
+    max_connections_per_peer: Annotated[
+        Count, "HTTP connections from one address; connections through a unix socket have none."
+    ] = 4096
+    max_grpc_calls: Annotated[
+        Count, "gRPC calls of clients that are open at the same time; further ones end in RESOURCE_EXHAUSTED."
+    ] = 4096
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
@@ -160,6 +177,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         if self.public_tls_cert is None or self.public_tls_key is None:
             return None
         return tls.public_credentials(self.public_tls_cert, self.public_tls_key)
+
+    @property
+    def grpc_limits(self) -> GrpcLimits:
+        """The limits of clients."""
+        connections = for_clients(self.max_connections, NUM_EDGES)
+        return GrpcLimits(connections, streams=MAX_STREAMS, calls=self.max_grpc_calls)
 
     @property
     def has_admin(self) -> bool:

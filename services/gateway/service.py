@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
+from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.addresses import parse
 from tokenloom.services.runtime.peers.channels import Channels
@@ -14,7 +15,7 @@ from tokenloom.v1 import inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from .assistant.message_plans import MessagePlans
-from .gateway_settings import GatewaySettings
+from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.admission import Admission
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
@@ -23,6 +24,7 @@ from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
 from .http.browser_guard import BrowserGuard
 from .http.byte_budget import ByteBudget
+from .http.connections import Connections
 from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
 from .http.status_routes import StatusRoutes
@@ -82,6 +84,9 @@ class GatewayService:
             await _open_edges(settings, host, mesh, keys, shares),
             settings.http_listen,
             budget=ByteBudget(settings.max_body_bytes_in_flight),
+            connections=Connections(
+                for_clients(settings.max_connections, NUM_EDGES), settings.max_connections_per_peer
+            ),
             insecure=settings.is_open,
             tls_cert=settings.public_tls_cert,
             tls_key=settings.public_tls_key,

@@ -104,6 +104,7 @@ class _Memory:
 
 def run_attack(attack: Attack, target: Target, canary: Canary) -> Result:
     """Run an attack while the canary streams, and judge it."""
+    canary.wait_streaming()
     pids = target.pids()
     memory = _Memory(target.gateway)
     with memory.sampled():
@@ -122,7 +123,7 @@ def run_attack(attack: Attack, target: Target, canary: Canary) -> Result:
     wrong += _check_memory(attack, memory)
     late = list(outcome.late)
     if report.gap > MAX_GAP_SECONDS + attack.pause * 1.25:
-        late.append(f"canary: {report.gap * 1e3:.0f} ms between two tokens")
+        late.append(f"canary: {report.gap * 1e3:.0f} ms without a token")
     return Result(attack.name, Outcome(outcome.answer, wrong, late), report.gap, memory.before, memory.peak)
 
 

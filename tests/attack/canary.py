@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.attack.target import MODEL, Target
 
 MAX_GAP_SECONDS = 0.1
-"""The longest time between two tokens that a user may notice, on a quiet machine."""
+"""The longest wait for a token that a user may notice, on a quiet machine."""
 _SCRIPT = Path(__file__).with_name("canary_process.py")
 
 
@@ -21,7 +21,7 @@ class Report:
 
     Attributes:
         texts: How many whole texts it read.
-        gap: Most seconds between two tokens of one text.
+        gap: Most seconds between a request or a token and the next token.
         errors: What went wrong, in words; a text unlike the first one counts.
     """
 
@@ -40,13 +40,20 @@ class Canary:
         command = (sys.executable, str(_SCRIPT), target.host, str(target.port), key, json.dumps(body))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
+    def wait_streaming(self) -> None:
+        """Wait for a token, so that what happens next happens amid a text."""
+        self._ask("streaming")
+
     def report(self) -> Report:
         """Return what happened since the last report, once a text that begins now has ended."""
+        return Report(**json.loads(self._ask("report")))
+
+    def _ask(self, question: str) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{question}\n")
         self._process.stdin.flush()
-        return Report(**json.loads(self._process.stdout.readline()))
+        return self._process.stdout.readline()
 
     def stop(self) -> None:
         """End the process."""

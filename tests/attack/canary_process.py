@@ -1,8 +1,8 @@
 """The process of the canary: reads one greedy text after another over a connection that it keeps, and times the tokens.
 
 It runs separately from the attacks, so that their work does not delay its clock, and imports only the standard library.
-Each line of its input asks for a report, one JSON object, which it prints when a text has ended that began after the
-question.
+A line ``streaming`` of its input is answered with an empty line at the next token, a line ``report`` with a JSON object
+when a text has ended that began after the question.
 """
 
 import http.client
@@ -26,30 +26,35 @@ class Stream:
         self._body = body
         self._connection: http.client.HTTPConnection | None = None
         self.gap = 0.0
-        """Most seconds between two tokens of one text."""
+        """Most seconds between a request or a token and the next token."""
+        self.is_awaited = threading.Event()
+        """Whether the next token is to be reported."""
 
     def read(self) -> str:
         """Return one whole text. Raises `OSError`, `HTTPException` or `ValueError` if it does not come whole."""
         if self._connection is None:
             self._connection = http.client.HTTPConnection(*self._peer, timeout=STALLED_SECONDS)
         try:
+            sent = time.monotonic()
             self._connection.request("POST", "/v1/completions", self._body, self._headers)
-            return "".join(self._pieces(self._connection.getresponse()))
+            return "".join(self._pieces(self._connection.getresponse(), sent))
         except Exception:
             self._connection.close()
             self._connection = None
             raise
 
-    def _pieces(self, response: http.client.HTTPResponse) -> Iterator[str]:
+    def _pieces(self, response: http.client.HTTPResponse, last: float) -> Iterator[str]:
         if response.status != 200:
             raise ValueError(f"status {response.status}: {response.read(200)!r}")
-        last = None
         ended = False
         while line := response.readline():
             if line.startswith(b"data: {"):
                 now = time.monotonic()
-                self.gap = max(self.gap, now - (last or now))
+                self.gap = max(self.gap, now - last)
                 last = now
+                if self.is_awaited.is_set():
+                    self.is_awaited.clear()
+                    print(flush=True)
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise ValueError(f"error in the stream: {event['error']}")
@@ -97,13 +102,14 @@ def main() -> None:
     headers = {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
-    watch = Watch(Stream(host, int(port), headers, body.encode()))
+    stream = Stream(host, int(port), headers, body.encode())
+    watch = Watch(stream)
     asked = threading.Event()
     over = threading.Event()
 
     def listen() -> None:
-        for _ in sys.stdin:
-            asked.set()
+        for line in sys.stdin:
+            (stream.is_awaited if line == "streaming\n" else asked).set()
         over.set()
 
     threading.Thread(target=listen, daemon=True).start()

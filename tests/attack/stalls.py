@@ -1,4 +1,4 @@
-"""Parts that do nothing for some seconds, as if their event loops were busy; no stream may be lost."""
+"""Parts whose event loops do nothing for some seconds; no stream may be lost, and no request refused."""
 
 import signal
 import time
@@ -7,14 +7,29 @@ from functools import partial
 import psutil
 
 from tests.attack.attack import Attack, Outcome
-from tests.attack.target import Target
+from tests.attack.target import Setup, Target
+from tests.e2e.test_busy import BUSY_SECONDS
 
-SECONDS = 4.0
+HOOKED = Setup(hook=True)
+STOPPED_SECONDS = 2.0
+"""Less than the time after which a stopped process counts as dead."""
 PARTS = ("gateway", "output_processor", "engine", "tokenizer", "coordinator")
 
 
-def stall(target: Target, service: str, seconds: float = SECONDS) -> Outcome:
-    """Stop a process and let it continue."""
+def busy(target: Target, service: str) -> Outcome:
+    """Keep the event loop of a process busy."""
+    process = target.process(service)
+    before = process.cpu_times()
+    process.send_signal(signal.SIGUSR2)
+    time.sleep(BUSY_SECONDS)
+    after = process.cpu_times()
+    used = after.user + after.system - before.user - before.system
+    assert used > 0.5, f"the {service} was not busy"
+    return Outcome(f"busy for {BUSY_SECONDS:g} s")
+
+
+def stopped(target: Target, service: str = "gateway", seconds: float = STOPPED_SECONDS) -> Outcome:
+    """Stop a whole process for a moment, as a hypervisor does that moves it."""
     process = target.process(service)
     process.send_signal(signal.SIGSTOP)
     try:
@@ -26,5 +41,9 @@ def stall(target: Target, service: str, seconds: float = SECONDS) -> Outcome:
 
 
 ATTACKS = [
-    Attack(f"stall-{service.replace('_', '-')}", partial(stall, service=service), pause=SECONDS) for service in PARTS
+    *(
+        Attack(f"busy-{service.replace('_', '-')}", partial(busy, service=service), HOOKED, pause=BUSY_SECONDS)
+        for service in PARTS
+    ),
+    Attack("stopped-gateway", stopped, HOOKED, pause=STOPPED_SECONDS),
 ]

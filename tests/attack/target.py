@@ -1,5 +1,6 @@
 """The mesh under attack: processes that ``tokenloom serve`` started, with the keys of two tenants or without keys."""
 
+import os
 import re
 import sys
 import urllib.request
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 
 from tests.e2e.conftest import Served, serving
+from tests.e2e.test_busy import HOOK
 
 MODEL = "tokenloom-demo"
 KEYS = ("attacker-key", "neighbour-key")
@@ -24,11 +26,13 @@ class Setup:
         keys: Whether clients need one of `KEYS`.
         flags: More flags of ``tokenloom serve``.
         descriptors: The most descriptors that a process of the mesh may have; None: what this process may have.
+        hook: Whether SIGUSR2 keeps the event loop of a process busy.
     """
 
     keys: bool = True
     flags: tuple[str, ...] = ()
     descriptors: int | None = None
+    hook: bool = False
 
 
 class Target:
@@ -103,6 +107,8 @@ def attacked(setup: Setup) -> Iterator[Target]:
         environment = {"TOKENLOOM_HASH_STEP_SECONDS": str(STEP_SECONDS)}
         if setup.keys:
             environment["TOKENLOOM_API_KEY"] = ",".join(KEYS)
+        if setup.hook:
+            environment["PYTHONPATH"] = os.pathsep.join((str(HOOK), *filter(None, (os.environ.get("PYTHONPATH"),))))
         wrapper = () if setup.descriptors is None else _limited(setup.descriptors)
         yield Target(serve("--worker", "hash", *setup.flags, wrapper=wrapper, **environment), setup)
 

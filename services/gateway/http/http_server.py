@@ -16,6 +16,7 @@ from tokenloom.services.runtime.peers import addresses
 
 from .app import App
 from .byte_budget import ByteBudget
+from .connections import Connections
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
@@ -31,6 +32,7 @@ class HttpServer:
         listen: str,
         *,
         budget: ByteBudget,
+        connections: Connections,
         insecure: bool,
         tls_cert: Path | None = None,
         tls_key: Path | None = None,
@@ -39,6 +41,7 @@ class HttpServer:
 
         Args:
             budget: Limits the bytes of all request bodies.
+            connections: Limits the connections.
             insecure: Whether other machines may connect in plain text.
             tls_cert, tls_key: PEM files of the certificate for clients, already checked; None: plain text.
         """
@@ -46,7 +49,7 @@ class HttpServer:
         is_closed = insecure or tls_cert is not None
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
-        server = _Server(_config(app, budget, tls_cert, tls_key))
+        server = _Server(_config(app, _protocol(budget, connections), tls_cert, tls_key))
         self._path = address.path
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
@@ -78,10 +81,10 @@ class HttpServer:
                 os.unlink(self._path)
 
 
-def _config(app: App, budget: ByteBudget, tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Config:
+def _config(app: App, protocol: type[asyncio.Protocol], tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=_protocol(budget),
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -95,7 +98,7 @@ def _config(app: App, budget: ByteBudget, tls_cert: Path | None, tls_key: Path |
     )
 
 
-def _protocol(budget: ByteBudget) -> type[asyncio.Protocol]:
+def _protocol(budget: ByteBudget, connections: Connections) -> type[asyncio.Protocol]:
     """Return what makes the protocol of a connection. Raises :class:`errors.FailedPrecondition` when the installed
     uvicorn does not fit it: uvicorn's own protocol has no limits."""
     try:
@@ -110,7 +113,8 @@ def _protocol(budget: ByteBudget) -> type[asyncio.Protocol]:
             "install a version that pyproject.toml admits"
         )
     # uvicorn only calls it.
-    return cast(type[asyncio.Protocol], partial(uvicorn_protocol.GatewayProtocol, budget=budget))
+    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections)
+    return cast(type[asyncio.Protocol], make)
 
 
 class _Server(uvicorn.Server):

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .byte_budget import ByteBudget
+from .connections import Connections
 from .exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
 from .request_body import RequestBody
 
@@ -50,6 +51,12 @@ EXPECTED_NAMES: dict[Callable[..., Any], str] = {
 }
 """Names that functions of uvicorn use, and that the gateway relies on."""
 
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 62\r\n"
+    b"retry-after: 1\r\nconnection: close\r\n\r\n"
+    b"The gateway has as many connections as it may have; try again."
+)
+
 
 def missing_names() -> list[str]:
     """Return what the gateway relies on and the installed uvicorn lacks; empty when everything is as expected."""
@@ -82,23 +89,39 @@ class GatewayProtocol(HttpToolsProtocol):
     _body: RequestBody | None = None
     """Of the request that is being received, or was received last."""
 
-    def __init__(self, *args: Any, budget: ByteBudget, **named: Any) -> None:
-        """``budget``: for the bodies of all requests of the gateway."""
+    def __init__(self, *args: Any, budget: ByteBudget, connections: Connections, **named: Any) -> None:
+        """``budget``: for the bodies of all requests of the gateway. ``connections``: all of the gateway's."""
         super().__init__(*args, **named)
         self._budget = budget
+        self._admitted = connections
         self._watchers: Watchers = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if not self._admitted.admit(self, self.client[0] if self.client else ""):
+            transport.write(_FULL)
+            self._abandon()  # without lingering: the connection holds a descriptor that is not counted
+            return
         self._start_framing_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._admitted.remove(self)
         self._stop_framing_timer()
         super().connection_lost(exc)
         for cycle, _ in self.pipeline:  # their requests never reach the application
             cast(dict[str, Any], cycle.scope)["extensions"][REQUEST_BODY].close()
         for on_lost in tuple(self._watchers):
             on_lost()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is being received or answered."""
+        is_live = self.cycle is not None and not self.cycle.response_complete
+        return not (is_live or self._in_head or self._framing_bytes or self.pipeline or self._is_leaving)
+
+    def close_idle(self) -> None:
+        """Close the connection without a response."""
+        self._abandon()
 
     def data_received(self, data: bytes) -> None:
         if self._is_leaving:

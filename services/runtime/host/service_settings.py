@@ -16,6 +16,7 @@ from tokenloom.request.errors import InvalidArgument
 from ..peers import addresses
 from ..peers.channels import MAX_MESSAGE_BYTES
 from ..peers.tls import CertificateFiles
+from .grpc_limits import GrpcLimits
 from .options import Option, OptionError, build, did_you_mean, find_option, flag, options_of, variable
 from .settings_file import flattened, read_file
 
@@ -87,6 +88,11 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
     def max_message_bytes(self) -> int:
         """Largest gRPC message that is received."""
         return MAX_MESSAGE_BYTES
+
+    @property
+    def grpc_limits(self) -> GrpcLimits:
+        """The limits of the gRPC server."""
+        return GrpcLimits()
 
     @property
     def is_public(self) -> bool:

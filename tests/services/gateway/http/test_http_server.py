@@ -13,6 +13,7 @@ from tokenloom.request import errors
 from tokenloom.services.gateway import http as http_package
 from tokenloom.services.gateway.http import uvicorn_protocol
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.services.gateway.http.connections import Connections
 from tokenloom.services.gateway.http.http_server import HttpServer
 
 
@@ -24,12 +25,12 @@ def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(errors.Unavailable, match="http_listen"):
-            HttpServer(nothing, address, budget=ByteBudget(1), insecure=False)  # type: ignore[arg-type]
+            HttpServer(nothing, address, budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 def test_open_addresses_need_insecure() -> None:
     with pytest.raises(errors.InvalidArgument, match="http_listen"):
-        HttpServer(nothing, "0.0.0.0:0", budget=ByteBudget(1), insecure=False)  # type: ignore[arg-type]
+        HttpServer(nothing, "0.0.0.0:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 async def test_a_unix_socket(socket_dir: Path) -> None:
@@ -81,4 +82,4 @@ def test_an_unexpected_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch, lacks
         monkeypatch.setitem(sys.modules, uvicorn_protocol.__name__, None)
     missing = "FlowControl.__init__: renamed" if lacks == "a name" else "uvicorn_protocol"
     with pytest.raises(errors.FailedPrecondition, match=missing):
-        HttpServer(nothing, "127.0.0.1:0", budget=ByteBudget(1), insecure=False)  # type: ignore[arg-type]
+        HttpServer(nothing, "127.0.0.1:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tokenloom.services.gateway.http import uvicorn_protocol
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.services.gateway.http.connections import Connections
 from tokenloom.services.gateway.http.exchange import Exchange
 from tokenloom.services.gateway.http.http_server import KEEP_ALIVE_SECONDS
 from tokenloom.services.gateway.http.uvicorn_protocol import (
@@ -93,7 +94,7 @@ class Connection:
         config = uvicorn.Config(
             app, interface="asgi3", ws="none", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE_SECONDS
         )
-        self.protocol = GatewayProtocol(config, ServerState(), {}, budget=self.budget)
+        self.protocol = GatewayProtocol(config, ServerState(), {}, budget=self.budget, connections=Connections(1, 1))
         self.protocol.connection_made(cast(Any, self.transport))
         self.parser = CountingParser(self.protocol.parser)
         self.protocol.parser = cast(Any, self.parser)

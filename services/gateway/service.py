@@ -122,7 +122,10 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
     loop = asyncio.get_running_loop()
     max_live, is_shared = settings.max_live_requests, keys.num_tenants > 1
     limits = gateway_limits(
-        settings.tenant_limits, is_shared=is_shared, max_live=max_live, max_body_bytes=settings.max_body_bytes
+        settings.tenant_limits,
+        is_shared=is_shared,
+        max_live=max_live,
+        max_body_bytes=settings.max_body_bytes_in_flight,
     )
     return TenantShares(
         limits, is_shared=is_shared, max_live=max_live, max_sessions=MAX_SESSIONS, clock=lambda: loop.time()
@@ -178,7 +181,9 @@ async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, keys: 
     host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
     routes = _routes(settings, host, mesh, reader, completions)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
-    return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, guard, settings.cors_origins)
+    return App(
+        routes, keys, await _admin_routes(settings, host, mesh), admin_keys, guard, shares, settings.cors_origins
+    )
 
 
 def _routes(

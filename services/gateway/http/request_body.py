@@ -1,10 +1,12 @@
-"""The body of one HTTP request: collects its bytes within two limits and returns them to the gateway's budget."""
+"""The body of one HTTP request: collects its bytes within limits, and returns them to the gateway's budget and to its
+tenant's."""
 
 import asyncio
 from typing import TYPE_CHECKING
 
 from tokenloom.request import errors
 
+from ..tenants.tenant_share import TenantShare
 from .byte_budget import ByteBudget
 
 if TYPE_CHECKING:
@@ -29,7 +31,8 @@ class ClientDisconnected(Exception):
 
 
 class RequestBody:
-    """Collects the bytes of a body as the connection delivers them. Every byte that it holds is reserved in the budget.
+    """Collects the bytes of a body as the connection delivers them. Every byte that it holds is reserved in the budget,
+    and counts for the tenant as soon as the client's key is known.
 
     Use it as ``with``: at the end of the block the bytes are dropped and their reservation is released.
 
@@ -37,13 +40,14 @@ class RequestBody:
         data: The bytes that have arrived; empty after :meth:`close`.
     """
 
-    __slots__ = ("_budget", "_cycle", "_is_closed", "_limit", "_refusal", "_reserved", "data")
+    __slots__ = ("_budget", "_cycle", "_is_closed", "_limit", "_refusal", "_reserved", "_share", "data")
 
     def __init__(self, cycle: "RequestResponseCycle", budget: ByteBudget) -> None:
         """``cycle``: uvicorn's state of the request, a private part."""
         self.data = bytearray()
         self._cycle = cycle
         self._budget = budget
+        self._share: TenantShare | None = None
         self._reserved = 0
         self._limit: int | None = None  # set once the handler reads
         self._refusal: errors.TokenloomError | None = None
@@ -74,6 +78,15 @@ class RequestBody:
         if self._limit is None and size > UNREAD_BYTES:
             self._cycle.flow.pause_reading()
 
+    def count_for(self, share: TenantShare) -> None:
+        """Count the bytes for a tenant. The handler that reads a body beyond the tenant's limit gets the error."""
+        try:
+            share.add_bytes(self._reserved, self._reserved)
+        except errors.TokenloomError as refusal:
+            self._refuse(refusal)
+        else:
+            self._share = share
+
     async def read(self, limit: int, length: int | None) -> None:
         """Return when ``data`` is the whole body.
 
@@ -82,12 +95,13 @@ class RequestBody:
             length: How many bytes the client has announced; they are reserved before they arrive. None: unknown.
 
         Raises :class:`errors.PayloadTooLarge`, :class:`errors.ResourceExhausted` when the budget has no room,
-        :class:`BodyTimeout` and :class:`ClientDisconnected`.
+        :class:`errors.RateLimitExceeded` when the tenant has none, :class:`BodyTimeout` and
+        :class:`ClientDisconnected`.
         """
         self._limit = limit
         if len(self.data) > limit:
             self._refuse(too_large(limit))
-        elif length is not None:
+        elif length is not None and self._refusal is None:
             self._make_room(length)
         if self._cycle.more_body and self._refusal is None:
             await self._complete()
@@ -103,6 +117,8 @@ class RequestBody:
         self._is_closed = True
         self.data = bytearray()
         self._budget.release(self._reserved)
+        if self._share is not None:
+            self._share.remove_bytes(self._reserved)
         self._reserved = 0
 
     async def _complete(self) -> None:
@@ -121,15 +137,26 @@ class RequestBody:
             raise BodyTimeout(f"the body did not arrive within {BODY_SECONDS:g} s") from None
 
     def _make_room(self, size: int) -> bool:
-        """Reserve the bytes of a body of this size; refuse the request and return False if the budget is too small."""
-        if size > self._reserved:
+        """Reserve the bytes of a body of this size; refuse the request and return False if one budget is too small."""
+        added = size - self._reserved
+        if added > 0:
             try:
-                self._budget.reserve(size - self._reserved)
-            except errors.ResourceExhausted as refusal:
+                if self._share is not None:
+                    self._share.add_bytes(added, size)
+                self._reserve(added)
+            except errors.TokenloomError as refusal:
                 self._refuse(refusal)
                 return False
             self._reserved = size
         return True
+
+    def _reserve(self, added: int) -> None:
+        try:
+            self._budget.reserve(added)
+        except errors.ResourceExhausted:
+            if self._share is not None:
+                self._share.remove_bytes(added)
+            raise
 
     def _refuse(self, refusal: errors.TokenloomError) -> None:
         """Drop the body; its handler raises the error when it reads."""

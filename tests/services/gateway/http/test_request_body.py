@@ -11,6 +11,8 @@ from tests.services.gateway.http.test_exchange import FakeConnection
 from tokenloom.request import errors
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.request_body import UNREAD_BYTES, BodyTimeout, ClientDisconnected, RequestBody
+from tokenloom.services.gateway.tenants.tenant import TenantLimits
+from tokenloom.services.gateway.tenants.tenant_share import TenantShare
 
 
 class Sender:
@@ -95,6 +97,57 @@ async def test_a_growing_body_without_room_is_refused(sender: Sender, is_read: b
     with pytest.raises(errors.ResourceExhausted):
         await reading
     assert sender.budget.reserved == 90
+
+
+def a_share(limit: int) -> TenantShare:
+    return TenantShare("a", TenantLimits(body_bytes=limit))
+
+
+@pytest.mark.parametrize("length", [None, 3])
+async def test_the_bytes_of_a_body_count_for_its_tenant(sender: Sender, length: int | None) -> None:
+    share = a_share(10)
+    sender.send(b"a")
+    sender.body.count_for(share)
+    assert share.body_bytes == 1
+    reading = asyncio.create_task(sender.body.read(100, length))
+    await asyncio.sleep(0)
+    sender.send(b"bc", is_last=True)
+    with sender.body:
+        await reading
+        assert (share.body_bytes, sender.budget.reserved) == (3, 3)
+    assert (share.body_bytes, sender.budget.reserved) == (0, 0)
+
+
+@pytest.mark.parametrize("length", [None, 5])
+async def test_a_body_without_room_in_its_tenants_part_is_refused(sender: Sender, length: int | None) -> None:
+    share = a_share(10)
+    share.add_bytes(6, 6)
+    sender.body.count_for(share)
+    sender.send(b"abcde", is_last=True)
+    with pytest.raises(errors.RateLimitExceeded) as caught:
+        await sender.body.read(100, length)
+    assert caught.value.limit == "body_bytes"
+    assert (share.body_bytes, sender.budget.reserved) == (6, 0)
+
+
+async def test_a_tenant_that_has_no_room_for_what_has_arrived_already(sender: Sender) -> None:
+    share = a_share(10)
+    share.add_bytes(9, 9)
+    sender.send(b"ab", is_last=True)
+    sender.body.count_for(share)
+    with pytest.raises(errors.RateLimitExceeded):
+        await sender.body.read(100, 2)
+    assert (share.body_bytes, sender.budget.reserved) == (9, 0)
+
+
+async def test_a_full_gateway_leaves_nothing_counted_for_the_tenant(sender: Sender) -> None:
+    share = a_share(10)
+    sender.budget.reserve(98)
+    sender.body.count_for(share)
+    with pytest.raises(errors.ResourceExhausted) as caught:
+        await sender.body.read(100, 5)
+    assert caught.value.http_status == 503
+    assert (share.body_bytes, sender.budget.reserved) == (0, 98)
 
 
 async def test_the_connection_pauses_until_the_body_is_read() -> None:

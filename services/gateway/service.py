@@ -70,8 +70,7 @@ class GatewayService:
             await _open_edges(settings, host, mesh),
             settings.http_listen,
             insecure=settings.is_open,
-            tls_cert=settings.public_tls_cert,
-            tls_key=settings.public_tls_key,
+            tls=host.public_tls,
         )
         self._started = mesh, http
         self.http_address = http.address
@@ -167,7 +166,9 @@ async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> R
     channels = host.channels
     if (files := settings.operator_certificate) is not None:
         await files.wait()
-        channels = Channels(MeshTLS(files))
+        tls = MeshTLS(files)
+        channels = Channels(tls)
+        host.certificates.show("operator", tls.expiry)
     return AdminRoutes(mesh.view, channels, settings.request_timeout).routes()
 
 

@@ -6,13 +6,13 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import uvicorn
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from .app import App
 
@@ -26,24 +26,22 @@ BACKLOG = 1024
 class HttpServer:
     """Serves an application on one address."""
 
-    def __init__(
-        self, app: App, listen: str, *, insecure: bool, tls_cert: Path | None = None, tls_key: Path | None = None
-    ) -> None:
+    def __init__(self, app: App, listen: str, *, insecure: bool, tls: PublicTLS | None = None) -> None:
         """Bind the address. Raises :class:`errors.Unavailable` when that fails.
 
         Args:
             insecure: Whether other machines may connect in plain text.
-            tls_cert, tls_key: PEM files of the certificate for clients, already checked; None: plain text.
+            tls: The certificate for clients; None: plain text.
         """
         address = addresses.parse(listen, field="http_listen")
-        is_closed = insecure or tls_cert is not None
+        is_closed = insecure or tls is not None
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
         self._path = address.path
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
-        self._server = _Server(_config(app, tls_cert, tls_key))
+        self._server = _Server(_config(app, tls))
         self._served = asyncio.Event()
 
     async def serve(self) -> None:
@@ -70,8 +68,8 @@ class HttpServer:
                 os.unlink(self._path)
 
 
-def _config(app: App, tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Config:
-    return uvicorn.Config(
+def _config(app: App, tls: PublicTLS | None) -> uvicorn.Config:
+    config = uvicorn.Config(
         app,
         http=_protocol(),
         ws="none",
@@ -82,9 +80,10 @@ def _config(app: App, tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Co
         server_header=False,
         proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        ssl_certfile=tls_cert,
-        ssl_keyfile=tls_key,
     )
+    config.load()  # now, because it sets `ssl`
+    config.ssl = None if tls is None else tls.server_context()
+    return config
 
 
 def _protocol() -> "type[asyncio.Protocol] | Literal['httptools']":

@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-import grpc
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from tokenloom.request.errors import InvalidArgument
 
 from ..peers import addresses
+from ..peers.certificate import CertificateFiles
 from ..peers.channels import MAX_MESSAGE_BYTES
-from ..peers.tls import CertificateFiles
 from .options import Option, OptionError, build, did_you_mean, find_option, flag, options_of, variable
 from .settings_file import flattened, read_file
 
@@ -98,8 +97,9 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         """Whether other machines may reach a public service in plain text."""
         return self.insecure
 
-    def public_credentials(self) -> grpc.ServerCredentials | None:
-        """Return what a public service presents to its clients; None: it serves plain text."""
+    @property
+    def public_certificate(self) -> CertificateFiles | None:
+        """What a public service presents to its clients; None: it serves plain text."""
         return None
 
     @property

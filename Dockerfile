@@ -9,6 +9,8 @@ FROM ${BASE} AS runtime
 RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'tokenloom:x:10001:' >> /etc/group \
     && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls \
+    && for part in gateway tokenizer output-processor coordinator engine operator prometheus; \
+       do mkdir -p "/etc/tokenloom/mesh/$part"; done \
     && chown -R 10001:10001 /home/tokenloom /etc/tokenloom
 ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 WORKDIR /home/tokenloom

@@ -41,7 +41,8 @@ class MeshOptions(Struct, frozen=True):
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """More flags for every instance of a service."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """More environment for every instance of a service."""
+    """More environment for every instance of a service. These variables hold secrets: the other services do not get
+    them from the supervisor's environment either."""
     common_flags: tuple[str, ...] = ()
     """More flags for every part."""
 
@@ -124,6 +125,7 @@ class _Layout:
             state_file=state_file,
             # The files that a killed part leaves are removed with the directory.
             environment={"TMPDIR": str(self._directory), **options.environment.get(service, {})},
+            withheld=frozenset(name for each in options.environment.values() for name in each),
             leftovers=(socket, socket.with_name(socket.name + STREAMS_SUFFIX)),
         )
 

@@ -157,7 +157,7 @@ class ModelRunner:
         if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
             tokens = self._device_sampler.sample(executed.logits, *self._batch.sampling(inputs))
         else:
-            tokens, kept = self._draw_on_host(executed, grammar, output)
+            tokens, kept = self._draw_on_host(executed, rows, grammar, output)
         for index, token_id in zip(indices, tokens, strict=True):
             output.sampled_token_ids[index] = [token_id]
         if NO_TOKEN in tokens:
@@ -169,10 +169,11 @@ class ModelRunner:
         return output
 
     def _draw_on_host(
-        self, executed: "_Executed", grammar: GrammarOutput | None, output: ModelRunnerOutput
+        self, executed: "_Executed", rows: IntArray, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> tuple[list[int], KeptLogits | None]:
-        """Return the tokens [S] and what log probabilities need. Lists in ``output`` what only the logits show."""
-        inputs, rows = executed.inputs, executed.inputs.rows[executed.inputs.sampled]
+        """Return the tokens of the batch's ``rows`` [S], and what log probabilities need. Lists in ``output`` what only
+        the logits show."""
+        inputs = executed.inputs
         logits: Logits = executed.logits.cpu().numpy()
         req_ids = [inputs.req_ids[index] for index in inputs.sampled.tolist()] if self._count_nans or grammar else []
         if self._count_nans:

@@ -120,6 +120,7 @@ class Request:
         "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
+        "tenant",
     )
 
     def __init__(self, message: EngineCoreRequest, max_model_len: int, arrival_ns: int) -> None:
@@ -131,6 +132,7 @@ class Request:
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority
+        self.tenant = message.tenant
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are ordinary output, so indices and limits need no second count.

@@ -2,6 +2,8 @@
 
 import bisect
 import enum
+from collections import Counter
+from itertools import chain
 
 from ..config import SchedulerConfig
 from ..kv_cache.kv_cache_manager import KVCacheManager
@@ -9,8 +11,10 @@ from ..kv_transfer.remote_kv import RemoteKV
 from ..wire.messages import EngineCoreOutput
 from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from .request import Request, RequestStatus
+from .request_queues import WaitingRequests, priority_key
+from .seats import LiveTenants, count_seats, seat_to_take_back
 from .stats_recorder import StatsRecorder
-from .waiting_requests import Admission, RequestQueue, SchedulingPolicy, priority_key
+from .waiting_requests import Admission, SchedulingPolicy
 
 
 class PauseState(enum.IntEnum):
@@ -102,7 +106,8 @@ class StepPlanner:
     def __init__(
         self,
         config: SchedulerConfig,
-        waiting: RequestQueue,
+        waiting: WaitingRequests,
+        tenants: LiveTenants,
         kv: KVCacheManager,
         remote: RemoteKV | None,
         recorder: StatsRecorder,
@@ -110,6 +115,7 @@ class StepPlanner:
         self.running: list[Request] = []
         """In the order of the policy, like ``waiting``; changed in place only."""
         self._waiting = waiting
+        self._tenants = tenants
         self._kv = kv
         self._remote = remote
         self._recorder = recorder
@@ -122,9 +128,13 @@ class StepPlanner:
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
+        taken_back = []
+        if len(self._tenants) > 1 and pause_state is PauseState.UNPAUSED:
+            taken_back = self._take_back_seat()
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
+        plan.preempted_req_ids += taken_back
         self._plan_running(plan)
-        if not plan.preempted_req_ids:
+        if len(plan.preempted_req_ids) == len(taken_back):  # all others have their blocks
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
         return plan
 
@@ -137,6 +147,30 @@ class StepPlanner:
         if status is RequestStatus.PREEMPTED:
             self._recorder.preempted(request)
         self._waiting.prepend(request)
+
+    def _take_back_seat(self) -> list[str]:
+        """Preempt a request, if all seats are taken and that makes the tenants' shares fairer. Returns its id.
+
+        The seat goes to the next waiting request in this step. The request that lost it continues later, and its blocks
+        can be hit until they are needed; so no seat is taken back without a prefix cache.
+        """
+        if len(self.running) < self._max_num_seqs or not self._waiting or not self._kv.enable_prefix_caching:
+            return []
+        seats = self._count_seats()
+        head = self._waiting.peek(seats)
+        assert head is not None
+        if head.num_output_placeholders:
+            return []  # it may not begin yet
+        request = seat_to_take_back(self.running, seats, head)
+        if request is None:
+            return []
+        self.running.remove(request)
+        self.requeue(request, RequestStatus.PREEMPTED)
+        return [request.request_id]
+
+    def _count_seats(self) -> Counter[str]:
+        """Return how many requests of each tenant run or load KV."""
+        return count_seats(self.running if self._remote is None else chain(self.running, self._remote.waiting))
 
     def _token_budget(self) -> int:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
@@ -199,6 +233,7 @@ class StepPlanner:
                 return new_block_ids
 
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
+        self._admission.seats = self._count_seats() if len(self._waiting.tenants) > 1 else None
         # The number of waiting tokens is 0 exactly when the queue is empty.
         while plan.budget > 0 and self._waiting.num_tokens and len(self.running) < self._max_num_seqs:
             request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)

@@ -11,6 +11,8 @@ from tokenloom.services.runtime.host.service_settings import Address, Count, Ser
 from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
+from .tenants.tenant import TenantLimits
+
 
 def _check_members(values: tuple[str, ...]) -> tuple[str, ...]:
     if not values:
@@ -28,6 +30,7 @@ def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
     return keys
 
 
+_Secret = Annotated[str, Meta(extra={"secret": True})]
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
@@ -49,7 +52,15 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     api_key: Annotated[
         _Keys, "Accepted API keys, separated by commas; without this and --api-key-file no key is needed."
     ] = ()
-    api_key_file: Annotated[Path | None, "File with the SHA-256 of an accepted key, in hex, on each line."] = None
+    api_key_file: Annotated[
+        Path | None, "File with the SHA-256 of an accepted key, in hex, on each line; or tenants in TOML."
+    ] = None
+    cache_salt_secret: Annotated[
+        _Secret,
+        "Secret of at least 16 bytes, equal for all gateways, that separates the tenants' cached prefixes; by default "
+        "each gateway with API keys draws its own.",
+    ] = ""
+    cache_salt_secret_file: Annotated[Path | None, "File with that secret; it wins over --cache-salt-secret."] = None
     admin_api_key: Annotated[
         _Keys, "Keys for the admin routes; without this and --admin-api-key-file these are not served."
     ] = ()
@@ -76,6 +87,27 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
+    tenant_live_outputs: Annotated[
+        Count | None,
+        "Outputs (prompts times n) of one tenant in work. Default with several tenants: half of --max-live-requests.",
+    ] = None
+    tenant_tokens_per_second: Annotated[
+        Annotated[float, Meta(gt=0)] | None, "Prompt and output tokens of one tenant per second; by default any number."
+    ] = None
+    tenant_token_burst: Annotated[
+        Count | None, "Tokens that a tenant may use at once after it was idle; by default those of 60 s."
+    ] = None
+    tenant_sessions: Annotated[
+        Count | None, "Sessions that one tenant may have open; by default 256 where several share the gateway."
+    ] = None
+    tenant_pending_grammars: Annotated[
+        Count | None,
+        "Different grammars of one tenant that wait for their first token. Default with several tenants: 32.",
+    ] = None
+    tenant_body_bytes: Annotated[
+        Count | None,
+        "Bytes of one tenant's request bodies that the gateway holds. Default with several tenants: half of its limit.",
+    ] = None
     most_urgent_priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)], "Lowest (most urgent) priority value that a client can get."
     ] = 0
@@ -96,6 +128,18 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def is_public(self) -> bool:
         return True
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """The options for tenants without limits of their own."""
+        return TenantLimits(
+            tokens_per_second=self.tenant_tokens_per_second,
+            token_burst=self.tenant_token_burst,
+            live_outputs=self.tenant_live_outputs,
+            sessions=self.tenant_sessions,
+            pending_grammars=self.tenant_pending_grammars,
+            body_bytes=self.tenant_body_bytes,
+        )
 
     @property
     def is_open(self) -> bool:

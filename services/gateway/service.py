@@ -14,12 +14,12 @@ from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import GatewaySettings
+from .generation.admission import Admission
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
 from .health import MeshHealth
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
-from .http.auth import ApiKeys
 from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
 from .http.status_routes import StatusRoutes
@@ -33,6 +33,12 @@ from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import BodyReader
 from .openapi.openapi_routes import document_routes
+from .tenants.api_keys import ApiKeys
+from .tenants.cache_salts import CacheSalts
+from .tenants.call_tenant import admit_calls
+from .tenants.tenant_limits import MAX_SESSIONS, gateway_limits
+from .tenants.tenant_metrics import TenantMetrics
+from .tenants.tenant_shares import TenantShares
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +71,12 @@ class GatewayService:
     async def start(self, host: Host) -> None:
         """Return when a request would be answered; until then HTTP reports what is missing."""
         settings = self._settings
-        mesh = await _connect(settings, host)
+        keys = _load_keys(settings)
+        shares = _divide(settings, keys)
+        host.metrics.register(TenantMetrics(shares))
+        mesh = await _connect(settings, host, shares)
         http = HttpServer(
-            await _open_edges(settings, host, mesh),
+            await _open_edges(settings, host, mesh, keys, shares),
             settings.http_listen,
             insecure=settings.is_open,
             tls=host.public_tls,
@@ -93,7 +102,24 @@ class GatewayService:
             self._started = None
 
 
-async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
+def _load_keys(settings: GatewaySettings) -> ApiKeys:
+    salts = CacheSalts.load(settings.cache_salt_secret, settings.cache_salt_secret_file)
+    return ApiKeys.load(settings.api_key, settings.api_key_file, salts)
+
+
+def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
+    """Return the tenants' shares of what this gateway may do at the same time."""
+    loop = asyncio.get_running_loop()
+    max_live, is_shared = settings.max_live_requests, keys.num_tenants > 1
+    limits = gateway_limits(
+        settings.tenant_limits, is_shared=is_shared, max_live=max_live, max_body_bytes=settings.max_body_bytes
+    )
+    return TenantShares(
+        limits, is_shared=is_shared, max_live=max_live, max_sessions=MAX_SESSIONS, clock=lambda: loop.time()
+    )
+
+
+async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) -> _Mesh:
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
     tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
     view = MeshView(settings.coordinator, host.channels)
@@ -111,7 +137,7 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
         view,
         outputs,
         GatewayMetrics(host.metrics, model),
-        max_live=settings.max_live_requests,
+        Admission(shares),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
         tracer=host.tracer,
@@ -124,22 +150,21 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:
     """Return the marks of the model's reasoning as tokens; None if the tokenizer has no tokens for them."""
     texts = (reasoning.start, reasoning.end)
-    encoded = await tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)
+    encoded = await tokenizers.encode(texts, add_special_tokens=False)
     tokens = {text: list(prompt.token_ids) for text, prompt in zip(texts, encoded.prompts, strict=True)}
     return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None
 
 
-async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh) -> App:
+async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, keys: ApiKeys, shares: TenantShares) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
-    keys = ApiKeys.load(settings.api_key, settings.api_key_file)
-    admin_keys = ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file)
+    admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
     reader = BodyReader(strict=settings.strict)
     completions = CompletionsApi(reader, mesh.model)
-    host.authorize_calls(keys.authorize_call)
-    inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, settings.request_timeout)
+    host.authorize_calls(admit_calls(keys))
+    inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, shares, settings.request_timeout)
     host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
-    kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model)
+    kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
     host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
     routes = _routes(settings, host, mesh, reader, completions)
     return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, settings.cors_origins)

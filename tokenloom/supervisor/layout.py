@@ -1,5 +1,6 @@
 """Lays out the parts of a local mesh, which find each other by unix sockets in the mesh's private directory."""
 
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -75,6 +76,8 @@ class _Layout:
         self._shares = divide(len(self._roles))
         self._model = ("--model", str(options.model), "--served-model-name", options.served_model_name)
         self._coordinator = ("--coordinator", self._listen("coordinator", 0))
+        # All gateways of the mesh share it, so each finds the prefixes that another one's requests have left.
+        self._secrets = {"gateway": {"TOKENLOOM_CACHE_SALT_SECRET": secrets.token_hex(32)}}
 
     def gateway(self, index: int) -> PartSpec:
         options, ports = self._options, self._ports[index]
@@ -124,8 +127,14 @@ class _Layout:
             command=command,
             state_file=state_file,
             # The files that a killed part leaves are removed with the directory.
-            environment={"TMPDIR": str(self._directory), **options.environment.get(service, {})},
-            withheld=frozenset(name for each in options.environment.values() for name in each),
+            environment={
+                "TMPDIR": str(self._directory),
+                **self._secrets.get(service, {}),
+                **options.environment.get(service, {}),
+            },
+            withheld=frozenset(
+                name for given in (self._secrets, options.environment) for each in given.values() for name in each
+            ),
             leftovers=(socket, socket.with_name(socket.name + STREAMS_SUFFIX)),
         )
 

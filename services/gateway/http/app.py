@@ -8,7 +8,7 @@ from typing import Any
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
-from .auth import ApiKeys
+from ..tenants.api_keys import ApiKeys
 from .exchange import ClientDisconnected, Exchange, Headers, MethodNotAllowed, Receive, Send
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ class App:
             return self._cors.answer
         methods = self._admin_routes.get(exchange.path)
         keys = self._keys if methods is None else self._admin_keys
-        if keys.required and exchange.path not in OPEN_PATHS:
-            keys.authorize(exchange.headers.get(b"authorization"))
+        if exchange.path not in OPEN_PATHS:
+            exchange.tenant = keys.authorize(exchange.headers.get(b"authorization"))
         methods = methods or self._routes.get(exchange.path)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(

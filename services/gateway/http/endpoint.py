@@ -33,7 +33,7 @@ class Endpoint:
     async def __call__(self, exchange: Exchange) -> None:
         body = decode_object(await exchange.read_body(self.max_body_bytes))
         check_model(body.get("model"), self.model)
-        job, options = self.api.read(body)
+        job, options = self.api.read(body, exchange.tenant)
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
             async with self.generator.open(job, headers) as generation:

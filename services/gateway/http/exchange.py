@@ -13,6 +13,7 @@ import msgspec
 
 from tokenloom.request import errors
 
+from ..tenants.tenant import Tenant
 from . import sse
 
 if TYPE_CHECKING:
@@ -118,7 +119,10 @@ class Exchange:
         direct: Writes to the connection past ASGI; None under a server that does not offer it.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
+        tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
     """
+
+    tenant: Tenant
 
     def __init__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         self.method: str = scope["method"]

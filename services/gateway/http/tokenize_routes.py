@@ -72,7 +72,6 @@ class TokenizeRoutes:
         encoded = await self.tokenizers.encode(
             [fields.prompt],
             add_special_tokens=fields.add_special_tokens is not False,
-            want_hashes=False,
             want_token_strings=strings,
         )
         return encoded.prompts[0]

@@ -65,28 +65,30 @@ class TokenizerClient:
         texts: Sequence[str],
         *,
         add_special_tokens: bool = True,
-        want_hashes: bool = True,
+        hash_salt: bytes | None = None,
         want_token_strings: bool = False,
     ) -> Awaitable[tokenizer_pb2.EncodeResponse]:
-        """Return token ids and block hashes of each text."""
+        """Return token ids of each text, with block hashes under the tenant's ``hash_salt``; None: without hashes."""
         request = tokenizer_pb2.EncodeRequest(
             texts=texts,
             add_special_tokens=add_special_tokens,
-            want_hashes=want_hashes,
+            want_hashes=hash_salt is not None,
+            cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,
         )
         return self._call("Encode", request)
 
     def encode_chat(
-        self, chat: Chat, *, want_token_strings: bool = False
+        self, chat: Chat, *, hash_salt: bytes | None = None, want_token_strings: bool = False
     ) -> Awaitable[tokenizer_pb2.EncodeChatResponse]:
-        """Return token ids and block hashes of a rendered conversation."""
+        """Return token ids of a rendered conversation, with block hashes as :meth:`encode` does."""
         request = tokenizer_pb2.EncodeChatRequest(
             messages_json=chat.messages_json,
             tools_json=chat.tools_json,
             template_kwargs_json=chat.template_kwargs_json,
             add_generation_prompt=chat.add_generation_prompt,
-            want_hashes=True,
+            want_hashes=hash_salt is not None,
+            cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,
         )
         return self._call("EncodeChat", request)

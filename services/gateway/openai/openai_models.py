@@ -16,6 +16,7 @@ from tokenloom.v1 import output_processor_pb2, types_pb2
 from ..assistant.parsed_message import MessagePlan
 from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
 from ..openapi.request_schemas import CommonFields, StreamOptions
+from ..tenants.tenant import Tenant
 from .response_format import read_response_format
 
 log = logging.getLogger(__name__)
@@ -169,6 +170,7 @@ def make_job(
     prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt],
     prompt_field: str,
     sampling: types_pb2.SamplingParams,
+    tenant: Tenant,
     **own: Any,
 ) -> Job:
     """Return what the body asks for; ``own`` holds what only the endpoint has."""
@@ -186,6 +188,7 @@ def make_job(
         prompt_field,
         sampling,
         text,
+        tenant=tenant,
         ignore_eos=bool(fields.ignore_eos),
         priority=fields.priority or 0,
         num_samples=1 if fields.n is None else narrow("n", fields.n),

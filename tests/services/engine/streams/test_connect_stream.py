@@ -234,6 +234,7 @@ class TestBadRequests:
             ([1], {"kv_source": KVSource(engine_id="engine-1")}, "kv_source"),
             ([1], {"hold_kv": True}, "hold_kv"),
             ([1], {"priority": -1}, "priority"),
+            ([1], {"tenant": "t" * 257}, "tenant"),
         ],
     )
     async def test_the_field_is_named_and_the_stream_goes_on(

@@ -49,7 +49,7 @@ async def test_the_engine_gets_the_request_with_its_pick_and_what_is_left_of_its
     )
     (add,) = await (await mesh.engines[0].next_stream()).next_adds(1)
     assert (list(add.prompt.token_ids), add.sampling_params.temperature, add.priority) == ([9, 8], 0.5, 3)
-    assert (add.pick.coordinator_epoch, add.pick.number) == (7, 1)
+    assert (add.tenant, add.pick.coordinator_epoch, add.pick.number) == ("someone", 7, 1)
     assert 30 < add.timeout.ToTimedelta().total_seconds() <= 60
     (pick,) = mesh.coordinator.requests
     assert (pick.prompt_tokens, pick.tenant, pick.fingerprint.model) == (2, "someone", DEMO_MODEL_NAME)

@@ -243,7 +243,8 @@ class Request:
 
 def finish_status(request: Request) -> RequestStatus | None:
     """Return how the newest output token ends the request, or None. A stop token takes precedence over a limit."""
-    if request.ends_with_stop_token:
+    # As `ends_with_stop_token` says; written out because this runs for every token.
+    if request.num_tokens > request.num_prompt_tokens and request.all_token_ids[-1] in request.stop_token_ids:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return request.limit_status

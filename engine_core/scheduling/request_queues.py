@@ -114,7 +114,7 @@ class WaitingRequests:
 
         Among the tenants whose heads have the lowest priority value, it is the head of the tenant with the fewest
         ``seats``; among equals, the one that arrived first. So a head waits only for heads that arrived before it, once
-        no request of its own tenant runs any more: no request waits for ever. ``seats`` may be None for one tenant.
+        no request of its own tenant runs any more: no request waits for ever. ``seats`` is needed for several tenants.
         """
         queues = self._queues
         if len(queues) < 2:

@@ -7,18 +7,20 @@ from .request import Request
 
 
 class LiveTenants:
-    """Counts the live requests of each tenant, so that an engine with a single tenant spends nothing on shares."""
+    """Counts the live requests of each tenant, so that an engine with a single tenant spends nothing on shares.
+
+    Attributes:
+        are_several: Whether at least two tenants have a live request.
+    """
 
     def __init__(self) -> None:
+        self.are_several = False
         self._num_requests: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of tenants that have a live request."""
-        return len(self._num_requests)
 
     def add(self, request: Request) -> None:
         """Count a request that is live from now on."""
         self._num_requests[request.tenant] = self._num_requests.get(request.tenant, 0) + 1
+        self.are_several = len(self._num_requests) > 1
 
     def remove(self, request: Request) -> None:
         """Stop counting a request, which has ended."""
@@ -26,6 +28,7 @@ class LiveTenants:
             del self._num_requests[request.tenant]
         else:
             self._num_requests[request.tenant] -= 1
+        self.are_several = len(self._num_requests) > 1
 
 
 def count_seats(requests: Iterable[Request]) -> Counter[str]:
@@ -48,3 +51,15 @@ def seat_to_take_back(running: list[Request], seats: Counter[str], head: Request
     # A request whose last token is in flight gives its seat up anyway; one that reads no cached blocks would have to be
     # computed again from its first token.
     return None if newest.will_be_full or newest.skip_reading_prefix_cache else newest
+
+
+def index_to_preempt(running: list[Request], start: int) -> int:
+    """Return which of the requests from index ``start`` on gives up its blocks.
+
+    Among the least urgent ones it is the last request of the tenant with the most seats. The request at index 0 is
+    chosen only when it is alone, so that it always advances.
+    """
+    seats = count_seats(running)
+    least_urgent = running[-1].priority
+    candidates = [index for index in range(start, len(running)) if running[index].priority == least_urgent]
+    return max(candidates, key=lambda index: (seats[running[index].tenant], index))

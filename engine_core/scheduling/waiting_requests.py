@@ -84,7 +84,8 @@ class Admission:
     """Admits the head of the queue when its tokens fit into the KV cache. No request overtakes the head.
 
     Attributes:
-        seats: Requests that run, or load KV, by tenant: set, and then kept up to date, while several tenants wait.
+        seats: Requests that run, or load KV, by tenant. The caller sets it before it calls :meth:`next` in a step, and
+            then it is kept up to date. None while not more than one tenant has requests.
     """
 
     def __init__(

@@ -85,14 +85,14 @@ class CompileQueue:
             return
         if len(waiting) >= self._max_per_tenant:
             raise CompileQueueFull(
-                f"{len(waiting)} grammars of this tenant already wait to be compiled, which is the limit of a tenant "
-                f"(max_pending_grammars_per_tenant = {self._max_per_tenant}); retry later",
+                f"{len(waiting)} grammars of this tenant already wait to be compiled on this engine; the limit of a "
+                f"tenant is {self._max_per_tenant}. Retry later.",
                 is_tenants=True,
             )
         if len(self) >= self._max_pending:
             raise CompileQueueFull(
-                f"{len(self)} grammars already wait to be compiled, which is the engine's limit "
-                f"(max_pending_grammars = {self._max_pending}); retry later",
+                f"{len(self)} grammars already wait to be compiled on this engine; its limit is {self._max_pending}. "
+                "Retry later.",
                 is_tenants=False,
             )
         if not waiting:

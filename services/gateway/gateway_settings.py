@@ -7,6 +7,8 @@ from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningParserName
+from tokenloom.services.runtime.host.descriptors import for_clients
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
 from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
@@ -31,6 +33,11 @@ def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _Secret = Annotated[str, Meta(extra={"secret": True})]
+NUM_EDGES = 2
+"""HTTP and gRPC: each has connections of its own."""
+MAX_STREAMS = 1024
+"""gRPC calls of one connection; clients keep further ones back."""
+
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
@@ -72,6 +79,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     cors_origins: Annotated[
         tuple[str, ...], "Origins of web pages that may call the API from a browser, separated by commas; *: all."
     ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        "Further host names under which a gateway without API keys may be called, separated by commas; *: all.",
+    ] = ()
     public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
     public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
     strict: Annotated[bool, "Refuse unknown request fields instead of ignoring them."] = False
@@ -84,6 +95,19 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "How the model writes reasoning; auto: as its chat template indicates.",
     ] = "auto"
     max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
+    max_body_bytes_in_flight: Annotated[
+        Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."
+    ] = 64 << 20
+    max_connections: Annotated[
+        Count,
+        "Connections of clients over HTTP, and as many over gRPC; fewer if the limit of open descriptors is too low.",
+    ] = 16384
+    max_connections_per_peer: Annotated[
+        Count, "HTTP connections from one address; connections through a unix socket have none."
+    ] = 4096
+    max_grpc_calls: Annotated[
+        Count, "gRPC calls of clients that are open at the same time; further ones end in RESOURCE_EXHAUSTED."
+    ] = 4096
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
@@ -120,6 +144,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
         if (self.operator_tls_cert is None) != (self.operator_tls_key is None):
             raise ValueError("--operator-tls-cert and --operator-tls-key must be set together")
         if self.has_admin and self.certificate is not None and self.operator_certificate is None:
@@ -151,6 +177,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         if self.public_tls_cert is None or self.public_tls_key is None:
             return None
         return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
+
+    @property
+    def grpc_limits(self) -> GrpcLimits:
+        """The limits of clients."""
+        connections = for_clients(self.max_connections, NUM_EDGES)
+        return GrpcLimits(connections, streams=MAX_STREAMS, calls=self.max_grpc_calls)
 
     @property
     def has_admin(self) -> bool:

@@ -5,7 +5,9 @@ import logging
 from dataclasses import dataclass
 
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
+from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.addresses import parse
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
 from tokenloom.services.runtime.peers.tls import MeshTLS
@@ -13,13 +15,16 @@ from tokenloom.v1 import inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
 from .assistant.message_plans import MessagePlans
-from .gateway_settings import GatewaySettings
+from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.admission import Admission
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
 from .health import MeshHealth
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
+from .http.browser_guard import BrowserGuard
+from .http.byte_budget import ByteBudget
+from .http.connections import Connections
 from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
 from .http.status_routes import StatusRoutes
@@ -78,6 +83,10 @@ class GatewayService:
         http = HttpServer(
             await _open_edges(settings, host, mesh, keys, shares),
             settings.http_listen,
+            budget=ByteBudget(settings.max_body_bytes_in_flight),
+            connections=Connections(
+                for_clients(settings.max_connections, NUM_EDGES), settings.max_connections_per_peer
+            ),
             insecure=settings.is_open,
             tls=host.public_tls,
         )
@@ -112,7 +121,10 @@ def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
     loop = asyncio.get_running_loop()
     max_live, is_shared = settings.max_live_requests, keys.num_tenants > 1
     limits = gateway_limits(
-        settings.tenant_limits, is_shared=is_shared, max_live=max_live, max_body_bytes=settings.max_body_bytes
+        settings.tenant_limits,
+        is_shared=is_shared,
+        max_live=max_live,
+        max_body_bytes=settings.max_body_bytes_in_flight,
     )
     return TenantShares(
         limits, is_shared=is_shared, max_live=max_live, max_sessions=MAX_SESSIONS, clock=lambda: loop.time()
@@ -167,7 +179,10 @@ async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, keys: 
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
     host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
     routes = _routes(settings, host, mesh, reader, completions)
-    return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, settings.cors_origins)
+    guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
+    return App(
+        routes, keys, await _admin_routes(settings, host, mesh), admin_keys, guard, shares, settings.cors_origins
+    )
 
 
 def _routes(

@@ -155,7 +155,8 @@ async def grpc_token_ids(client: Client, seed: int) -> int:
 
 async def grpc_chat(client: Client, seed: int) -> int:
     (message,) = _messages(client, seed)
-    prompt = inference_pb2.ChatPrompt(messages=[inference_pb2.ChatMessage(**message)])
+    chat_message = inference_pb2.ChatMessage(role=message["role"], content=message["content"])
+    prompt = inference_pb2.ChatPrompt(messages=[chat_message])
     return sum(await client.generated(_request(chat=prompt)))
 
 

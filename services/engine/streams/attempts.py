@@ -33,7 +33,7 @@ _ERRORS: dict[ErrorKind, type[errors.TokenloomError]] = {
     ErrorKind.UNAVAILABLE: errors.Unavailable,
     ErrorKind.INTERNAL: errors.Internal,
     ErrorKind.ENGINE_FULL: errors.ResourceExhausted,
-    ErrorKind.TENANT_FULL: errors.ResourceExhausted,
+    ErrorKind.TENANT_FULL: errors.RateLimitExceeded,
 }
 
 

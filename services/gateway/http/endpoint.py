@@ -31,7 +31,8 @@ class Endpoint:
     max_body_bytes: int
 
     async def __call__(self, exchange: Exchange) -> None:
-        body = decode_object(await exchange.read_body(self.max_body_bytes))
+        with await exchange.read_body(self.max_body_bytes) as received:
+            body = decode_object(received.data)
         check_model(body.get("model"), self.model)
         job, options = self.api.read(body, exchange.tenant)
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS

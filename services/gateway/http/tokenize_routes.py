@@ -77,7 +77,8 @@ class TokenizeRoutes:
         return encoded.prompts[0]
 
     async def _body(self, exchange: Exchange) -> Body:
-        body = decode_object(await exchange.read_body(self.max_body_bytes))
+        with await exchange.read_body(self.max_body_bytes) as received:
+            body = decode_object(received.data)
         check_model(body.get("model"), self.model)
         return body
 

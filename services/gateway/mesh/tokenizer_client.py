@@ -21,7 +21,9 @@ from ..generation.job import Chat
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-"""Interval of the probes of each replica, and so the time within which ``healthy`` notices a lost one."""
+"""Interval of the probes of each replica. gRPC's pings notice a replica that was stopped or cut off within 2.6 s."""
+ANSWER_SECONDS = 6.0
+"""How long a replica may take to answer a probe: its event loop may be busy for 5 s."""
 
 
 class TokenizerClient:
@@ -134,7 +136,7 @@ class TokenizerClient:
         """Return whether the replica answers."""
         try:
             info: tokenizer_pb2.GetTokenizerInfoResponse = await self._stubs[address].GetTokenizerInfo(
-                tokenizer_pb2.GetTokenizerInfoRequest(), timeout=PROBE_SECONDS
+                tokenizer_pb2.GetTokenizerInfoRequest(), timeout=ANSWER_SECONDS
             )
         except grpc.aio.AioRpcError as error:
             if address in self._alive:

@@ -99,16 +99,17 @@ class TenantShare:
             self.sessions -= 1
             room.give_back(1)
 
-    def add_bytes(self, size: int) -> None:
-        """Add the size of a request's body. Raises ``PayloadTooLarge`` for a body that is above the limit alone."""
+    def add_bytes(self, added: int, size: int) -> None:
+        """Add bytes of a request's body, which has ``size`` bytes with them. Raises ``PayloadTooLarge`` for a body that
+        is above the limit alone."""
         limit = self.limits.body_bytes
         if limit is not None and size > limit:
             self.refused["body_bytes"] += 1
-            raise PayloadTooLarge(f"the body has {size} bytes; this tenant's limit body_bytes is {limit}")
-        if limit is not None and self.body_bytes + size > limit:
-            state = f"the gateway holds {self.body_bytes} bytes of this tenant's requests, and this one has {size}"
+            raise PayloadTooLarge(f"the body has {size} bytes or more; this tenant's limit body_bytes is {limit}")
+        if limit is not None and self.body_bytes + added > limit:
+            state = f"the gateway holds {self.body_bytes} bytes of this tenant's requests, and {added} would be added"
             raise self._limited("body_bytes", state, limit)
-        self.body_bytes += size
+        self.body_bytes += added
 
     def remove_bytes(self, size: int) -> None:
         """Subtract the size of a body that the gateway does not hold any more."""
@@ -117,7 +118,7 @@ class TenantShare:
     @contextmanager
     def body(self, size: int) -> Iterator[None]:
         """Count a message of the gRPC API for the length of the ``with`` block. ``size``: bytes."""
-        self.add_bytes(size)
+        self.add_bytes(size, size)
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from tokenloom.request.errors import TokenloomError
 from ..peers.callers import check_caller
 from ..peers.channels import Channels
 from ..peers.tls import MeshTLS, PublicTLS
-from ..telemetry import process_metrics
+from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
 from .listener import Listener
@@ -66,7 +66,7 @@ class Host:
         # A public service's requests have spans of their own, which know more.
         self._edge = Edge(check_caller if checks_callers else None, None if settings.is_public else self.tracer)
         self._listener = Listener(settings, self._edge)
-        self._metrics_server: process_metrics.MetricsServer | None = None
+        self._metrics_server: metrics_server.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
         self._state = StateFile(settings.state_file)
 
@@ -111,7 +111,7 @@ class Host:
         if settings.health_listen:
             self.health_address = await self.health.serve_probes(settings.health_listen)
         if settings.metrics_listen:
-            self._metrics_server = process_metrics.serve(
+            self._metrics_server = metrics_server.serve(
                 self.metrics, settings.metrics_listen, self.tls, insecure=settings.insecure
             )
             self.metrics_address = self._metrics_server.address

@@ -30,8 +30,15 @@ class Listener:
     def __init__(self, settings: ServiceSettings, edge: Edge) -> None:
         self._settings = settings
         self._edge = edge
-        options = [*SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_message_bytes)]
-        self._grpc = grpc.aio.server(options=options)
+        limits = settings.grpc_limits
+        self._grpc = grpc.aio.server(
+            options=[
+                *SERVER_OPTIONS,
+                *limits.options(),
+                ("grpc.max_receive_message_length", settings.max_message_bytes),
+            ],
+            maximum_concurrent_rpcs=limits.calls,
+        )
         self._grpc.add_generic_rpc_handlers((edge,))
         self._local: LocalServer | None = None
 

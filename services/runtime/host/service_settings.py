@@ -15,6 +15,7 @@ from tokenloom.request.errors import InvalidArgument
 from ..peers import addresses
 from ..peers.certificate import CertificateFiles
 from ..peers.channels import MAX_MESSAGE_BYTES
+from .grpc_limits import GrpcLimits
 from .options import (
     Option,
     OptionError,
@@ -97,6 +98,11 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
     def max_message_bytes(self) -> int:
         """Largest gRPC message that is received."""
         return MAX_MESSAGE_BYTES
+
+    @property
+    def grpc_limits(self) -> GrpcLimits:
+        """The limits of the gRPC server."""
+        return GrpcLimits()
 
     @property
     def is_public(self) -> bool:

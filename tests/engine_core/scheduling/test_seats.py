@@ -10,7 +10,9 @@ from msgspec.structs import replace
 
 from tests.engine_core.helpers import make_request
 from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tokenloom.engine_core.scheduling.request import Request
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.scheduling.seats import index_to_preempt
 from tokenloom.engine_core.scheduling.step_planner import PauseState
 
 POLICIES = ["fcfs", "priority"]
@@ -151,6 +153,35 @@ def test_one_tenant_never_loses_a_seat_and_costs_no_count(monkeypatch: pytest.Mo
     monkeypatch.delattr(scheduler._planner.__class__, "_count_seats")
     assert begun(scheduler, 12) == [*numbered("a", 9)]
     assert scheduler.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenant_with_many_requests_gives_up_blocks_before_one_with_few(policy: str) -> None:
+    scheduler = make_scheduler(max_num_seqs=9, num_blocks=24, policy=policy)
+    add(scheduler, *numbered("a", 8), max_tokens=60)
+    for _ in range(4):
+        step(scheduler)
+    add(scheduler, "b0", max_tokens=20)
+    waited = 0
+    while "b0" not in running(scheduler):
+        step(scheduler)
+        waited += 1
+        assert waited < 8
+    for _ in range(19):
+        assert "b0" in running(scheduler)
+        step(scheduler)
+    assert "b0" not in scheduler.requests
+    assert scheduler.stats().num_preemptions > 2
+
+
+def test_the_oldest_request_never_gives_up_its_blocks_while_others_run() -> None:
+    names = ["a0", "b0", "b1", "a1", "c0"]
+    requests = [Request(make_request(name, [1], tenant=name[0]), 100, 0) for name in names]
+    assert [names[index_to_preempt(requests, start)] for start in range(5)] == ["a1", "a1", "a1", "a1", "c0"]
+    del requests[3], names[3]
+    assert [names[index_to_preempt(requests, start)] for start in range(4)] == ["b1", "b1", "b1", "c0"]
+    del requests[2], names[2]
+    assert [names[index_to_preempt(requests, start)] for start in range(3)] == ["c0", "c0", "c0"]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -109,11 +109,11 @@ def test_the_limits_are_named() -> None:
     first = add(queue, "a1", "a")
     add(queue, "a2", "a")
     queue.add(first, "a")  # it waits already
-    with pytest.raises(CompileQueueFull, match="max_pending_grammars_per_tenant = 2") as refused:
+    with pytest.raises(CompileQueueFull, match="the limit of a tenant is 2") as refused:
         add(queue, "a3", "a")
     assert refused.value.is_tenants
     add(queue, "b1", "b")
-    with pytest.raises(CompileQueueFull, match="max_pending_grammars = 3") as refused:
+    with pytest.raises(CompileQueueFull, match="its limit is 3") as refused:
         add(queue, "c1", "c")
     assert not refused.value.is_tenants
     serve(queue)

@@ -31,6 +31,8 @@ MODEL = "fake"
 FINGERPRINT = types_pb2.Fingerprint(model=MODEL, tokenizer=b"t" * 32)
 LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256)
 EOS = 255
+HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
+"""Of a request that a test writes by hand."""
 SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 

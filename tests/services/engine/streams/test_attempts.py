@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.services.engine.peer import Received, make_add
 from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats
-from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, from_proto
+from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted, from_proto
 from tokenloom.services.engine.streams.attempt import Attempt
 from tokenloom.services.engine.streams.attempts import Attempts
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder
@@ -60,14 +60,17 @@ def test_what_cannot_be_computed_is_not_worth_another_try() -> None:
     assert (finished.error.reason, finished.error.message) == ("INTERNAL", "no logit")
 
 
-@pytest.mark.parametrize("kind", [ErrorKind.ENGINE_FULL, ErrorKind.TENANT_FULL])
-def test_a_limit_says_when_to_retry(kind: ErrorKind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(ErrorKind.ENGINE_FULL, ResourceExhausted), (ErrorKind.TENANT_FULL, RateLimitExceeded)],
+)
+def test_a_limit_says_when_to_retry(kind: ErrorKind, expected: type[ResourceExhausted]) -> None:
     attempts, builder = make_attempts()
     attempt = attempts.open(make_add(1, [1]))
     output = EngineCoreOutput("7.1", [], finish_reason=FinishReason.ERROR, error="too many", error_kind=kind)
     attempts.take_output(attempt, output)
     error = from_proto(builder.take(1).finished[0].error)
-    assert isinstance(error, ResourceExhausted)
+    assert type(error) is expected
     assert (error.message, error.retry_after) == ("too many", 1.0)
 
 

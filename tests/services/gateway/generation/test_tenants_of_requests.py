@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ async def kserve(mesh: FakeMesh, key: str) -> None:
     ],
 )
 async def test_every_request_has_its_tenants_name_and_salt(
-    guarded: FakeMesh, road: Callable[[FakeMesh, str], Awaitable[None]], num_requests: int
+    guarded: FakeMesh, road: Callable[[FakeMesh, str], Coroutine[Any, Any, None]], num_requests: int
 ) -> None:
     tasks = {key: asyncio.create_task(road(guarded, key)) for key in KEYS}  # at the same time, so that they may mix
     seen: dict[str, int] = {}

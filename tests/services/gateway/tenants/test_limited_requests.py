@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.loop_clock import pass_time
-from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import channels
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
@@ -79,7 +79,7 @@ async def test_outputs_in_work(socket_dir: Path) -> None:
         for live in (task, other):
             live.cancel()
         for gone in (request, of_b):
-            await asyncio.wait_for(gone.cancelled.wait(), 30)
+            await asyncio.wait_for(gone.cancelled.wait(), SOON)
         mesh.outputs.auto = ["x"]
         assert (await http.post("/v1/completions", json=BODY, headers=A)).status_code == 200
 
@@ -124,7 +124,7 @@ async def test_a_request_that_is_cancelled_pays_its_prompt_and_what_was_generate
     async with gateway(socket_dir, "tokens_per_second = 1") as mesh, mesh.http() as http:
         task, request = await start(mesh, http, A)
         task.cancel()
-        await asyncio.wait_for(request.cancelled.wait(), 30)
+        await asyncio.wait_for(request.cancelled.wait(), SOON)
         assert await metric(http, "tokens_total", "a") == 4
         refused = await http.post("/v1/completions", json=BODY | {"max_tokens": 600}, headers=A)
         assert refused.status_code == 400
@@ -209,6 +209,30 @@ async def test_grpc_and_kserve_report_the_limit(socket_dir: Path) -> None:
             mesh.outputs.auto = ["x"]
             assert (await kserve.ModelInfer(infer, metadata=METADATA_B)).outputs
         task.cancel()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_bytes_of_bodies_that_have_not_arrived(socket_dir: Path, path: str) -> None:
+    async with gateway(socket_dir, "body_bytes = 1000") as mesh, mesh.http() as http:
+        host, _, port = mesh.http_address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n"
+        writer.write(head % path.encode() + b"Authorization: Bearer key-a\r\n\r\n{")
+        async with asyncio.timeout(SOON):
+            while await metric(http, "body_bytes", "a") < 900:
+                pass
+        mesh.outputs.auto = ["x"]
+        prompt = {"prompt": "a" * 150}
+        check_limited(await http.post("/v1/completions", json=prompt, headers=A), "body_bytes")
+        check_limited(await http.post("/tokenize", json=prompt, headers=A), "body_bytes")
+        assert (await http.post("/v1/completions", json=prompt, headers=B)).status_code == 200
+        never = await http.post("/tokenize", json={"prompt": "a" * 1000}, headers=A)
+        assert never.status_code == 413
+        writer.close()
+        async with asyncio.timeout(SOON):
+            while await metric(http, "body_bytes", "a"):
+                pass
+        assert (await http.post("/v1/completions", json=prompt, headers=A)).status_code == 200
 
 
 async def test_messages_of_the_grpc_api_count_as_bytes(socket_dir: Path) -> None:

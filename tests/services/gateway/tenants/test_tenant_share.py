@@ -81,14 +81,18 @@ def test_a_grammar_that_several_requests_wait_for_counts_once() -> None:
 def test_bytes() -> None:
     tenant = share(body_bytes=10)
     with tenant.body(6):
-        with pytest.raises(RateLimitExceeded, match=r"holds 6 bytes .*, and this one has 5; .* body_bytes is 10"):
-            tenant.add_bytes(5)
-        tenant.add_bytes(4)
+        with pytest.raises(RateLimitExceeded, match=r"holds 6 bytes .*, and 5 would be added; .* body_bytes is 10"):
+            tenant.add_bytes(5, 5)
+        tenant.add_bytes(4, 10)
         tenant.remove_bytes(4)
     assert tenant.body_bytes == 0
+    tenant.add_bytes(6, 6)
+    with pytest.raises(PayloadTooLarge, match="12 bytes"):
+        tenant.add_bytes(6, 12)
+    tenant.remove_bytes(6)
     with pytest.raises(PayloadTooLarge, match="11 bytes"):
-        tenant.add_bytes(11)
-    assert tenant.refused == {"body_bytes": 2}
+        tenant.add_bytes(11, 11)
+    assert tenant.refused == {"body_bytes": 3}
 
 
 def test_tokens_are_reserved_and_charged_as_used() -> None:
@@ -120,7 +124,7 @@ def test_a_request_above_the_burst_is_refused_only_if_the_client_chose_its_size(
 def test_without_limits_all_is_admitted_and_counted() -> None:
     tenant, places = share(), room(10_000)
     tenant.add_outputs(5000, places)
-    tenant.add_bytes(1 << 40)
+    tenant.add_bytes(1 << 40, 1 << 40)
     for number in range(100):
         tenant.add_grammar(bytes([number]))
     assert tenant.reserve_tokens(1 << 20, 1 << 20, is_bounded=True) == 0

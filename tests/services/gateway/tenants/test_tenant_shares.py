@@ -34,7 +34,7 @@ def test_the_metrics_of_tenants_that_have_sent_a_request() -> None:
     share = all_shares.of(A)
     share.add_outputs(2, all_shares.outputs)
     share.add_grammar(b"x")
-    share.add_bytes(70)
+    share.add_bytes(70, 70)
     share.charge(0, 12)
     share.refused["sessions"] += 3
     page = generate_latest(registry).decode()

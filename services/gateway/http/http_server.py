@@ -48,7 +48,8 @@ class HttpServer:
         is_closed = insecure or tls is not None
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
-        server = _Server(_config(app, _protocol(budget, connections), tls))
+        server = _Server(_config(app, _protocol(budget, connections)))
+        self._tls = tls
         self._path = address.path
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
@@ -58,6 +59,9 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Serve until :meth:`drain` or :meth:`stop`."""
+        config = self._server.config
+        config.load()  # now, because it sets `ssl`
+        config.ssl = None if self._tls is None else self._tls.server_context()
         await self._server.serve([self._socket])
         self._served.set()
 
@@ -80,8 +84,8 @@ class HttpServer:
                 os.unlink(self._path)
 
 
-def _config(app: App, protocol: type[asyncio.Protocol], tls: PublicTLS | None) -> uvicorn.Config:
-    config = uvicorn.Config(
+def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         http=protocol,
         ws="none",
@@ -93,9 +97,6 @@ def _config(app: App, protocol: type[asyncio.Protocol], tls: PublicTLS | None) -
         proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
     )
-    config.load()  # now, because it sets `ssl`
-    config.ssl = None if tls is None else tls.server_context()
-    return config
 
 
 def _protocol(budget: ByteBudget, connections: Connections) -> type[asyncio.Protocol]:

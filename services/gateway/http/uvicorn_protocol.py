@@ -124,7 +124,7 @@ class GatewayProtocol(HttpToolsProtocol):
         """For how long no request has been received or answered; infinity before the first; None while one is."""
         if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving:
             return None
-        if self.cycle is None:
+        if self._body is None:
             return math.inf
         if not self.cycle.response_complete or self.timeout_keep_alive_task is None:
             return None

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-import grpc
 from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
@@ -11,7 +10,7 @@ from tokenloom.request.reasoning import ReasoningParserName
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
-from tokenloom.services.runtime.peers import tls
+from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
 from .tenants.tenant import TenantLimits
@@ -173,10 +172,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         """API keys keep strangers out, wherever TLS ends."""
         return self.insecure or bool(self.api_key) or self.api_key_file is not None
 
-    def public_credentials(self) -> grpc.ServerCredentials | None:
+    @property
+    def public_certificate(self) -> CertificateFiles | None:
         if self.public_tls_cert is None or self.public_tls_key is None:
             return None
-        return tls.public_credentials(self.public_tls_cert, self.public_tls_key)
+        return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
 
     @property
     def grpc_limits(self) -> GrpcLimits:
@@ -190,11 +190,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         return bool(self.admin_api_key) or self.admin_api_key_file is not None
 
     @property
-    def operator_certificate(self) -> tls.CertificateFiles | None:
+    def operator_certificate(self) -> CertificateFiles | None:
         """What the admin routes present to engines; None: the mesh has no certificates."""
         if self.tls_ca is None or self.operator_tls_cert is None or self.operator_tls_key is None:
             return None
-        return tls.CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key)
+        return CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key, "operator_tls_cert")
 
     @property
     def max_message_bytes(self) -> int:

@@ -88,8 +88,7 @@ class GatewayService:
                 for_clients(settings.max_connections, NUM_EDGES), settings.max_connections_per_peer
             ),
             insecure=settings.is_open,
-            tls_cert=settings.public_tls_cert,
-            tls_key=settings.public_tls_key,
+            tls=host.public_tls,
         )
         self._started = mesh, http
         self.http_address = http.address
@@ -207,7 +206,9 @@ async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> R
     channels = host.channels
     if (files := settings.operator_certificate) is not None:
         await files.wait()
-        channels = Channels(MeshTLS(files))
+        tls = MeshTLS(files)
+        channels = Channels(tls)
+        host.certificates.show("operator", tls.expiry)
     return AdminRoutes(mesh.view, channels, settings.request_timeout).routes()
 
 

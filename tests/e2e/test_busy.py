@@ -15,7 +15,7 @@ import pytest
 from tests.mesh.harness import VOCAB_SIZE
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 
-HOOK = Path(__file__).parent / "busy_hook"
+HOOK = Path(__file__).parent / "part_hook"
 BUSY_SECONDS = 5.0
 PROMPT = list(range(100, 120))
 STREAMS = 4

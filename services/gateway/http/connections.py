@@ -7,6 +7,8 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
+MIN_IDLE_SECONDS = 1.0
+"""A connection that is idle for less is probably about to be used again."""
 LOG_SECONDS = 60.0
 """Minimum time between two log lines."""
 _MAX_LOOKS = 32
@@ -17,8 +19,8 @@ class Connection(Protocol):
     """Describes what is needed of a connection."""
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no request is being received or answered."""
+    def idle_seconds(self) -> float | None:
+        """For how long no request has been received or answered; infinity before the first; None while one is."""
 
     def close_idle(self) -> None:
         """Close it; it is idle."""
@@ -69,7 +71,8 @@ class Connections:
         """Close an idle connection of a group. Returns False if none was found."""
         for _ in range(min(_MAX_LOOKS, len(group))):
             connection = next(iter(group))
-            if connection.is_idle:
+            idle_seconds = connection.idle_seconds
+            if idle_seconds is not None and idle_seconds >= MIN_IDLE_SECONDS:
                 self.remove(connection)
                 connection.close_idle()
                 return True

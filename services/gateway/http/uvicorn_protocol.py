@@ -4,6 +4,7 @@ Both rely on private parts of uvicorn, as :class:`.exchange.DirectWriter` does. 
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
@@ -38,7 +39,8 @@ EXACT_BYTES = MAX_HEAD_BYTES - SLICE_BYTES
 """Above so many bytes, those of a complete head are counted one by one, because slices count as a whole."""
 
 EXPECTED_NAMES: dict[Callable[..., Any], str] = {
-    HttpToolsProtocol.__init__: "app cycle flow headers loop parser pipeline scope transport",
+    HttpToolsProtocol.__init__: "app client cycle flow headers loop parser pipeline scope timeout_keep_alive "
+    "timeout_keep_alive_task transport",
     HttpToolsProtocol.on_message_begin: "headers scope url",
     HttpToolsProtocol.on_header: "append headers",
     HttpToolsProtocol.on_headers_complete: "RequestResponseCycle cycle on_response_complete pipeline scope url",
@@ -114,10 +116,15 @@ class GatewayProtocol(HttpToolsProtocol):
             on_lost()
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no request is being received or answered."""
-        is_live = self.cycle is not None and not self.cycle.response_complete
-        return not (is_live or self._in_head or self._framing_bytes or self.pipeline or self._is_leaving)
+    def idle_seconds(self) -> float | None:
+        """For how long no request has been received or answered; infinity before the first; None while one is."""
+        if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving:
+            return None
+        if self.cycle is None:
+            return math.inf
+        if not self.cycle.response_complete or self.timeout_keep_alive_task is None:
+            return None
+        return self.loop.time() + self.timeout_keep_alive - self.timeout_keep_alive_task.when()
 
     def close_idle(self) -> None:
         """Close the connection without a response."""

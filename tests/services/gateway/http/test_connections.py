@@ -1,6 +1,7 @@
 """Connections are bounded, and idle ones make room for new ones."""
 
 import logging
+import math
 
 import pytest
 
@@ -9,7 +10,7 @@ from tokenloom.services.gateway.http.connections import Connections
 
 class FakeConnection:
     def __init__(self, *, is_idle: bool = False) -> None:
-        self.is_idle = is_idle
+        self.idle_seconds: float | None = math.inf if is_idle else None
         self.is_closed = False
 
     def close_idle(self) -> None:
@@ -29,6 +30,15 @@ def test_an_idle_connection_makes_room_and_the_oldest_goes_first() -> None:
     assert connections.admit(FakeConnection(), "c")
     assert [each.is_closed for each in busy + idle] == [False, False, True, False]
     assert len(connections) == 4
+
+
+def test_a_connection_between_two_requests_is_kept() -> None:
+    connections = Connections(2, 2)
+    active, idle = admitted(connections, "a", 2)
+    active.idle_seconds, idle.idle_seconds = 0.5, 1.5
+    assert connections.admit(FakeConnection(), "b")
+    assert not connections.admit(FakeConnection(), "b")
+    assert [active.is_closed, idle.is_closed] == [False, True]
 
 
 def test_without_an_idle_connection_a_new_one_is_refused() -> None:
@@ -65,15 +75,14 @@ def test_unix_sockets_have_no_address() -> None:
 def test_few_connections_are_looked_at() -> None:
     looks = 0
 
-    class Counting(FakeConnection):
-        @property  # type: ignore[override]
-        def is_idle(self) -> bool:
+    class Counting:
+        @property
+        def idle_seconds(self) -> None:
             nonlocal looks
             looks += 1
-            return False
 
-        @is_idle.setter
-        def is_idle(self, _: bool) -> None: ...
+        def close_idle(self) -> None:
+            raise AssertionError
 
     connections = Connections(10_000, 10_000)
     for _ in range(10_000):

@@ -83,3 +83,53 @@ def test_an_unexpected_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch, lacks
     missing = "FlowControl.__init__: renamed" if lacks == "a name" else "uvicorn_protocol"
     with pytest.raises(errors.FailedPrecondition, match=missing):
         HttpServer(nothing, "127.0.0.1:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
+
+
+async def read_all(address: str, sent: bytes = b"") -> bytes:
+    """Return what the gateway sends on a new connection until it closes it."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(SOON):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("bound", ["max_connections", "max_connections_per_peer"])
+async def test_with_no_idle_connection_a_new_one_is_refused(socket_dir: Path, bound: str) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with mesh.gateway(**{bound: 2}), mesh.http() as http:
+        live = [asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"})) for _ in "ab"]
+        requests = [await mesh.outputs.next_request() for _ in live]
+        address = mesh.http_address
+        refused = await read_all(address)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in refused
+        head, _, body = refused.partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in head
+        for request in requests:
+            request.answer("done")
+        assert [(await each).status_code for each in live] == [200, 200]
+
+
+async def test_silent_connections_make_room(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with mesh.gateway(max_connections=4), mesh.http() as http:
+        live = asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
+        request = await mesh.outputs.next_request()
+        address = mesh.http_address
+        silent = [asyncio.create_task(read_all(address)) for _ in range(20)]
+        async with asyncio.timeout(SOON):
+            done, _ = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
+            while len(done) < 17:
+                done, _ = await asyncio.wait(silent, timeout=0.01)
+        assert {each.result() for each in done} == {b""}
+        served = await read_all(address, b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert served.startswith(b"HTTP/1.1 200 ")
+        request.answer("done")
+        assert (await live).status_code == 200
+        for each in silent:
+            each.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)

@@ -14,22 +14,22 @@ FAST_SECONDS = 0.005
 TRIES = 5
 
 
-def grows_too_fast(call: Callable[[int], object]) -> bool:
+def grows_too_fast(call: Callable[[int], object], small: int = SMALL, large: int = LARGE) -> bool:
     """Return whether ``call(size)`` takes clearly more than linear time, in each of several tries.
 
-    ``call`` makes its input of the given size itself, at a linear cost.
+    ``call`` makes its input of the given size itself, at a linear cost. ``large`` is 32 times ``small``.
     """
     for size in TINY:
         if _seconds(call, size) > FAST_SECONDS and min(_seconds(call, size) for _ in range(TRIES)) > FAST_SECONDS:
             return True
-    large = _seconds(call, LARGE)
-    if large < FAST_SECONDS:
+    longest = _seconds(call, large)
+    if longest < FAST_SECONDS:
         return False
-    small = min(_seconds(call, SMALL) for _ in range(TRIES))
+    shortest = min(_seconds(call, small) for _ in range(TRIES))
     for _ in range(TRIES):
-        if large < FAST_SECONDS or large < MOST_RATIO * small:
+        if longest < FAST_SECONDS or longest < MOST_RATIO * shortest:
             return False
-        large = min(large, _seconds(call, LARGE))
+        longest = min(longest, _seconds(call, large))
     return True
 
 

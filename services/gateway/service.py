@@ -22,6 +22,7 @@ from .http.app import App, Routes
 from .http.auth import ApiKeys
 from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
+from .http.json_body import BodyParser
 from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .kserve.kserve_servicer import KServeServicer
@@ -31,7 +32,7 @@ from .mesh.tokenizer_client import TokenizerClient
 from .metrics import GatewayMetrics, MeshGauges
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
-from .openai.openai_models import BodyReader
+from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
 from .openapi.openapi_routes import document_routes
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class GatewayService:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._started: tuple[_Mesh, HttpServer] | None = None
+        self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self.http_address = ""
 
     async def start(self, host: Host) -> None:
@@ -67,7 +69,7 @@ class GatewayService:
         settings = self._settings
         mesh = await _connect(settings, host)
         http = HttpServer(
-            await _open_edges(settings, host, mesh),
+            await _open_edges(settings, host, mesh, self._parser),
             settings.http_listen,
             insecure=settings.is_open,
             tls_cert=settings.public_tls_cert,
@@ -92,6 +94,7 @@ class GatewayService:
         if self._started is not None:
             await self._started[1].stop()
             self._started = None
+        self._parser.close()
 
 
 async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
@@ -130,7 +133,7 @@ async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> Rea
     return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None
 
 
-async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh) -> App:
+async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, parser: BodyParser) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
     keys = ApiKeys.load(settings.api_key, settings.api_key_file)
@@ -142,21 +145,26 @@ async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh) -> App
     host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model)
     host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
-    routes = _routes(settings, host, mesh, reader, completions)
+    routes = _routes(settings, host, mesh, parser, reader, completions)
     return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, settings.cors_origins)
 
 
 def _routes(
-    settings: GatewaySettings, host: Host, mesh: _Mesh, reader: BodyReader, completions: CompletionsApi
+    settings: GatewaySettings,
+    host: Host,
+    mesh: _Mesh,
+    parser: BodyParser,
+    reader: BodyReader,
+    completions: CompletionsApi,
 ) -> Routes:
     limit, timeout = settings.max_body_bytes, settings.request_timeout
     chats = ChatApi(reader, mesh.model, mesh.plans)
-    tokenize = TokenizeRoutes(reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
+    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
     return {
         **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
         **document_routes(mesh.health, admin=settings.has_admin),
-        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, limit)},
-        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, limit)},
+        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, parser, limit)},
+        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, parser, limit)},
         **tokenize.routes(),
     }
 

@@ -209,11 +209,14 @@ class Generator:
         with self._admitted(_num_outputs(job)), tracing as trace:
             try:
                 async with asyncio.timeout(timeout):
-                    generation = Generation(await self._preparer.prepare(job), self._metrics, self._reasoning_marks)
+                    prepared = await self._preparer.prepare(job)
+                    generation = Generation(prepared, self._metrics, self._reasoning_marks)
+                    is_search = prepared.beams is not None
+                    del job, prepared  # the client's texts, which may be large, must not live as long as its answer
                     if trace is not None:
                         trace.outcome = generation
                     try:
-                        if job.beam_search is None:
+                        if not is_search:
                             generation.submit(self._outputs, timeout=timeout)
                         else:
                             generation.search(self._outputs, self._texts, timeout=timeout)

@@ -8,12 +8,15 @@ from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
 
 from ..generation.generation import Generation, Generator
+from ..generation.job import Job
 from ..mesh.collector import Delta
 from ..openai.chat import ChatAnswer, ChatApi
 from ..openai.completions import CompletionAnswer, CompletionsApi
+from ..openai.openai_models import Body, Options
 from . import orca, sse
-from .exchange import Exchange, decode_object
+from .exchange import Exchange
 from .exchange import Headers as HeaderPairs
+from .json_body import BodyParser
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +31,15 @@ class Endpoint:
     api: Api
     generator: Generator
     model: str
+    parser: BodyParser
     max_body_bytes: int
 
     async def __call__(self, exchange: Exchange) -> None:
-        body = decode_object(await exchange.read_body(self.max_body_bytes))
-        check_model(body.get("model"), self.model)
-        job, options = self.api.read(body)
+        jobs = [await self._read(exchange)]  # a list: this frame must not keep the prompts while the model generates
+        options = jobs[0][1]
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
-            async with self.generator.open(job, headers) as generation:
+            async with self.generator.open(jobs.pop()[0], headers) as generation:
                 if log.isEnabledFor(logging.DEBUG):
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
@@ -47,6 +50,14 @@ class Endpoint:
                 else:
                     whole = await _whole(generation, answer)
                     await exchange.respond(200, whole, headers=self._load_headers(exchange))
+
+    async def _read(self, exchange: Exchange) -> tuple[Job, Options]:
+        """Return what the body asks for."""
+        return await self.parser.read(await exchange.read_body(self.max_body_bytes), self._job)
+
+    def _job(self, body: Body) -> tuple[Job, Options]:
+        check_model(body.get("model"), self.model)
+        return self.api.read(body)
 
     def _load_headers(self, exchange: Exchange) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it."""

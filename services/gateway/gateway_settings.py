@@ -12,6 +12,8 @@ from tokenloom.services.runtime.host.service_settings import Address, Count, Ser
 from tokenloom.services.runtime.peers import tls
 from tokenloom.services.runtime.peers.members import parse_member
 
+from .generation.request_cost import DEFAULT_MAX_VALUES
+
 
 def _check_members(values: tuple[str, ...]) -> tuple[str, ...]:
     if not values:
@@ -77,6 +79,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
+    max_request_values: Annotated[
+        Count,
+        "Largest n * max_tokens * (1 + logprobs) of a request, for all its prompts; without max_tokens, the default is "
+        "lowered to fit.",
+    ] = DEFAULT_MAX_VALUES
     most_urgent_priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)], "Lowest (most urgent) priority value that a client can get."
     ] = 0

@@ -118,6 +118,7 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
         max_live=settings.max_live_requests,
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
+        max_request_values=settings.max_request_values,
         tracer=host.tracer,
         model=model,
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),

@@ -145,11 +145,13 @@ def check_stop(strings: Sequence[str]) -> None:
             raise InvalidArgument(f"a stop string may have at most {MAX_STOP_STRING_CHARS} characters", "stop")
 
 
-def fill_max_tokens(params: Params, prompt_len: int, limits: Limits, *, chat: bool, default: int = 0) -> None:
-    """Set ``max_tokens`` if the client did not, to at most what is left of the context: to ``default`` (the model's
-    own; 0: it has none), otherwise to all that is left for a chat and to 16 for a completion."""
+def fill_max_tokens(
+    params: Params, prompt_len: int, limits: Limits, *, chat: bool, default: int = 0, most: int = _U32
+) -> None:
+    """Set ``max_tokens`` if the client did not, to at most ``most`` and what is left of the context: to ``default``
+    (the model's own; 0: it has none), otherwise to all that is left for a chat and to 16 for a completion."""
     if not params.HasField("max_tokens"):
-        rest = max(limits.max_model_len - prompt_len, 1)
+        rest = max(min(limits.max_model_len - prompt_len, most), 1)
         params.max_tokens = min(default or (rest if chat else DEFAULT_MAX_TOKENS), rest)
 
 

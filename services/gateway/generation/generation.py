@@ -23,6 +23,7 @@ from .beam_run import BeamRun
 from .job import Chat, Job
 from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared, Preparer
+from .request_cost import DEFAULT_MAX_VALUES
 from .request_trace import traced
 
 MAX_PROMPTS = 1024
@@ -163,19 +164,21 @@ class Generator:
         max_live: int,
         default_timeout: float,
         most_urgent_priority: int = 0,
+        max_request_values: int = DEFAULT_MAX_VALUES,
         tracer: Tracer | None = None,
         model: str = "",
         reasoning_marks: ReasoningMarks | None = None,
     ) -> None:
         """Args:
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
+        max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
         model: Its name in traces.
         reasoning_marks: The marks around the model's reasoning; None: they are not known.
         """
         self._tracer = tracer
         self._model = model
         self._reasoning_marks = reasoning_marks
-        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority)
+        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, max_request_values)
         self._mesh = mesh
         self._outputs = outputs
         self._texts = BeamTexts(tokenizers)

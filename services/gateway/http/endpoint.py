@@ -1,6 +1,8 @@
 """An endpoint that generates: reads a body, runs the request and writes JSON or a stream of events."""
 
+import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenloom.request import errors
@@ -14,7 +16,7 @@ from ..openai.chat import ChatAnswer, ChatApi
 from ..openai.completions import CompletionAnswer, CompletionsApi
 from ..openai.openai_models import Body, Options
 from . import orca, sse
-from .exchange import Exchange
+from .exchange import JSON, Exchange
 from .exchange import Headers as HeaderPairs
 from .json_body import BodyParser
 
@@ -22,6 +24,11 @@ log = logging.getLogger(__name__)
 
 Api = ChatApi | CompletionsApi
 Answer = ChatAnswer | CompletionAnswer
+
+VALUES_PER_SLICE = 4096
+"""Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
+PIECE_BYTES = 256 << 10
+"""Bytes of an answer that are shaped or written in one turn of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +55,7 @@ class Endpoint:
                     await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
                     await _stream(exchange, generation, answer, deltas)
                 else:
-                    whole = await _whole(generation, answer)
-                    await exchange.respond(200, whole, headers=self._load_headers(exchange))
+                    await _whole(exchange, generation, answer, self._load_headers(exchange))
 
     async def _read(self, exchange: Exchange) -> tuple[Job, Options]:
         """Return what the body asks for."""
@@ -91,13 +97,19 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer, de
         """Write output without waking this task, if the connection can take it."""
         if direct is None or not direct.is_open:
             return False
+        if delta.logprobs and answer.is_large(delta):
+            return False
         generation.count(delta)
         if events := answer.events(delta):
             direct.write(events)
         return True
 
+    slices = Slices()
     while True:
-        events += b"".join(map(answer.events, deltas))
+        for delta in deltas:
+            if delta.logprobs and answer.is_large(delta):
+                await slices.run(answer.shape(delta))
+            events += answer.events(delta)
         if generation.done:
             await exchange.finish(events + answer.last_events() + sse.DONE)
             return
@@ -107,8 +119,45 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer, de
         deltas = await generation.take(write_now)
 
 
-async def _whole(generation: Generation, answer: Answer) -> bytes:
+async def _whole(exchange: Exchange, generation: Generation, answer: Answer, headers: HeaderPairs) -> None:
+    """Collect the output, shape it and write it, in slices between which the event loop runs."""
+    slices = Slices()
     while not generation.done:
         for delta in await generation.take():
-            answer.add(delta)
-    return answer.body()
+            if (steps := answer.add(delta)) is not None:
+                await slices.run(steps)
+    pieces: list[bytes] = []
+    blocks, size = [], 0
+    for block in answer.body():
+        blocks.append(block)
+        size += len(block)
+        if size > PIECE_BYTES:
+            pieces.append(b"".join(blocks))
+            blocks, size = [], 0
+            await asyncio.sleep(0)
+    if not pieces:
+        await exchange.respond(200, b"".join(blocks), headers=headers)
+        return
+    pieces.append(b"".join(blocks))
+    length = str(sum(map(len, pieces))).encode()
+    await exchange.start(200, [(b"content-type", JSON), (b"content-length", length), *headers])
+    pieces.reverse()  # what was written is dropped
+    while pieces:
+        await exchange.write(pieces.pop())
+        await asyncio.sleep(0)
+    await exchange.finish()
+
+
+class Slices:
+    """Counts the log probabilities that a request has shaped since the event loop last ran."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    async def run(self, steps: Iterator[int]) -> None:
+        """Run the steps, each of which yields how many values it has shaped; let the event loop run in between."""
+        for num_values in steps:
+            self._num_values += num_values
+            if self._num_values >= VALUES_PER_SLICE:
+                self._num_values = 0
+                await asyncio.sleep(0)

@@ -9,13 +9,14 @@ from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
 from tokenloom.services.runtime.peers.tls import MeshTLS
-from tokenloom.v1 import inference_pb2_grpc
-from tokenloom.v1.kserve import grpc_service_pb2_grpc
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc
+from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import GatewaySettings
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
+from .grpc.message_bounds import bounded
 from .health import MeshHealth
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
@@ -143,9 +144,11 @@ async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, parser
     completions = CompletionsApi(reader, mesh.model)
     host.authorize_calls(keys.authorize_call)
     inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, settings.request_timeout)
-    host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
+    generates = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
+    host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model)
-    host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
+    infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
+    host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
     routes = _routes(settings, host, mesh, parser, reader, completions)
     return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, settings.cors_origins)
 

@@ -145,8 +145,9 @@ class ModelRunner:
 
     def _sample(self, executed: "_Executed", grammar: GrammarOutput | None) -> ModelRunnerOutput:
         inputs = executed.inputs
-        output = ModelRunnerOutput(inputs.req_ids, [[] for _ in inputs.req_ids], {}, executed.prompt_logprobs)
+        output = ModelRunnerOutput(inputs.req_ids, [], {}, executed.prompt_logprobs)
         if not len(inputs.sampled):
+            output.sampled_token_ids = _by_request([], [], len(inputs.req_ids))
             return output
         rows, indices = inputs.rows[inputs.sampled], inputs.sampled.tolist()
         if self._logits_meter is not None and self._logits_meter.is_due():
@@ -157,9 +158,8 @@ class ModelRunner:
         if self._device_sampler is not None and grammar is None and not self._count_nans and self._batch.only_draws:
             tokens = self._device_sampler.sample(executed.logits, *self._batch.sampling(inputs))
         else:
-            tokens, kept = self._draw_on_host(executed, grammar, output)
-        for index, token_id in zip(indices, tokens, strict=True):
-            output.sampled_token_ids[index] = [token_id]
+            tokens, kept = self._draw_on_host(executed, rows, grammar, output)
+        output.sampled_token_ids = _by_request(tokens, indices, len(inputs.req_ids))
         if NO_TOKEN in tokens:
             tokens = _drop_undrawn(output, tokens, indices)
         self._batch.append(rows, np.array(tokens, dtype=np.int64))
@@ -169,10 +169,11 @@ class ModelRunner:
         return output
 
     def _draw_on_host(
-        self, executed: "_Executed", grammar: GrammarOutput | None, output: ModelRunnerOutput
+        self, executed: "_Executed", rows: IntArray, grammar: GrammarOutput | None, output: ModelRunnerOutput
     ) -> tuple[list[int], KeptLogits | None]:
-        """Return the tokens [S] and what log probabilities need. Lists in ``output`` what only the logits show."""
-        inputs, rows = executed.inputs, executed.inputs.rows[executed.inputs.sampled]
+        """Return the tokens of the batch's ``rows`` [S], and what log probabilities need. Lists in ``output`` what only
+        the logits show."""
+        inputs = executed.inputs
         logits: Logits = executed.logits.cpu().numpy()
         req_ids = [inputs.req_ids[index] for index in inputs.sampled.tolist()] if self._count_nans or grammar else []
         if self._count_nans:
@@ -217,6 +218,16 @@ class ModelRunner:
         if self._device_sampler is not None:
             self._device_sampler.sample(logits, rows, indices)
         self._sampler.sample(logits.cpu().numpy(), rows, indices)
+
+
+def _by_request(tokens: list[int], indices: list[int], num_requests: int) -> list[list[int]]:
+    """Return the tokens [S] of the requests ``indices`` [S] in a list for each request of the step."""
+    if len(tokens) == num_requests:  # every request decodes
+        return [[token_id] for token_id in tokens]
+    by_request: list[list[int]] = [[] for _ in range(num_requests)]
+    for index, token_id in zip(indices, tokens, strict=True):
+        by_request[index] = [token_id]
+    return by_request
 
 
 def _drop_undrawn(output: ModelRunnerOutput, tokens: list[int], indices: list[int]) -> list[int]:

@@ -244,7 +244,9 @@ def test_environment_is_read_at_the_edge_only() -> None:
     edges = (
         *("tokenloom.cli", "tokenloom.supervisor", "tokenloom.demo_model", "tokenloom.offline.llm"),
         "tokenloom.services.runtime.host.service_settings",
-        *("tokenloom.services.runtime.host.probe", "tokenloom.bench.engine.step_ab"),  # commands of their own
+        # Commands of their own.
+        "tokenloom.services.runtime.host.probe",
+        *("tokenloom.bench.engine.step_ab", "tokenloom.bench.engine.step_instructions"),
     )
     found = []
     for module in OURS:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..scheduling.request import RemoteKVState, Request, RequestStatus
@@ -40,6 +40,11 @@ class RemoteKV:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> Collection[Request]:
+        """The requests that wait for their blocks or first tokens."""
+        return self._waiting.values()
 
     @property
     def holds_blocks(self) -> bool:

@@ -5,8 +5,9 @@ from collections.abc import Collection
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_transfer.remote_kv import RemoteKV
 from ..structured_output.manager import StructuredOutputManager
-from ..wire.messages import EngineCoreOutput
+from ..wire.messages import EngineCoreOutput, ErrorKind
 from .request import Request, RequestStatus, mark_finished
+from .seats import LiveTenants
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
 
@@ -17,14 +18,16 @@ class EndedRequests:
     def __init__(
         self,
         requests: dict[str, Request],
+        tenants: LiveTenants,
         kv: KVCacheManager,
         remote: RemoteKV | None,
         grammars: StructuredOutputManager | None,
         in_flight: StepsInFlight | None,
         recorder: StatsRecorder,
     ) -> None:
-        """``requests``: the live requests of the scheduler, from which ended ones are removed."""
+        """``requests`` and ``tenants``: those of the scheduler, from which ended requests are removed."""
         self._requests = requests
+        self._tenants = tenants
         self._kv = kv
         self._remote = remote
         self._grammars = grammars
@@ -44,7 +47,8 @@ class EndedRequests:
             self._in_flight.request_ended(request.request_id)
         if self._remote is None or not self._remote.request_finished(request):
             self._kv.free(request)
-        self._requests.pop(request.request_id, None)
+        if self._requests.pop(request.request_id, None) is not None:  # otherwise it is refused
+            self._tenants.remove(request)
         if self._grammars is not None and request.sampling_params.is_constrained:
             self._grammars.forget(request.request_id)
 
@@ -59,7 +63,12 @@ class EndedRequests:
         """Fail a request that this engine cannot compute; it is in no queue. Its blocks are not found any more."""
         self._kv.pool.forget(request.block_ids)
         self.end_early(request, RequestStatus.FINISHED_ERROR, error)
-        self.outputs[-1].error_is_internal = True
+        self.outputs[-1].error_kind = ErrorKind.INTERNAL
+
+    def end_at_limit(self, request: Request, error: str, kind: ErrorKind) -> None:
+        """Refuse a request because of a limit that is not its own; it is in no queue."""
+        self.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        self.outputs[-1].error_kind = kind
 
     def drop_outputs(self, request_ids: Collection[str]) -> None:
         """Forget the outputs of requests whose clients do not want them any more."""

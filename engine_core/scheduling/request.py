@@ -120,6 +120,7 @@ class Request:
         "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
+        "tenant",
     )
 
     def __init__(self, message: EngineCoreRequest, max_model_len: int, arrival_ns: int) -> None:
@@ -131,6 +132,7 @@ class Request:
         self.cache_salt = message.cache_salt
         self.prompt_embeds = message.prompt_embeds
         self.priority = message.priority
+        self.tenant = message.tenant
 
         self.prompt_token_ids = message.prompt_token_ids
         # Accepted tokens of earlier attempts are ordinary output, so indices and limits need no second count.
@@ -241,7 +243,8 @@ class Request:
 
 def finish_status(request: Request) -> RequestStatus | None:
     """Return how the newest output token ends the request, or None. A stop token takes precedence over a limit."""
-    if request.ends_with_stop_token:
+    # As `ends_with_stop_token` says; written out because this runs for every token.
+    if request.num_tokens > request.num_prompt_tokens and request.all_token_ids[-1] in request.stop_token_ids:
         return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return request.limit_status

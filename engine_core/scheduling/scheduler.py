@@ -9,16 +9,19 @@ from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_cache.kv_events import KVEventLog
 from ..kv_transfer.kv_connector import KVConnectorOutput, KVConnectorScheduler
 from ..kv_transfer.remote_kv import RemoteKV
+from ..structured_output.compile_queue import CompileQueueFull
 from ..structured_output.manager import FIELD, StructuredOutputManager
-from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, SchedulerStats
+from ..wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreRequest, ErrorKind, SchedulerStats
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .ended_requests import EndedRequests
 from .request import Request, RequestStatus, finish_status
+from .request_queues import FCFSQueue, PriorityQueue, WaitingRequests
+from .seats import LiveTenants
 from .stats_recorder import StatsRecorder
 from .step_planner import PauseState, StepPlanner
 from .step_results import StepResults
 from .steps_in_flight import StepsInFlight
-from .waiting_requests import FCFSQueue, PriorityQueue, RequestQueue, SchedulingPolicy, check_config, refusal
+from .waiting_requests import SchedulingPolicy, check_config, refusal
 
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -56,7 +59,8 @@ class Scheduler:
         self.kv = KVCacheManager(kv_cache.num_blocks, cache, self.kv_events)
         self.requests: dict[str, Request] = {}
         self._policy = SchedulingPolicy(config.policy)
-        self.waiting: RequestQueue = PriorityQueue() if self._policy is SchedulingPolicy.PRIORITY else FCFSQueue()
+        self.waiting = WaitingRequests(PriorityQueue if self._policy is SchedulingPolicy.PRIORITY else FCFSQueue)
+        self._tenants = LiveTenants()
         self._remote = RemoteKV(connector, self.kv, kv_policy, clock) if connector is not None else None
         self._grammars = grammars
         self.pause_state = PauseState.UNPAUSED
@@ -64,9 +68,11 @@ class Scheduler:
         self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
         self._recorder = StatsRecorder(clock, cache, config)
-        self._planner = StepPlanner(config, self.waiting, self.kv, self._remote, self._recorder)
+        self._planner = StepPlanner(config, self.waiting, self._tenants, self.kv, self._remote, self._recorder)
         self.running = self._planner.running
-        self.ended = EndedRequests(self.requests, self.kv, self._remote, grammars, self._in_flight, self._recorder)
+        self.ended = EndedRequests(
+            self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder
+        )
         self.results = StepResults(
             self.requests, self.waiting, self.running, self._in_flight, self.ended, self._recorder
         )
@@ -85,6 +91,7 @@ class Scheduler:
             self.ended.end_early(request, status)
         else:
             self.requests[request.request_id] = request
+            self._tenants.add(request)
             if self._recorder.log_events:
                 self._recorder.queued(request)
             if not request.sampling_params.is_constrained or self._constrain(request):
@@ -257,8 +264,13 @@ class Scheduler:
         if self._grammars is None:
             error = f"{FIELD}: this engine has no tokenizer to constrain its output by"
             self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error, FIELD)
-        elif error := self._grammars.constrain(request):
-            self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+            return False
+        try:
+            if error := self._grammars.constrain(request):
+                self.ended.end_early(request, RequestStatus.FINISHED_ERROR, error)
+        except CompileQueueFull as full:
+            kind = ErrorKind.TENANT_FULL if full.is_tenants else ErrorKind.ENGINE_FULL
+            self.ended.end_at_limit(request, str(full), kind)
         return request.status is RequestStatus.WAITING
 
     def _admit_compiled(self, grammars: StructuredOutputManager) -> None:

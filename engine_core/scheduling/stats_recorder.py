@@ -7,7 +7,7 @@ from ..config import CacheConfig, SchedulerConfig
 from ..kv_cache.block_pool import BlockPool
 from ..wire.messages import EngineCoreEvent, EngineCoreEventType, EngineCoreOutput, PrefillStats, SchedulerStats
 from .request import Request
-from .waiting_requests import RequestQueue
+from .request_queues import WaitingRequests
 
 
 class StatsRecorder:
@@ -63,7 +63,7 @@ class StatsRecorder:
             num_external_cached_tokens=request.num_external_cached_tokens,
         )
 
-    def stats(self, waiting: RequestQueue, running: Sequence[Request], pool: BlockPool) -> SchedulerStats:
+    def stats(self, waiting: WaitingRequests, running: Sequence[Request], pool: BlockPool) -> SchedulerStats:
         """Return the counters, and gauges of the requests and blocks as they are now."""
         stats = copy.copy(self._counters)
         stats.num_waiting = len(waiting)

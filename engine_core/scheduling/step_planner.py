@@ -2,6 +2,8 @@
 
 import bisect
 import enum
+from collections import Counter
+from itertools import chain
 
 from ..config import SchedulerConfig
 from ..kv_cache.kv_cache_manager import KVCacheManager
@@ -9,8 +11,10 @@ from ..kv_transfer.remote_kv import RemoteKV
 from ..wire.messages import EngineCoreOutput
 from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from .request import Request, RequestStatus
+from .request_queues import WaitingRequests, priority_key
+from .seats import LiveTenants, count_seats, index_to_preempt, seat_to_take_back
 from .stats_recorder import StatsRecorder
-from .waiting_requests import Admission, RequestQueue, SchedulingPolicy, priority_key
+from .waiting_requests import Admission, SchedulingPolicy
 
 
 class PauseState(enum.IntEnum):
@@ -97,12 +101,16 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Moves requests between ``running`` and the queue; the last of the running requests are preempted first."""
+    """Moves requests between ``running`` and the queue; the last of the running requests are preempted first.
+
+    While several tenants have requests, :mod:`.seats` says which one gives up its seat or its blocks.
+    """
 
     def __init__(
         self,
         config: SchedulerConfig,
-        waiting: RequestQueue,
+        waiting: WaitingRequests,
+        tenants: LiveTenants,
         kv: KVCacheManager,
         remote: RemoteKV | None,
         recorder: StatsRecorder,
@@ -110,6 +118,7 @@ class StepPlanner:
         self.running: list[Request] = []
         """In the order of the policy, like ``waiting``; changed in place only."""
         self._waiting = waiting
+        self._tenants = tenants
         self._kv = kv
         self._remote = remote
         self._recorder = recorder
@@ -122,9 +131,15 @@ class StepPlanner:
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
+        taken_back = None
+        if self._tenants.are_several and pause_state is PauseState.UNPAUSED:
+            taken_back = self._take_back_seat()
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
         self._plan_running(plan)
-        if not plan.preempted_req_ids:
+        has_room = not plan.preempted_req_ids
+        if taken_back is not None:
+            plan.preempted_req_ids.append(taken_back)
+        if has_room:
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
         return plan
 
@@ -137,6 +152,29 @@ class StepPlanner:
         if status is RequestStatus.PREEMPTED:
             self._recorder.preempted(request)
         self._waiting.prepend(request)
+
+    def _take_back_seat(self) -> str | None:
+        """Preempt a request, if all seats are taken and that makes the tenants' shares fairer. Returns its id.
+
+        The seat goes to the next waiting request in this step. The request that lost it continues later, and its blocks
+        can be hit until they are needed; so no seat is taken back without a prefix cache.
+        """
+        if len(self.running) < self._max_num_seqs or not self._waiting or not self._kv.enable_prefix_caching:
+            return None
+        seats = self._count_seats()
+        head = self._waiting.peek(seats)
+        if head is None or head.num_output_placeholders:  # it may not begin yet
+            return None
+        request = seat_to_take_back(self.running, seats, head)
+        if request is None:
+            return None
+        self.running.remove(request)
+        self.requeue(request, RequestStatus.PREEMPTED)
+        return request.request_id
+
+    def _count_seats(self) -> Counter[str]:
+        """Return how many requests of each tenant run or load KV."""
+        return count_seats(self.running if self._remote is None else chain(self.running, self._remote.waiting))
 
     def _token_budget(self) -> int:
         """Return how many tokens the step may compute. Fewer while any request decodes: each prompt token delays the
@@ -170,8 +208,8 @@ class StepPlanner:
                 num_after = len(self.running) - index - 1  # each of these gets at least one token
                 num_new_tokens = self._chunk(request, plan.budget - num_after)
             new_block_ids = self._kv.allocate(request, num_new_tokens)
-            if new_block_ids is None and (new_block_ids := self._make_room(request, num_new_tokens, plan)) is None:
-                break
+            if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:
+                continue  # the next request is at its index now
             plan.add_running(request, num_new_tokens, new_block_ids)
             index += 1
 
@@ -186,11 +224,16 @@ class StepPlanner:
             return min(num_tokens, request.prompt_embeds[0].position - request.num_computed_tokens)
         return num_tokens
 
-    def _make_room(self, request: Request, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
-        """Allocate blocks that leases, then the last running requests give up; None if ``request`` was preempted."""
+    def _make_room(self, index: int, num_new_tokens: int, plan: StepPlan) -> list[int] | None:
+        """Allocate blocks for a running request that leases, then it or later running requests give up.
+
+        Returns None if the request itself was preempted.
+        """
+        request = self.running[index]
         while True:
             if self._remote is None or not self._remote.revoke_oldest():
-                victim = self.running.pop()
+                position = index_to_preempt(self.running, index) if self._tenants.are_several else -1
+                victim = self.running.pop(position)
                 self.requeue(victim, RequestStatus.PREEMPTED)
                 plan.preempted_req_ids.append(victim.request_id)
                 if victim is request:
@@ -199,6 +242,7 @@ class StepPlanner:
                 return new_block_ids
 
     def _plan_waiting(self, plan: StepPlan, *, only_begun: bool) -> None:
+        self._admission.seats = self._count_seats() if self._tenants.are_several and self._waiting else None
         # The number of waiting tokens is 0 exactly when the queue is empty.
         while plan.budget > 0 and self._waiting.num_tokens and len(self.running) < self._max_num_seqs:
             request = self._admission.next(plan.budget, others_run=bool(self.running), only_begun=only_begun)

@@ -7,9 +7,9 @@ from ..wire.messages import EngineCoreOutput, Logprobs
 from ..wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from .ended_requests import EndedRequests
 from .request import Request, RequestStatus, finish_status, mark_finished
+from .request_queues import WaitingRequests
 from .stats_recorder import StatsRecorder
 from .steps_in_flight import StepsInFlight
-from .waiting_requests import RequestQueue
 
 _NO_CHOICE = (
     "allowed_token_ids: none of them may come next, after what bad_words, logit_bias, min_tokens and "
@@ -27,7 +27,7 @@ class StepResults:
     def __init__(
         self,
         requests: Mapping[str, Request],
-        waiting: RequestQueue,
+        waiting: WaitingRequests,
         running: list[Request],
         in_flight: StepsInFlight | None,
         ended: EndedRequests,

@@ -1,15 +1,14 @@
-"""Keeps the requests that wait, and decides which requests may enter the queue and which may begin."""
+"""Decides which requests may enter the queue of waiting requests, and which of those may begin."""
 
-import bisect
 import enum
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..kv_transfer.remote_kv import RemoteKV
 from .request import Request, RequestStatus
+from .request_queues import WaitingRequests
 
 
 class SchedulingPolicy(enum.StrEnum):
@@ -19,83 +18,6 @@ class SchedulingPolicy(enum.StrEnum):
     """First come, first served; preempted requests before all others."""
     PRIORITY = "priority"
     """The lowest ``priority`` first; among equals first come, first served."""
-
-
-def priority_key(request: Request) -> tuple[int, int, str]:
-    """Return a key to sort by priority: the smallest runs first, the largest is preempted first."""
-    return request.priority, request.arrival_ns, request.request_id
-
-
-class FCFSQueue:
-    """Keeps waiting requests in the order in which they may begin; a request that comes back goes to the head.
-
-    It is bounded by the callers: the engine's front accepts no more requests than it has slots.
-    """
-
-    def __init__(self) -> None:
-        self._requests: OrderedDict[str, Request] = OrderedDict()
-        self.num_tokens = 0
-        """The tokens of all requests here, which have no computed tokens, except those that loaded blocks."""
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
-    def append(self, request: Request) -> None:
-        """Add a new request."""
-        self._requests[request.request_id] = request
-        self.num_tokens += request.num_tokens
-
-    def prepend(self, request: Request) -> None:
-        """Add a request that has waited before, here or for something else."""
-        self.append(request)
-        self._requests.move_to_end(request.request_id, last=False)
-
-    def peek(self) -> Request | None:
-        """Return the head, or None if the queue is empty."""
-        return next(iter(self._requests.values()), None)
-
-    def remove(self, request: Request) -> None:
-        """Remove a request that is here."""
-        del self._requests[request.request_id]
-        self.num_tokens -= request.num_tokens
-
-
-class PriorityQueue:
-    """Offers the same as :class:`FCFSQueue`, sorted by :func:`priority_key`.
-
-    It is a list, because a heap would have to be searched for a request that is aborted.
-    """
-
-    def __init__(self) -> None:
-        self._requests: list[Request] = []
-        self.num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
-
-    def append(self, request: Request) -> None:
-        bisect.insort(self._requests, request, key=priority_key)
-        self.num_tokens += request.num_tokens
-
-    prepend = append
-
-    def peek(self) -> Request | None:
-        return self._requests[0] if self._requests else None
-
-    def remove(self, request: Request) -> None:
-        index = bisect.bisect_left(self._requests, priority_key(request), key=priority_key)
-        assert self._requests[index] is request
-        del self._requests[index]
-        self.num_tokens -= request.num_tokens
-
-
-RequestQueue = FCFSQueue | PriorityQueue
 
 
 def check_config(config: SchedulerConfig, max_model_len: int) -> None:
@@ -159,10 +81,15 @@ class _Blocked(NamedTuple):
 
 
 class Admission:
-    """Admits the head of the queue when its tokens fit into the KV cache. No request overtakes the head."""
+    """Admits the head of the queue when its tokens fit into the KV cache. No request overtakes the head.
+
+    Attributes:
+        seats: Requests that run, or load KV, by tenant. The caller sets it before it calls :meth:`next` in a step, and
+            then it is kept up to date. None while not more than one tenant has requests.
+    """
 
     def __init__(
-        self, queue: RequestQueue, kv: KVCacheManager, remote: RemoteKV | None, config: SchedulerConfig
+        self, queue: WaitingRequests, kv: KVCacheManager, remote: RemoteKV | None, config: SchedulerConfig
     ) -> None:
         self._queue = queue
         self._kv = kv
@@ -173,6 +100,7 @@ class Admission:
         # Free blocks kept for the running requests, so that their next tokens do not preempt the new one.
         self._watermark = int(kv.pool.num_blocks * config.watermark)
         self._blocked: _Blocked | None = None
+        self.seats: Counter[str] | None = None
 
     def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
         """Remove the next request that may run from the queue, and give it the blocks that hold its beginning.
@@ -180,7 +108,7 @@ class Admission:
         Requests at the head whose KV is on another engine are sent to wait for it. Returns None if no request may run
         with ``max_tokens`` left in the step. ``only_begun`` admits only requests that were preempted.
         """
-        while (request := self._head_begun() if only_begun else self._queue.peek()) is not None:
+        while (request := self._head_begun() if only_begun else self._queue.peek(self.seats)) is not None:
             # A request with a placeholder comes back with a token that was drawn before it was preempted.
             if request.num_output_placeholders or (others_run and self._is_still_blocked(request)):
                 return None
@@ -219,6 +147,8 @@ class Admission:
             return False
         self._blocked = None
         self._queue.remove(request)
+        if self.seats is not None:
+            self.seats[request.tenant] += 1
         if not request.block_ids:
             self._kv.admit(request, hits)
         return True

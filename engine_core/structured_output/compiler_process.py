@@ -60,12 +60,12 @@ class CompilerProcess:
         Raises ``GrammarError`` if the backend cannot be loaded, ``CompilerUnavailable`` if the process does not start.
         """
         # Its errors are in its replies; a library that aborts without memory must not write into the engine's log.
-        self._process = subprocess.Popen(
-            _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
         try:
+            self._process = subprocess.Popen(
+                _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
             reply = self._exchange(setup)
-        except GrammarError:
+        except (GrammarError, OSError):
             raise CompilerUnavailable("the process that compiles grammars did not start") from None
         if reply.refused:
             self.kill()
@@ -86,8 +86,12 @@ class CompilerProcess:
         """Whether the process can compile another constraint."""
         return self._process.poll() is None
 
+    def end(self) -> None:
+        """Send the process the signal that ends it, without waiting. :meth:`prepare`, if it runs, raises then."""
+        self._process.kill()
+
     def kill(self) -> None:
-        """End the process. Idempotent."""
+        """End the process and wait for that. Idempotent."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

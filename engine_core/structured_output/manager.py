@@ -13,6 +13,7 @@ from ..config import ReasoningConfig, StructuredOutputConfig
 from ..scheduling.request import Request, RequestStatus
 from ..wire.core_sampling_params import SamplingParams, StructuredOutput
 from ..wire.scheduler_output import GrammarOutput, SchedulerOutput
+from .compile_queue import CompileQueueFull
 from .compiler import GrammarCompiler
 from .compiler_process import CompilerUnavailable
 from .grammar_backend import Bitmask, CompiledGrammar, GrammarError, bitmask_of
@@ -95,7 +96,7 @@ class StructuredOutputManager:
     def constrain(self, request: Request) -> str:
         """Follow a request from now on. If it has a grammar, it waits for that, in no queue.
 
-        Returns an error if the request is refused at once.
+        Returns an error if the request is refused at once. Raises ``CompileQueueFull``.
         """
         params = request.sampling_params
         if params.thinking_token_budget is not None and self._reasoning.marks is None:
@@ -114,9 +115,9 @@ class StructuredOutputManager:
 
         request.set_status(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
         try:
-            self._compiler.compile(constraint, done)
-        except GrammarError as error:
-            return f"{FIELD}: {error}"
+            self._compiler.compile(constraint, request_id, request.tenant, done)
+        except CompileQueueFull as full:
+            raise CompileQueueFull(f"{FIELD}: {full}", is_tenants=full.is_tenants) from None
         self.compiling[request_id] = request
         return ""
 
@@ -137,9 +138,11 @@ class StructuredOutputManager:
         return news
 
     def forget(self, request_id: str) -> None:
-        """Drop the constraint of a request that has ended."""
-        self.compiling.pop(request_id, None)
+        """Drop the constraint of a request that has ended, and its compile if no other request wants that."""
         self.live.pop(request_id, None)
+        if (request := self.compiling.pop(request_id, None)) is not None:
+            assert request.sampling_params.structured_output is not None
+            self._compiler.forget(request.sampling_params.structured_output, request_id)
 
     def start_step(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> GrammarStep | None:
         """Start computing the bitmasks of the requests in the step that draw a token and may be bound.

@@ -31,6 +31,19 @@ class FinishReason(enum.IntEnum):
     """The prompt is computed and its KV is held under a lease (not part of vLLM)."""
 
 
+class ErrorKind(enum.IntEnum):
+    """Kinds of errors that are not the request's fault."""
+
+    UNAVAILABLE = 0
+    """A retry may succeed at once, on this engine or another one."""
+    INTERNAL = 1
+    """The engine could not compute the request, and neither could another one of its kind."""
+    ENGINE_FULL = 2
+    """The engine is at a limit; a retry may succeed later."""
+    TENANT_FULL = 3
+    """The request's tenant is at a limit of its own on this engine; a retry may succeed later."""
+
+
 class RequestType(enum.Enum):
     """Types of messages from a client to the core: the first frame of each (bytes as in vLLM V1)."""
 
@@ -69,6 +82,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Arrival on the core's clock; set by the core's input thread, never by a client. 0 means when it is added."""
     prompt_embeds: list[EmbedsSpan] = []
     """Spans in order and without overlap, over prompt tokens only."""
+    tenant: str = ""
+    """Waiting requests share seats and grammar compilers fairly between tenants. "" is a tenant like any other."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
@@ -170,8 +185,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     """With ``error``: the wrong field of the request. A retry would fail again."""
     logits_stats: LogitsStats | None = None
     """Statistics of the logits that the last of ``new_token_ids`` was drawn from, in steps that are measured."""
-    error_is_internal: bool = False
-    """With ``error``: the engine could not compute the request, and neither could another one of its kind."""
+    error_kind: ErrorKind = ErrorKind.UNAVAILABLE
+    """With ``error``, unless ``error_field`` says that the request is wrong."""
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):

@@ -35,8 +35,11 @@ def build(source: str, march: str = "native", cache_dir: Path | None = None, **m
     runtime = _openmp_runtime()
     with resources.as_file(resources.files(__package__) / "csrc") as sources:
         contents = [path.read_text(encoding="utf-8") for path in (sources / f"{source}.cpp", *sources.glob("*.h"))]
-        key = hashlib.sha256("\0".join([compiler, _cpu(), str(runtime), *flags, *contents]).encode()).hexdigest()
-        library = _writable(cache_dir) / f"{source}-{key[:24]}.so"
+        # The name of the OpenMP library, not its path: the loader finds the one that torch has loaded by its name, so
+        # every environment with the same torch shares the build.
+        runtime_name = runtime.name if runtime is not None else ""
+        identity = "\0".join([compiler, _cpu(), runtime_name, *flags, *contents])
+        library = _writable(cache_dir) / f"{source}-{hashlib.sha256(identity.encode()).hexdigest()[:24]}.so"
         if not library.exists():
             with _locked(library):
                 if not library.exists():

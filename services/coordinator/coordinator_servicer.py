@@ -11,7 +11,7 @@ from prometheus_client import Counter
 
 from tokenloom.request.errors import Aborted, InvalidArgument, NotFound, ResourceExhausted, TokenloomError, to_proto
 from tokenloom.services.runtime.host.tasks import first_of
-from tokenloom.services.runtime.peers.hello import check_hello, make_hello
+from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello, make_hello
 from tokenloom.v1 import coordinator_pb2_grpc
 from tokenloom.v1.coordinator_pb2 import (
     Drain,
@@ -37,7 +37,6 @@ _Reports: TypeAlias = AsyncIterator[EngineReport]
 
 WATCH_SECONDS = 0.1
 """Snapshots are published this often, if anything changed."""
-_HELLO_SECONDS = 5.0
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 _MAX_COMMANDS = 4  # queued for one engine; the only command is to drain
@@ -184,7 +183,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
 
 async def _first_report(requests: _Reports) -> EngineReport:
     try:
-        async with asyncio.timeout(_HELLO_SECONDS):
+        async with asyncio.timeout(HELLO_SECONDS):
             return await anext(requests)
     except (TimeoutError, StopAsyncIteration):
         raise InvalidArgument("The first report must contain hello and identity.", "hello") from None

@@ -63,8 +63,8 @@ def _without(pool: Sequence[EngineRecord], excluded: Sequence[EngineRef]) -> lis
 
 
 def _candidate(record: EngineRecord, request: PickRequest, policy: Policy) -> pairing.Candidate[EngineRecord]:
-    """Rank engines with free room for the prompt first, then by the score less what a cached prefix saves, then by how
-    much of the prompt is cached, then by how long they were not chosen.
+    """Rank engines that report in time first, then those with free room for the prompt, then by the score less what a
+    cached prefix saves, then by how much of the prompt is cached, then by how long they were not chosen.
 
     A prefill that is cached in full saves what a waiting request weighs, and no engine becomes better than an idle one.
     A decode leg saves no prefill, only a copy: its cached prefix decides between equals.
@@ -79,6 +79,7 @@ def _candidate(record: EngineRecord, request: PickRequest, policy: Policy) -> pa
         role=record.report.role,
         fingerprint=fingerprint,
         rank=(
+            record.is_late,
             prompt_tokens >= record.free_tokens,
             max(record.score - saved, 0),
             -cached,

@@ -10,8 +10,11 @@ WAITING_WEIGHT = 4
 """A waiting request weighs four running ones: it will cost a prefill, and it shows that there was no room."""
 PICK_SECONDS = 2.0
 """How long a pick counts that the engine never acknowledges: its output processor died or placed elsewhere."""
-SILENT_SECONDS = 3.0
-"""An engine reports at least every second; one that is silent for so long counts as dead."""
+LATE_SECONDS = 3.0
+"""An engine reports at least every second; one that is silent for so long gets requests only if no other engine can
+take them: its event loop is busy."""
+SILENT_SECONDS = 10.0
+"""An engine that is silent for so long counts as dead. The stream of one that was stopped or cut off ends earlier."""
 STANDSTILL_SECONDS = 60.0
 """Far longer than any step: an engine with work to do whose step does not change for so long hangs."""
 MAX_HASHES = 256
@@ -75,6 +78,7 @@ class EngineRecord:
         score: waiting * 4 + running; the engine with the lowest score is next.
         free_tokens: Tokens that its free KV blocks hold once all waiting prompts are computed; may be negative.
         max_tokens: Tokens of one request that its KV cache holds at most, were it empty.
+        is_late: Whether its last report is older than it should be.
         state: What it reports, unless it fell silent or hangs.
     """
 
@@ -151,7 +155,9 @@ class EngineRecord:
             ahead += pick.prompt_tokens
         self.free_tokens = report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
         hangs = now - self._progressed_at > STANDSTILL_SECONDS and report.state != _PAUSED
-        self.state = _DEAD if hangs or now - self._reported_at > SILENT_SECONDS else report.state
+        silence = now - self._reported_at
+        self.is_late = silence > LATE_SECONDS
+        self.state = _DEAD if hangs or silence > SILENT_SECONDS else report.state
 
 
 def _shown(report: EngineReport) -> EngineReport:

@@ -1,12 +1,11 @@
 """Runs the coordinator as a service."""
 
-import time
-
 from prometheus_client import Counter, Gauge
 
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2_grpc
 
+from .attentive_clock import AttentiveClock
 from .coordinator_servicer import CoordinatorServicer
 from .coordinator_settings import CoordinatorSettings
 from .engine_placement import Policy
@@ -21,9 +20,10 @@ class CoordinatorService:
         self.servicer: CoordinatorServicer | None = None
 
     async def start(self, host: Host) -> None:
+        clock = AttentiveClock()
         registry = Registry(
             host.epoch,
-            time.monotonic,
+            clock,
             policy=Policy(max_waiting=self._settings.max_waiting_per_engine, pd_threshold=self._settings.pd_threshold),
             settle_seconds=self._settings.settle_seconds,
         )
@@ -37,6 +37,7 @@ class CoordinatorService:
         )
         self.servicer = CoordinatorServicer(registry, self._settings.instance_id, host.epoch, picks)
         host.add_servicer(coordinator_pb2_grpc.add_CoordinatorServicer_to_server, self.servicer)
+        host.spawn(clock.run(), name="clock")
         host.spawn(self.servicer.publish(), name="publish")
 
     async def drain(self) -> None:

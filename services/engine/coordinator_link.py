@@ -11,7 +11,7 @@ import grpc.aio
 
 from tokenloom.request.errors import Aborted, TokenloomError, Unavailable, of_exception
 from tokenloom.services.runtime.host.tasks import first_of
-from tokenloom.services.runtime.peers.hello import check_hello
+from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
 from .identity import Identity
@@ -24,7 +24,6 @@ MIN_REPORT_SECONDS = 0.03
 MAX_REPORT_SECONDS = 1.0
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 1.0
-HELLO_SECONDS = 5.0
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[coordinator_pb2.EngineReport, coordinator_pb2.EngineCommand]"
 

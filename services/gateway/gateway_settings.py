@@ -3,16 +3,18 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-import grpc
 from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.reasoning import ReasoningParserName
+from tokenloom.services.runtime.host.descriptors import for_clients
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
-from tokenloom.services.runtime.peers import tls
+from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
 from .generation.request_cost import DEFAULT_MAX_VALUES
+from .tenants.tenant import TenantLimits
 
 
 def _check_members(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -30,6 +32,12 @@ def _check_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError("holds no key; leave the option out to serve clients without a key")
     return keys
 
+
+_Secret = Annotated[str, Meta(extra={"secret": True})]
+NUM_EDGES = 2
+"""HTTP and gRPC: each has connections of its own."""
+MAX_STREAMS = 1024
+"""gRPC calls of one connection; clients keep further ones back."""
 
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
@@ -52,7 +60,15 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     api_key: Annotated[
         _Keys, "Accepted API keys, separated by commas; without this and --api-key-file no key is needed."
     ] = ()
-    api_key_file: Annotated[Path | None, "File with the SHA-256 of an accepted key, in hex, on each line."] = None
+    api_key_file: Annotated[
+        Path | None, "File with the SHA-256 of an accepted key, in hex, on each line; or tenants in TOML."
+    ] = None
+    cache_salt_secret: Annotated[
+        _Secret,
+        "Secret of at least 16 bytes, equal for all gateways, that separates the tenants' cached prefixes; by default "
+        "each gateway with API keys draws its own.",
+    ] = ""
+    cache_salt_secret_file: Annotated[Path | None, "File with that secret; it wins over --cache-salt-secret."] = None
     admin_api_key: Annotated[
         _Keys, "Keys for the admin routes; without this and --admin-api-key-file these are not served."
     ] = ()
@@ -63,6 +79,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     operator_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
     cors_origins: Annotated[
         tuple[str, ...], "Origins of web pages that may call the API from a browser, separated by commas; *: all."
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        "Further host names under which a gateway without API keys may be called, separated by commas; *: all.",
     ] = ()
     public_tls_cert: Annotated[Path | None, "Certificate chain to present to clients over HTTP and gRPC, PEM."] = None
     public_tls_key: Annotated[Path | None, "Private key of that certificate."] = None
@@ -76,6 +96,19 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "How the model writes reasoning; auto: as its chat template indicates.",
     ] = "auto"
     max_body_bytes: Annotated[Count, "Largest request, over HTTP and gRPC."] = 8 << 20
+    max_body_bytes_in_flight: Annotated[
+        Count, "Bytes of HTTP request bodies held at the same time; further ones are refused with a retryable error."
+    ] = 64 << 20
+    max_connections: Annotated[
+        Count,
+        "Connections of clients over HTTP, and as many over gRPC; fewer if the limit of open descriptors is too low.",
+    ] = 16384
+    max_connections_per_peer: Annotated[
+        Count, "HTTP connections from one address; connections through a unix socket have none."
+    ] = 4096
+    max_grpc_calls: Annotated[
+        Count, "gRPC calls of clients that are open at the same time; further ones end in RESOURCE_EXHAUSTED."
+    ] = 4096
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
@@ -84,6 +117,27 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Largest n * max_tokens * (1 + logprobs) of a request, for all its prompts; without max_tokens, the default is "
         "lowered to fit.",
     ] = DEFAULT_MAX_VALUES
+    tenant_live_outputs: Annotated[
+        Count | None,
+        "Outputs (prompts times n) of one tenant in work. Default with several tenants: half of --max-live-requests.",
+    ] = None
+    tenant_tokens_per_second: Annotated[
+        Annotated[float, Meta(gt=0)] | None, "Prompt and output tokens of one tenant per second; by default any number."
+    ] = None
+    tenant_token_burst: Annotated[
+        Count | None, "Tokens that a tenant may use at once after it was idle; by default those of 60 s."
+    ] = None
+    tenant_sessions: Annotated[
+        Count | None, "Sessions that one tenant may have open; by default 256 where several share the gateway."
+    ] = None
+    tenant_pending_grammars: Annotated[
+        Count | None,
+        "Different grammars of one tenant that wait for their first token. Default with several tenants: 32.",
+    ] = None
+    tenant_body_bytes: Annotated[
+        Count | None,
+        "Bytes of one tenant's request bodies that the gateway holds. Default with several tenants: half of its limit.",
+    ] = None
     most_urgent_priority: Annotated[
         Annotated[int, Meta(ge=-(2**31), lt=2**31)], "Lowest (most urgent) priority value that a client can get."
     ] = 0
@@ -96,6 +150,8 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         super().__post_init__()
         if (self.public_tls_cert is None) != (self.public_tls_key is None):
             raise ValueError("--public-tls-cert and --public-tls-key must be set together")
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            raise ValueError("--max-body-bytes-in-flight must be at least --max-body-bytes")
         if (self.operator_tls_cert is None) != (self.operator_tls_key is None):
             raise ValueError("--operator-tls-cert and --operator-tls-key must be set together")
         if self.has_admin and self.certificate is not None and self.operator_certificate is None:
@@ -106,14 +162,33 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         return True
 
     @property
+    def tenant_limits(self) -> TenantLimits:
+        """The options for tenants without limits of their own."""
+        return TenantLimits(
+            tokens_per_second=self.tenant_tokens_per_second,
+            token_burst=self.tenant_token_burst,
+            live_outputs=self.tenant_live_outputs,
+            sessions=self.tenant_sessions,
+            pending_grammars=self.tenant_pending_grammars,
+            body_bytes=self.tenant_body_bytes,
+        )
+
+    @property
     def is_open(self) -> bool:
         """API keys keep strangers out, wherever TLS ends."""
         return self.insecure or bool(self.api_key) or self.api_key_file is not None
 
-    def public_credentials(self) -> grpc.ServerCredentials | None:
+    @property
+    def public_certificate(self) -> CertificateFiles | None:
         if self.public_tls_cert is None or self.public_tls_key is None:
             return None
-        return tls.public_credentials(self.public_tls_cert, self.public_tls_key)
+        return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
+
+    @property
+    def grpc_limits(self) -> GrpcLimits:
+        """The limits of clients."""
+        connections = for_clients(self.max_connections, NUM_EDGES)
+        return GrpcLimits(connections, streams=MAX_STREAMS, calls=self.max_grpc_calls)
 
     @property
     def has_admin(self) -> bool:
@@ -121,11 +196,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         return bool(self.admin_api_key) or self.admin_api_key_file is not None
 
     @property
-    def operator_certificate(self) -> tls.CertificateFiles | None:
+    def operator_certificate(self) -> CertificateFiles | None:
         """What the admin routes present to engines; None: the mesh has no certificates."""
         if self.tls_ca is None or self.operator_tls_cert is None or self.operator_tls_key is None:
             return None
-        return tls.CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key)
+        return CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key, "operator_tls_cert")
 
     @property
     def max_message_bytes(self) -> int:

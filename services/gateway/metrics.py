@@ -1,7 +1,7 @@
 """Measures requests, under vLLM's names, and shows the engines' load as the coordinator reports it."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -60,8 +60,17 @@ class GatewayMetrics:
 class RequestWatch:
     """Measures one request: counts its tokens and observes its times."""
 
-    def __init__(self, gateway: GatewayMetrics, num_prompt_tokens: int, num_outputs: int, started_ns: int) -> None:
+    def __init__(
+        self,
+        gateway: GatewayMetrics,
+        num_prompt_tokens: int,
+        num_outputs: int,
+        started_ns: int,
+        on_first_token: Callable[[], None] | None = None,
+    ) -> None:
+        """``on_first_token``: called with the first token of each output."""
         gateway.prompt_tokens.inc(num_prompt_tokens)
+        self._on_first_token = on_first_token
         self._gateway = gateway
         self._started = started_ns
         self._last = [0] * num_outputs  # when each output had its last tokens; 0: none yet
@@ -74,6 +83,8 @@ class RequestWatch:
                 self._gateway.inter_token_latency.observe((now - last) / 1e9)
             else:
                 self._gateway.time_to_first_token.observe((now - self._started) / 1e9)
+                if self._on_first_token is not None:
+                    self._on_first_token()
             self._last[delta.index] = now
             self._gateway.generation_tokens.inc(len(delta.token_ids))
         if delta.finished is not None:

@@ -5,7 +5,9 @@ import logging
 from dataclasses import dataclass
 
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
+from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers.addresses import parse
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
 from tokenloom.services.runtime.peers.tls import MeshTLS
@@ -13,14 +15,17 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
 from .assistant.message_plans import MessagePlans
-from .gateway_settings import GatewaySettings
+from .gateway_settings import NUM_EDGES, GatewaySettings
+from .generation.admission import Admission
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .health import MeshHealth
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
-from .http.auth import ApiKeys
+from .http.browser_guard import BrowserGuard
+from .http.byte_budget import ByteBudget
+from .http.connections import Connections
 from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
 from .http.json_body import BodyParser
@@ -35,6 +40,12 @@ from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
 from .openapi.openapi_routes import document_routes
+from .tenants.api_keys import ApiKeys
+from .tenants.cache_salts import CacheSalts
+from .tenants.call_tenant import admit_calls
+from .tenants.tenant_limits import MAX_SESSIONS, gateway_limits
+from .tenants.tenant_metrics import TenantMetrics
+from .tenants.tenant_shares import TenantShares
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +79,19 @@ class GatewayService:
     async def start(self, host: Host) -> None:
         """Return when a request would be answered; until then HTTP reports what is missing."""
         settings = self._settings
-        mesh = await _connect(settings, host)
+        keys = _load_keys(settings)
+        shares = _divide(settings, keys)
+        host.metrics.register(TenantMetrics(shares))
+        mesh = await _connect(settings, host, shares)
         http = HttpServer(
-            await _open_edges(settings, host, mesh, self._parser),
+            await _open_edges(settings, host, mesh, keys, shares, self._parser),
             settings.http_listen,
+            budget=ByteBudget(settings.max_body_bytes_in_flight),
+            connections=Connections(
+                for_clients(settings.max_connections, NUM_EDGES), settings.max_connections_per_peer
+            ),
             insecure=settings.is_open,
-            tls_cert=settings.public_tls_cert,
-            tls_key=settings.public_tls_key,
+            tls=host.public_tls,
         )
         self._started = mesh, http
         self.http_address = http.address
@@ -98,7 +115,27 @@ class GatewayService:
         self._parser.close()
 
 
-async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
+def _load_keys(settings: GatewaySettings) -> ApiKeys:
+    salts = CacheSalts.load(settings.cache_salt_secret, settings.cache_salt_secret_file)
+    return ApiKeys.load(settings.api_key, settings.api_key_file, salts)
+
+
+def _divide(settings: GatewaySettings, keys: ApiKeys) -> TenantShares:
+    """Return the tenants' shares of what this gateway may do at the same time."""
+    loop = asyncio.get_running_loop()
+    max_live, is_shared = settings.max_live_requests, keys.num_tenants > 1
+    limits = gateway_limits(
+        settings.tenant_limits,
+        is_shared=is_shared,
+        max_live=max_live,
+        max_body_bytes=settings.max_body_bytes_in_flight,
+    )
+    return TenantShares(
+        limits, is_shared=is_shared, max_live=max_live, max_sessions=MAX_SESSIONS, clock=lambda: loop.time()
+    )
+
+
+async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) -> _Mesh:
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
     tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
     view = MeshView(settings.coordinator, host.channels)
@@ -116,7 +153,7 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
         view,
         outputs,
         GatewayMetrics(host.metrics, model),
-        max_live=settings.max_live_requests,
+        Admission(shares),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
         max_request_values=settings.max_request_values,
@@ -130,27 +167,31 @@ async def _connect(settings: GatewaySettings, host: Host) -> _Mesh:
 async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> ReasoningMarks | None:
     """Return the marks of the model's reasoning as tokens; None if the tokenizer has no tokens for them."""
     texts = (reasoning.start, reasoning.end)
-    encoded = await tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)
+    encoded = await tokenizers.encode(texts, add_special_tokens=False)
     tokens = {text: list(prompt.token_ids) for text, prompt in zip(texts, encoded.prompts, strict=True)}
     return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None
 
 
-async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, parser: BodyParser) -> App:
+async def _open_edges(
+    settings: GatewaySettings, host: Host, mesh: _Mesh, keys: ApiKeys, shares: TenantShares, parser: BodyParser
+) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
-    keys = ApiKeys.load(settings.api_key, settings.api_key_file)
-    admin_keys = ApiKeys.load(settings.admin_api_key, settings.admin_api_key_file)
+    admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
     reader = BodyReader(strict=settings.strict)
     completions = CompletionsApi(reader, mesh.model)
-    host.authorize_calls(keys.authorize_call)
-    inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, settings.request_timeout)
+    host.authorize_calls(admit_calls(keys))
+    inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, shares, settings.request_timeout)
     generates = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
     host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
-    kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model)
+    kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
     host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
     routes = _routes(settings, host, mesh, parser, reader, completions)
-    return App(routes, keys, await _admin_routes(settings, host, mesh), admin_keys, settings.cors_origins)
+    guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
+    return App(
+        routes, keys, await _admin_routes(settings, host, mesh), admin_keys, guard, shares, settings.cors_origins
+    )
 
 
 def _routes(
@@ -179,7 +220,9 @@ async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> R
     channels = host.channels
     if (files := settings.operator_certificate) is not None:
         await files.wait()
-        channels = Channels(MeshTLS(files))
+        tls = MeshTLS(files)
+        channels = Channels(tls)
+        host.certificates.show("operator", tls.expiry)
     return AdminRoutes(mesh.view, channels, settings.request_timeout).routes()
 
 

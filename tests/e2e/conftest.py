@@ -22,12 +22,15 @@ COMMAND = (sys.executable, "-m", "tokenloom.cli.main")
 class Served:
     """A running ``tokenloom serve`` with a state directory of its own."""
 
-    def __init__(self, directory: Path, arguments: tuple[str, ...], environment: dict[str, str]) -> None:
+    def __init__(
+        self, directory: Path, arguments: tuple[str, ...], environment: dict[str, str], wrapper: tuple[str, ...] = ()
+    ) -> None:
+        """``wrapper``: a command that ends by running the command after it, for example with lower limits."""
         self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(directory), **environment}
         self.log = directory / "log"
         self._directory = directory
         with open(self.log, "wb") as log:
-            command = (*COMMAND, "serve", "--port", "0", *arguments)
+            command = (*wrapper, *COMMAND, "serve", "--port", "0", *arguments)
             self.process = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, env=self.environment, text=True
             )
@@ -74,9 +77,9 @@ def serving() -> Iterator[Serve]:
     """Starts meshes; what is still running at the end is killed."""
     started: list[tuple[Served, Path]] = []
 
-    def start(*arguments: str, **environment: str) -> Served:
+    def start(*arguments: str, wrapper: tuple[str, ...] = (), **environment: str) -> Served:
         directory = Path(tempfile.mkdtemp(prefix="tl-", dir="/tmp"))
-        served = Served(directory, arguments, environment)
+        served = Served(directory, arguments, environment, wrapper)
         started.append((served, directory))
         assert served.url, f"it did not come up:\n{served.log.read_text()}"
         return served

@@ -70,6 +70,7 @@ def make_request(
     stop: tuple[int, ...] = (),
     salt: bytes = b"",
     priority: int = 0,
+    tenant: str = "",
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
@@ -78,6 +79,7 @@ def make_request(
         accepted_token_ids=list(accepted),
         cache_salt=salt,
         priority=priority,
+        tenant=tenant,
     )
 
 

@@ -6,8 +6,8 @@ from itertools import zip_longest
 
 from tokenloom.engine_core.kv_cache.block_pool import BlockPool
 from tokenloom.engine_core.scheduling.request import Request, RequestStatus
+from tokenloom.engine_core.scheduling.request_queues import priority_key
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.scheduling.waiting_requests import priority_key
 from tokenloom.request.prompt_block_hash import block_hashes
 
 
@@ -20,6 +20,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(scheduler.running) <= scheduler.config.max_num_seqs
     assert sorted(r.request_id for r in waiting + scheduler.running + away) == sorted(scheduler.requests)
     assert scheduler.waiting.num_tokens == sum(request.num_tokens for request in waiting)
+    assert len(scheduler.waiting) == len(waiting)
+    assert set(scheduler.waiting.tenants) == {request.tenant for request in waiting}
+    assert scheduler._tenants._num_requests == Counter(request.tenant for request in scheduler.requests.values())
     assert all(request.status is RequestStatus.RUNNING for request in scheduler.running)
     assert all(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in away)
     assert all(request.is_finished or request in away for request in loading)
@@ -43,13 +46,18 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def _check_order(scheduler: Scheduler) -> None:
-    """Check that requests are in the order of the policy; without external KV no request overtakes another."""
+    """Check that requests are in the order of the policy; without external KV no request overtakes another one of its
+    tenant."""
     if scheduler.config.policy == "priority":
-        for requests in (scheduler.running, list(scheduler.waiting)):
-            assert requests == sorted(requests, key=priority_key)
-    elif scheduler._remote is None:
-        arrivals = [request.arrival_ns for request in [*scheduler.running, *scheduler.waiting]]
-        assert arrivals == sorted(arrivals)
+        assert scheduler.running == sorted(scheduler.running, key=priority_key)
+    for tenant in {request.tenant for request in scheduler.requests.values()}:
+        running = [request for request in scheduler.running if request.tenant == tenant]
+        waiting = [request for request in scheduler.waiting if request.tenant == tenant]
+        if scheduler.config.policy == "priority":
+            assert waiting == sorted(waiting, key=priority_key)
+        elif scheduler._remote is None:
+            arrivals = [request.arrival_ns for request in [*running, *waiting]]
+            assert arrivals == sorted(arrivals)
 
 
 def check_pool(pool: BlockPool, holders: list[Request], lent: Iterable[list[int]] = ()) -> None:

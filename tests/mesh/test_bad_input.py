@@ -52,7 +52,8 @@ async def test_nothing_bad_disturbs_anybody(socket_dir: Path) -> None:
             if seconds > most:
                 slow.append(f"{bad}: {seconds:.3f} s of the processor")
         for body in RAW_BODIES.values():
-            assert (await http.post(COMPLETIONS, content=body)).status_code == 400
+            refused = await http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+            assert refused.status_code == 400
         stub = inference_pb2_grpc.InferenceStub(channel)
         for name, (request, _) in bad_calls(MODEL, VOCAB_SIZE, MAX_MODEL_LEN).items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:

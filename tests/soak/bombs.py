@@ -2,15 +2,20 @@
 
 The neighbour streams one text after the other while each bomb is sent by itself, and, to another mesh, which has seen
 none of them yet, while all are sent at once. A bomb must be answered within 2.5 s when it is alone, and no token of the
-neighbour may come more than 100 ms late. Times are of this machine: run it where nothing else runs.
+neighbour may come more than 100 ms late. Then the bombs' tenant sends 256 of them to a third mesh, once to abandon them
+at once and once to wait for all: a grammar of the neighbour's tenant must be answered within 5 s in both cases. Times
+are of this machine: run it where nothing else runs.
 """
 
 import argparse
 import asyncio
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +27,10 @@ from tokenloom.supervisor.layout import MeshOptions
 from tokenloom.supervisor.mesh import Mesh
 
 STEP_SECONDS = 0.01
+BOMBER, NEIGHBOUR = "bomber", "neighbour"
+"""The tenants, and their keys."""
+NUM_BOMBS = 256
+MAX_GRAMMAR_SECONDS = 5.0
 MAX_ANSWER_SECONDS = 2.5
 MAX_LATE_SECONDS = 0.1
 _STREAM_TOKENS = 200
@@ -70,10 +79,11 @@ def _completion(**fields: Any) -> dict[str, Any]:
     return {"model": DEMO_MODEL_NAME, "prompt": "Once", **fields}
 
 
-async def throw(http: httpx.AsyncClient, bomb: dict[str, Any]) -> tuple[int, float]:
+async def throw(http: httpx.AsyncClient, bomb: dict[str, Any], tenant: str = BOMBER) -> tuple[int, float]:
     """The status of a bomb's answer, and after how many seconds it came."""
     began = time.monotonic()
-    response = await http.post("/v1/completions", json=_completion(structured_outputs=bomb, max_tokens=20))
+    body = _completion(structured_outputs=bomb, max_tokens=20)
+    response = await http.post("/v1/completions", json=body, headers=_key(tenant))
     return response.status_code, time.monotonic() - began
 
 
@@ -96,16 +106,52 @@ async def at_once(http: httpx.AsyncClient, bombs: Sequence[dict[str, Any]]) -> l
     return _judge("all at once", neighbour, answers, MAX_ANSWER_SECONDS * len(bombs))
 
 
+async def many(http: httpx.AsyncClient, _: Sequence[dict[str, Any]]) -> list[str]:
+    """Sends bombs that each take a compiler for a second or two, and meanwhile asks for a grammar of the neighbour."""
+    wrong = []
+    for name, first, is_abandoned in (("256 abandoned", 99_999_989, True), ("256 live", 89_999_989, False)):
+        bombs = [
+            asyncio.create_task(throw(http, {"json": {"type": "integer", "multipleOf": first - n}}))
+            for n in range(NUM_BOMBS)
+        ]
+        await asyncio.sleep(2)
+        if is_abandoned:
+            for bomb in bombs:
+                bomb.cancel()
+        status, seconds = await throw(http, {"regex": "[0-9]{4}" + "x" * is_abandoned}, NEIGHBOUR)
+        print(f"{name:<44} {status:>7} {seconds:4.2f} s for the grammar of another tenant")
+        if status != 200 or seconds > MAX_GRAMMAR_SECONDS:
+            wrong.append(f"{name}: the neighbour's grammar was answered with {status} after {seconds:.2f} s")
+        for bomb in bombs:
+            bomb.cancel()
+        await asyncio.wait(bombs)
+    return wrong
+
+
 async def in_a_mesh(check: Check) -> list[str]:
     """What ``check`` finds wrong of a mesh of its own."""
-    engine = ("--worker", "hash", "--hash-step-seconds", str(STEP_SECONDS))
-    options = MeshOptions(
-        DEMO_MODEL, DEMO_MODEL_NAME, port=0, flags={"engine": engine}, common_flags=("--log-level", "error")
-    )
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "keys.toml"
+        digests = {tenant: sha256(tenant.encode()).hexdigest() for tenant in (BOMBER, NEIGHBOUR)}
+        file.write_text(
+            "".join(f'[[tenant]]\nname = "{name}"\nkey_sha256 = ["{key}"]\n' for name, key in digests.items())
+        )
+        return await _in_a_mesh(check, file)
+
+
+async def _in_a_mesh(check: Check, key_file: Path) -> list[str]:
+    engine = ("--worker", "hash", "--hash-step-seconds", str(STEP_SECONDS), "--max-waiting", "512")
+    gateway = ("--api-key-file", str(key_file), "--cache-salt-secret", "s" * 16)
+    limits = ("--tenant-pending-grammars", str(NUM_BOMBS), "--max-live-requests", str(2 * NUM_BOMBS + 2))
+    flags = {"engine": engine, "gateway": (*gateway, *limits)}
+    options = MeshOptions(DEMO_MODEL, DEMO_MODEL_NAME, port=0, flags=flags, common_flags=("--log-level", "error"))
     wrong: list[str] = []
 
     async def work(mesh: Mesh) -> None:
-        async with httpx.AsyncClient(base_url=http_url(mesh), timeout=60.0) as http:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=http_url(mesh), timeout=60.0, headers=_key(NEIGHBOUR), limits=limits
+        ) as http:
             calm = Neighbour()
             async with calm.beside(http):
                 await throw(http, {"regex": "[ab]{3}"})  # the compilers are up from here on
@@ -115,6 +161,10 @@ async def in_a_mesh(check: Check) -> list[str]:
 
     await with_mesh(options, work)
     return wrong
+
+
+def _key(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {tenant}"}
 
 
 def _judge(name: str, neighbour: Neighbour, answers: Sequence[tuple[int, float]], max_seconds: float) -> list[str]:
@@ -137,7 +187,7 @@ def _judge(name: str, neighbour: Neighbour, answers: Sequence[tuple[int, float]]
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    if wrong := [words for check in (one_by_one, at_once) for words in asyncio.run(in_a_mesh(check))]:
+    if wrong := [words for check in (one_by_one, at_once, many) for words in asyncio.run(in_a_mesh(check))]:
         raise SystemExit("\n".join(wrong))
 
 

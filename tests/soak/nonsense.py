@@ -153,7 +153,12 @@ def _torn(rng: random.Random, data: bytes) -> bytes:
 def _request(rng: random.Random, method: str, path: str, body: bytes) -> Nonsense:
     query = rng.choice(("", "", "", "?a=b", "?%ff=%00", "?" + "a" * 2000))
     content_type = rng.choice(_TYPES) if rng.random() < 0.3 else _TYPES[0]
-    lines = [f"{method} {path}{query} HTTP/1.1", "Host: x", f"Content-Type: {content_type}", "Connection: close"]
+    lines = [
+        f"{method} {path}{query} HTTP/1.1",
+        "Host: localhost",
+        f"Content-Type: {content_type}",
+        "Connection: close",
+    ]
     if rng.random() < 0.1:
         lines.append(
             rng.choice(("X-Request-Id: é", "Accept: nothing/*", "Traceparent: 00-zz-1", "Authorization: Basic x"))

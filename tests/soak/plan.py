@@ -9,6 +9,7 @@ from tests.mesh.harness import VOCAB_SIZE
 BLOCK = 16
 MAX_PROMPT = 400
 MAX_OUTPUT = 24
+TENANTS = ("a", "b", "c")
 OWNER_FAULTS = ("lease_expires", "blocks_reused", "wrong_layout")
 READER_FAULTS = ("copy_fails", "torn_copy", "slow_copy", "verify_twice", "verdict_lost")
 _SHORT = {
@@ -31,6 +32,8 @@ class Ask:
     """Seconds after which the client goes away; None: it stays."""
     budget: int | None = None
     """Tokens of reasoning; None: no limit. Without a model only."""
+    tenant: str = "a"
+    """Whose request it is. All tenants share prefixes."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ class Plan:
             shared["reasoning_parser"] = "deepseek_r1"  # every output begins with reasoning
             budgets = random.Random(f"budgets of {seed}")
             asks = [replace(ask, budget=budgets.choice((None, None, 0, 1, 2, 5, 11))) for ask in asks]
-        settings = [shared | engine for engine in engines]
+        seats = random.Random(f"seats of {seed}")
+        asks = [replace(ask, tenant=seats.choice(TENANTS)) for ask in asks]
+        settings = [shared | engine | {"max_num_seqs": seats.choice((1, 2, 4, 48))} for engine in engines]
         return cls(seed, roles, settings, asks, _events(rng, len(roles)))
 
 

@@ -3,6 +3,8 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import httpx
 from tests.mesh.asking import Answer, ask
 from tests.mesh.split import SplitMesh
 from tests.soak.expectation import Expectation, expectation
-from tests.soak.plan import Ask, Event, Plan
+from tests.soak.plan import TENANTS, Ask, Event, Plan
 
 HANG_SECONDS = 60.0
 
@@ -45,22 +47,39 @@ async def soak(
 
 async def _run(directory: Path, plan: Plan, expecting: Expectation, executor: str) -> Counter[str]:
     expected = expecting.tokens(plan.asks)
-    mesh = SplitMesh(directory, ())
+    mesh = SplitMesh(directory, (), gateway={"api_key_file": _key_file(directory), "cache_salt_secret": "s" * 16})
     for role, settings in zip(plan.roles, plan.settings, strict=True):
         mesh.new_engine(role, **settings, distributed_executor_backend=executor)
     seen: Counter[str] = Counter()
-    async with mesh.running(), mesh.http() as http:
+    async with mesh.running(), AsyncExitStack() as stack:
+        https = {tenant: await stack.enter_async_context(mesh.http(headers=_key(tenant))) for tenant in TENANTS}
         async with asyncio.TaskGroup() as group:
             for event in plan.events:
                 group.create_task(_happen(mesh, event, plan.settings[event.engine], seen))
-            answers = [group.create_task(_ask(http, request)) for request in plan.asks]
+            answers = [group.create_task(_ask(https[request.tenant], request)) for request in plan.asks]
         for request, tokens, answer in zip(plan.asks, expected, answers, strict=True):
             seen[_check(plan, request, tokens, *answer.result(), expecting)] += 1
         await mesh.check_nothing_is_left()
         for engine in mesh.engines:
             seen.update(engine.fired())
             seen.update({f"recompute {reason}": count for reason, count in engine.recomputes().items()})
+            seen["preempted"] += engine.core.scheduler.stats().num_preemptions
     return seen
+
+
+def _key_file(directory: Path) -> Path:
+    """Write the keys of tenants that use one cache. Returns the path."""
+    tables = [
+        f'[[tenant]]\nname = "{tenant}"\ncache = "all"\nkey_sha256 = ["{sha256(tenant.encode()).hexdigest()}"]\n'
+        for tenant in TENANTS
+    ]
+    file = directory / "keys.toml"
+    file.write_text("\n".join(tables))
+    return file
+
+
+def _key(tenant: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {tenant}"}
 
 
 async def _ask(http: httpx.AsyncClient, request: Ask) -> tuple[Answer, bool]:

@@ -12,6 +12,7 @@
     ├── Unimplemented          400
     ├── Cancelled              499
     ├── ResourceExhausted      503  full; ``retry_after`` says when to retry
+    │   └── RateLimitExceeded  429  the tenant is at a limit of its own, named by ``limit``
     ├── Unavailable            503  down or shutting down; ``retry_after`` says when to retry
     ├── DeadlineExceeded       504
     └── Internal               500  a bug; only the log has its cause
@@ -121,6 +122,22 @@ class ResourceExhausted(TokenloomError, code=_Code.RESOURCE_EXHAUSTED, http=503)
         super().__init__(message, field, retry_after=retry_after)
 
 
+class RateLimitExceeded(ResourceExhausted, http=429, openai="rate_limit_error"):
+    """A tenant is at one of its limits; other tenants are served.
+
+    Its reason is also the ``code`` of OpenAI's own answer with status 429.
+
+    Args:
+        limit: The limit's name, as in the key file.
+    """
+
+    def __init__(
+        self, message: str, field: str | None = None, *, limit: str = "", retry_after: float | None = 1.0
+    ) -> None:
+        super().__init__(message, field, retry_after=retry_after)
+        self.limit = limit
+
+
 class Unavailable(TokenloomError, code=_Code.UNAVAILABLE, http=503):
     """A service is down, shutting down or not ready yet; a retry may find another one."""
 
@@ -191,7 +208,7 @@ def from_proto(proto: types_pb2.Error) -> TokenloomError:
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """Return a google.rpc.Status with ErrorInfo, and with BadRequest or RetryInfo if they apply."""
+    """Return a google.rpc.Status with ErrorInfo, and with BadRequest, RetryInfo or QuotaFailure if they apply."""
     error = of_exception(error)
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
@@ -200,6 +217,9 @@ def to_status(error: BaseException) -> status_pb2.Status:
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after is not None:
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after)))
+    if isinstance(error, RateLimitExceeded):
+        quota = error_details_pb2.QuotaFailure.Violation(subject=error.limit, description=error.message)
+        status.details.add().Pack(error_details_pb2.QuotaFailure(violations=[quota]))
     return status
 
 
@@ -214,17 +234,23 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BaseExcept
 def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
     """Return the error of a failed call. A status that is not ours keeps its code but not its text."""
     status = _attached_status(error)
-    reason, field, retry_after, ours = "", None, None, False
+    reason, field, retry_after, limit, ours = "", None, None, "", False
     for detail in status.details if status is not None else ():
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        quota = error_details_pb2.QuotaFailure()
         if detail.Unpack(info):
             ours, reason = info.domain == DOMAIN, info.reason
         elif detail.Unpack(bad) and bad.field_violations:
             field = bad.field_violations[0].field
         elif detail.Unpack(retry):
             retry_after = _seconds(retry.retry_delay)
+        elif detail.Unpack(quota) and quota.violations:
+            limit = quota.violations[0].subject
     if ours and status is not None:
-        return _make(error.code(), reason, status.message, field, retry_after)
+        ours_again = _make(error.code(), reason, status.message, field, retry_after)
+        if isinstance(ours_again, RateLimitExceeded):
+            ours_again.limit = limit
+        return ours_again
     log.debug("call failed: %s %s", error.code(), error.details())
     default_retry = 1.0 if error.code() is grpc.StatusCode.UNAVAILABLE else None
     return _make(error.code(), "", _TRANSPORT_MESSAGES.get(error.code(), "internal error"), None, default_retry)
@@ -234,7 +260,10 @@ def openai_body(error: BaseException) -> dict[str, dict[str, str | None]]:
     """Return the JSON body of an HTTP error in OpenAI's form."""
     error = of_exception(error)
     code = error.reason.lower()
-    return {"error": {"message": error.message, "type": error.openai_type, "param": error.field, "code": code}}
+    body = {"message": error.message, "type": error.openai_type, "param": error.field, "code": code}
+    if isinstance(error, RateLimitExceeded):
+        body["limit"] = error.limit
+    return {"error": body}
 
 
 def _make(

@@ -1,5 +1,6 @@
 """Lays out the parts of a local mesh, which find each other by unix sockets in the mesh's private directory."""
 
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -41,7 +42,8 @@ class MeshOptions(Struct, frozen=True):
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """More flags for every instance of a service."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """More environment for every instance of a service."""
+    """More environment for every instance of a service. These variables hold secrets: the other services do not get
+    them from the supervisor's environment either."""
     common_flags: tuple[str, ...] = ()
     """More flags for every part."""
 
@@ -74,6 +76,8 @@ class _Layout:
         self._shares = divide(len(self._roles))
         self._model = ("--model", str(options.model), "--served-model-name", options.served_model_name)
         self._coordinator = ("--coordinator", self._listen("coordinator", 0))
+        # All gateways of the mesh share it, so each finds the prefixes that another one's requests have left.
+        self._secrets = {"gateway": {"TOKENLOOM_CACHE_SALT_SECRET": secrets.token_hex(32)}}
 
     def gateway(self, index: int) -> PartSpec:
         options, ports = self._options, self._ports[index]
@@ -123,7 +127,14 @@ class _Layout:
             command=command,
             state_file=state_file,
             # The files that a killed part leaves are removed with the directory.
-            environment={"TMPDIR": str(self._directory), **options.environment.get(service, {})},
+            environment={
+                "TMPDIR": str(self._directory),
+                **self._secrets.get(service, {}),
+                **options.environment.get(service, {}),
+            },
+            withheld=frozenset(
+                name for given in (self._secrets, options.environment) for each in given.values() for name in each
+            ),
             leftovers=(socket, socket.with_name(socket.name + STREAMS_SUFFIX)),
         )
 

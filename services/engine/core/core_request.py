@@ -21,6 +21,7 @@ from tokenloom.v1 import engine_pb2, types_pb2
 
 LEASE_ID_BYTES = 16
 _MAX_ENGINE_ID_CHARS = 256
+_MAX_TENANT_CHARS = 256
 
 
 def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.ModelLimits) -> EngineCoreRequest:
@@ -33,6 +34,8 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
         validation.check_priority(add.priority, limits)
     if prompt.embeds:
         check_embeds(prompt, params, limits)
+    if len(add.tenant) > _MAX_TENANT_CHARS:
+        raise InvalidArgument(f"tenant has {len(add.tenant)} characters; at most {_MAX_TENANT_CHARS} fit", "tenant")
     _check_kv(add)
     if add.HasField("timeout") and add.timeout.ToNanoseconds() <= 0:
         raise DeadlineExceeded("the request's time ran out before it reached an engine")
@@ -46,6 +49,7 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
         lease_id=secrets.token_bytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
+        tenant=add.tenant,
     )
 
 

@@ -16,8 +16,9 @@ from .kv_peers import Stub
 
 T = TypeVar("T")
 
-CALL_SECONDS = 2.0
-"""Timeout of a call that the owner normally answers within 5 ms."""
+CALL_SECONDS = 6.0
+"""Timeout of a call that the owner normally answers within 5 ms. Its event loop may be busy for 5 s; an owner that was
+stopped or cut off is noticed by gRPC's pings."""
 RENEW_SECONDS = 5.0
 _REASON_OF_CODE = {
     grpc.StatusCode.UNAVAILABLE: "owner_lost",

@@ -10,6 +10,7 @@ from google.protobuf import duration_pb2
 from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.listener import SERVER_OPTIONS, bind
 from tokenloom.services.runtime.host.servicer_edge import Edge
 from tokenloom.services.runtime.peers.callers import check_caller
@@ -23,8 +24,8 @@ DIGEST_BYTES = 32
 _MAX_ACQUISITION_ID_BYTES = 64
 _MAX_TRANSPORTS = 16
 _MAX_NAME_CHARS = 256
-_MAX_CALLS = 4096
-"""Limit of concurrent calls: each reading of an incomplete prefill keeps one open."""
+_LIMITS = GrpcLimits(calls=4096)
+"""Each reading of an incomplete prefill keeps a call open."""
 _NOT_FOUND = ("not_found", "lease_expired", "lease_revoked")
 
 
@@ -144,7 +145,9 @@ class KVServer:
     def __init__(self, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool) -> None:
         edge = Edge(check_caller if tls is not None else None)
         edge.add_servicer(kv_transfer_pb2_grpc.add_KVTransferServicer_to_server, servicer)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+        self._server = grpc.aio.server(
+            options=[*SERVER_OPTIONS, *_LIMITS.options()], maximum_concurrent_rpcs=_LIMITS.calls
+        )
         self._server.add_generic_rpc_handlers((edge,))
         credentials = tls.server_credentials() if tls is not None else None
         self.address = bind(self._server, listen, credentials, insecure=insecure, field="kv_listen")

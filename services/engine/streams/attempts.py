@@ -3,7 +3,14 @@
 import time
 from collections.abc import Callable
 
-from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutput, FinishReason, Logprobs, PrefillStats
+from tokenloom.engine_core.wire.messages import (
+    AcceptTokens,
+    EngineCoreOutput,
+    ErrorKind,
+    FinishReason,
+    Logprobs,
+    PrefillStats,
+)
 from tokenloom.request import errors, validation
 from tokenloom.services.runtime.telemetry.tracing import pick_headers
 from tokenloom.v1 import coordinator_pb2, engine_pb2, types_pb2
@@ -19,6 +26,14 @@ _REASONS = {
     FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
     FinishReason.REPETITION: types_pb2.FINISH_REASON_REPETITION,
     FinishReason.PREFILLED: types_pb2.FINISH_REASON_PREFILLED,
+}
+
+
+_ERRORS: dict[ErrorKind, type[errors.TokenloomError]] = {
+    ErrorKind.UNAVAILABLE: errors.Unavailable,
+    ErrorKind.INTERNAL: errors.Internal,
+    ErrorKind.ENGINE_FULL: errors.ResourceExhausted,
+    ErrorKind.TENANT_FULL: errors.RateLimitExceeded,
 }
 
 
@@ -230,4 +245,4 @@ def _failure(output: EngineCoreOutput) -> errors.TokenloomError:
     message = output.error or "the engine failed this request"
     if output.error_field:
         return errors.InvalidArgument(message, output.error_field)
-    return errors.Internal(message) if output.error_is_internal else errors.Unavailable(message)
+    return _ERRORS[output.error_kind](message)

@@ -16,7 +16,7 @@ from tokenloom.request.errors import (
     Unavailable,
 )
 from tokenloom.services.runtime.host.tasks import first_of
-from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, Credit
+from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.v1 import engine_pb2, types_pb2
 
@@ -28,9 +28,6 @@ from .frame_builder import FrameBuilder
 from .frame_pace import FramePace
 
 log = logging.getLogger(__name__)
-
-STARVED_SECONDS = 5.0
-"""A peer that grants no credit for this long while data waits counts as lost; its stream ends."""
 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.EngineInput, engine_pb2.EngineFrame]"
 
@@ -66,7 +63,6 @@ class ConnectStream:
         self._half_closed = False
         self._closing: TokenloomError | None = None
         self._written_at = time.monotonic()
-        self._starved_since: float | None = None
 
     async def run(
         self,
@@ -220,14 +216,8 @@ class ConnectStream:
         while True:
             due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
-            self._check_starved()
+            if self._credit.is_withheld(wanted=self._builder.has_data):
+                reason = f"no credit for {NO_CREDIT_SECONDS:g} s while frames wait"
+                raise ResourceExhausted(reason, retry_after=None)
             if self._is_beat_due():
                 self._changed.set()
-
-    def _check_starved(self) -> None:
-        if not self._builder.has_data or self._credit.left:
-            self._starved_since = None
-        elif self._starved_since is None:
-            self._starved_since = time.monotonic()
-        elif time.monotonic() - self._starved_since >= STARVED_SECONDS:
-            raise ResourceExhausted(f"no credit for {STARVED_SECONDS:g} s while frames wait", retry_after=None)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import AsyncIterator
 
 from tokenloom.request.errors import FailedPrecondition, TokenloomError
-from tokenloom.services.runtime.peers.hello import check_hello
+from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
 from tokenloom.v1 import engine_pb2, engine_pb2_grpc, types_pb2
 
 from ..core.core_link import CoreLink
@@ -13,9 +13,6 @@ from ..identity import Identity
 from ..kv.kv_front import KVFront
 from ..load import LoadTracker
 from .connect_stream import ConnectStream, Context
-
-HELLO_SECONDS = 5.0
-"""How long a peer may take to send its Hello."""
 
 
 class EngineServicer(engine_pb2_grpc.EngineServicer):

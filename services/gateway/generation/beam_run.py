@@ -35,9 +35,10 @@ class BeamRun:
         self._pool = pool
         self._texts = texts
         self._deadline_ns = deadline_ns
-        self._num_steps = 0
         self._cached_tokens = [0] * len(prepared.submits)
         self._cancels: list[Cancel] = []  # of the present step
+        self.num_steps = 0
+        """Steps that were computed."""
         self.done = False
         """Whether the outputs were taken."""
 
@@ -70,13 +71,13 @@ class BeamRun:
         for search in self._searches:
             if search.live:
                 search.advance([self._candidates(next(rows)) for _ in search.live])
-        self._num_steps += 1
+        self.num_steps += 1
 
     def _request(self, number: int, beam: Beam[Row]) -> output_processor_pb2.Submit:
         submit = output_processor_pb2.Submit()
         submit.CopyFrom(self._steps[number])
         submit.prompt.token_ids.extend(beam.token_ids)
-        submit.request_id = f"{self._request_id}-{number}-{self._num_steps}-{len(self._cancels)}"
+        submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{len(self._cancels)}"
         submit.timeout.FromNanoseconds(max(self._deadline_ns - time.monotonic_ns(), 0))
         return submit
 
@@ -95,7 +96,7 @@ class BeamRun:
 
     def _count_cached(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
         """Keep how much of each prompt was cached when the search began: then there is one request for each."""
-        if not self._num_steps:
+        if not self.num_steps:
             self._cached_tokens[index] = finished.cached_tokens
 
     def _candidates(self, row: Row) -> Candidates[Row]:
@@ -136,6 +137,7 @@ def _one_token(submit: output_processor_pb2.Submit, num_candidates: int) -> outp
             logprobs=max(num_candidates, params.logprobs),
             skip_reading_prefix_cache=params.skip_reading_prefix_cache,
         ),
+        tenant=submit.tenant,
         priority=submit.priority,
         trace_headers=submit.trace_headers,
     )

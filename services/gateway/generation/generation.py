@@ -4,11 +4,11 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from operator import attrgetter
 
-from tokenloom.request import errors, validation
+from tokenloom.request import errors
 from tokenloom.request.reasoning import ReasoningMarks
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tracer
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
@@ -18,16 +18,14 @@ from ..mesh.mesh_view import MeshLoad, MeshView
 from ..mesh.output_link import Cancel, OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics, RequestWatch
+from .admission import Admission, Place
 from .beam_outputs import BeamTexts
 from .beam_run import BeamRun
-from .job import Chat, Job
+from .job import Job
 from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared, Preparer
 from .request_cost import DEFAULT_MAX_VALUES
 from .request_trace import traced
-
-MAX_PROMPTS = 1024
-"""Limit on the prompts of one request."""
 
 
 class Generation:
@@ -49,8 +47,13 @@ class Generation:
     """
 
     def __init__(
-        self, prepared: Prepared, metrics: GatewayMetrics, reasoning_marks: ReasoningMarks | None = None
+        self,
+        prepared: Prepared,
+        metrics: GatewayMetrics,
+        reasoning_marks: ReasoningMarks | None = None,
+        on_first_token: Callable[[], None] | None = None,
     ) -> None:
+        """``on_first_token``: called with the first token of each output."""
         submits = prepared.submits
         self.request_id = secrets.token_hex(16)
         self.prompts: list[Sequence[int]] = list(map(attrgetter("prompt.token_ids"), submits))
@@ -69,7 +72,8 @@ class Generation:
         self._prepared = prepared
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
         self._cancels: list[Cancel] = []
-        self._watch = RequestWatch(metrics, sum(map(len, self.prompts)), self.num_outputs, prepared.started_ns)
+        num_prompt_tokens = sum(map(len, self.prompts))
+        self._watch = RequestWatch(metrics, num_prompt_tokens, self.num_outputs, prepared.started_ns, on_first_token)
 
     @property
     def done(self) -> bool:
@@ -88,6 +92,12 @@ class Generation:
             ),
             reasoning_tokens=None if self.reasoning is None else self.reasoning.total,
         )
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Output tokens that were computed so far, those of a search's rejected beams included."""
+        run = self._collector
+        return run.num_steps * self.num_outputs if isinstance(run, BeamRun) else sum(self.completion_tokens)
 
     @property
     def timeline(self) -> types_pb2.Timeline:
@@ -160,8 +170,8 @@ class Generator:
         mesh: MeshView,
         outputs: OutputPool,
         metrics: GatewayMetrics,
+        admission: Admission,
         *,
-        max_live: int,
         default_timeout: float,
         most_urgent_priority: int = 0,
         max_request_values: int = DEFAULT_MAX_VALUES,
@@ -183,17 +193,13 @@ class Generator:
         self._outputs = outputs
         self._texts = BeamTexts(tokenizers)
         self._metrics = metrics
-        self._max_live = max_live
+        self._admission = admission
         self._default_timeout = default_timeout
-        self._num_live = 0
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def num_live(self) -> int:
         """Outputs that clients wait for."""
-        return self._num_live
+        return self._admission.num_live
 
     @property
     def mesh_load(self) -> MeshLoad:
@@ -209,13 +215,12 @@ class Generator:
         """
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
         tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
-        with self._admitted(_num_outputs(job)), tracing as trace:
+        with self._admission.admit(job) as place, tracing as trace:
             try:
                 async with asyncio.timeout(timeout):
-                    prepared = await self._preparer.prepare(job)
-                    generation = Generation(prepared, self._metrics, self._reasoning_marks)
-                    is_search = prepared.beams is not None
-                    del job, prepared  # the client's texts, which may be large, must not live as long as its answer
+                    is_search = job.beam_search is not None
+                    generation = await self._begin(job, place)
+                    del job  # the client's texts, which may be large, must not live as long as its answer
                     if trace is not None:
                         trace.outcome = generation
                     try:
@@ -227,35 +232,16 @@ class Generator:
                         yield generation
                     finally:
                         generation.close()
+                        place.num_output_tokens = generation.num_computed_tokens
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
     async def drain(self) -> None:
         """Refuse new generations, and return when none is open."""
-        self._draining = True
-        await self._idle.wait()
+        await self._admission.drain()
 
-    @contextmanager
-    def _admitted(self, num_outputs: int) -> Iterator[None]:
-        if self._draining:
-            raise errors.Unavailable("the gateway is shutting down; retry")
-        if self._num_live + num_outputs > self._max_live and self._num_live:
-            raise errors.ResourceExhausted("too many requests are running; retry later")
-        self._num_live += num_outputs
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._num_live -= num_outputs
-            if not self._num_live:
-                self._idle.set()
-
-
-def _num_outputs(job: Job) -> int:
-    """Return the number of outputs. Checked before anything is allocated for them."""
-    num_prompts = 1 if isinstance(job.prompts, Chat) else len(job.prompts)
-    if num_prompts > MAX_PROMPTS:
-        field = job.prompt_field
-        raise errors.InvalidArgument(f"{field} may hold at most {MAX_PROMPTS} prompts, not {num_prompts}", field)
-    validation.check_samples(job.num_samples, num_prompts)
-    return num_prompts * job.num_samples
+    async def _begin(self, job: Job, place: Place) -> Generation:
+        """Prepare a request and reserve its tokens."""
+        prepared = await self._preparer.prepare(job)
+        place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
+        return Generation(prepared, self._metrics, self._reasoning_marks, place.begin_output)

@@ -9,6 +9,8 @@ from tokenloom.request.errors import InvalidArgument
 from tokenloom.request.prompt_embeds import FIELD, Part
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
+from ..tenants.tenant import Tenant
+
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -46,6 +48,8 @@ class Job:
     sampling: types_pb2.SamplingParams
     """Only what the client set."""
     text: output_processor_pb2.TextOptions = field(default_factory=output_processor_pb2.TextOptions)
+    tenant: Tenant = field(kw_only=True)
+    """Of the client's key; without a default, so that no entrance forgets it."""
     ignore_eos: bool = False
     priority: int = 0
     """The client's; a lower one runs first. The gateway may raise it."""

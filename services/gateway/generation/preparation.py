@@ -95,11 +95,13 @@ class Preparer:
         keep = None if job.truncate_prompt_tokens is None else _num_kept(job.truncate_prompt_tokens, sampling, limits)
         contexts = 1 if keep is None else _TRUNCATED_CONTEXTS
         _check_sizes(job, contexts * max_token_bytes * limits.max_model_len)
+        salt = job.tenant.cache_salt
         prompts: list[EncodedPrompt] | Sequence[EncodedPrompt]
         if isinstance(job.prompts, Chat):
-            prompts = [(await self._tokenizers.encode_chat(job.prompts)).prompt]
+            prompts = [(await self._tokenizers.encode_chat(job.prompts, hash_salt=salt)).prompt]
         elif texts := [prompt for prompt in job.prompts if isinstance(prompt, str)]:
-            prompts = (await self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens)).prompts
+            encoding = self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens, hash_salt=salt)
+            prompts = (await encoding).prompts
         else:
             prompts = []
             for prompt in job.prompts:
@@ -116,7 +118,7 @@ class Preparer:
     ) -> None:
         """Add words that must not appear to the parameters."""
         texts = bad_words.spellings(words)
-        encoded = (await self._tokenizers.encode(texts, add_special_tokens=False, want_hashes=False)).prompts
+        encoded = (await self._tokenizers.encode(texts, add_special_tokens=False)).prompts
         bad_words.forbid(sampling, [each.token_ids for each in encoded])
         validation.check_sampling(sampling, limits)
 
@@ -171,10 +173,12 @@ def _submit(
         block_hash_prefixes=() if isinstance(prompt, types_pb2.Prompt) else prompt.block_hash_prefixes,
         sampling_params=sampling,
         text=job.text,
+        tenant=job.tenant.name,
         priority=priority,
         num_samples=job.num_samples if job.num_samples > 1 else 0,
         trace_headers=CURRENT.get(),
     )
+    submit.prompt.cache_salt = job.tenant.cache_salt
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)
     validation.fill_max_tokens(

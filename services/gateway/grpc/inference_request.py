@@ -13,20 +13,21 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan
 from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
+from ..tenants.tenant import Tenant
 from .chat_prompt import read_chat_prompt
 
 
 def read_request(
-    request: inference_pb2.GenerateRequest, plans: MessagePlans, timeout: float | None
+    request: inference_pb2.GenerateRequest, plans: MessagePlans, tenant: Tenant, timeout: float | None
 ) -> tuple[Job, MessagePlan | None]:
     """Return the job, and how a chat's turns are read; None: as plain text. ``timeout``: seconds that are left.
 
     Raises ``InvalidArgument`` naming the field.
     """
     if request.WhichOneof("prompt") != "chat":
-        return _job(request, _prompts(request), timeout), None
+        return _job(request, _prompts(request), tenant, timeout), None
     chat, tools = read_chat_prompt(request.chat)
-    job = _job(request, chat, timeout)
+    job = _job(request, chat, tenant, timeout)
     include_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
     return job, plans.apply(tools, job, include_reasoning=include_reasoning)
 
@@ -46,6 +47,7 @@ def _prompts(request: inference_pb2.GenerateRequest) -> list[str] | list[list[in
 def _job(
     request: inference_pb2.GenerateRequest,
     prompts: Chat | list[str] | list[list[int]] | list[EmbedsPrompt],
+    tenant: Tenant,
     timeout: float | None,
 ) -> Job:
     check_stop_count(len(request.stop))
@@ -62,6 +64,7 @@ def _job(
         request.WhichOneof("prompt") or "prompt",
         request.sampling_params,
         text,
+        tenant=tenant,
         ignore_eos=request.ignore_eos,
         priority=request.priority,
         num_samples=request.n or 1,
@@ -93,7 +96,8 @@ class InputSession:
     Each turn is a request of its own; the mesh finds what it repeats in the prefix cache.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: Tenant) -> None:
+        self._tenant = tenant
         self._tokens: list[int] = []
         self._num_output = 0
 
@@ -107,7 +111,7 @@ class InputSession:
             raise InvalidArgument("beam_search is not supported in a session", "beam_search")
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
-        job, _ = read_request(request, plans, timeout)
+        job, _ = read_request(request, plans, self._tenant, timeout)
         if not self._tokens:
             return job
         # The tokens that begin a text were added to the first turn.

@@ -17,23 +17,32 @@ from ..generation.job import Job
 from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..mesh.collector import Delta
+from ..tenants.call_tenant import call_tenant
+from ..tenants.tenant_share import TenantShare
+from ..tenants.tenant_shares import TenantShares
 from .inference_request import InputSession, read_request
 
 Context = grpc.aio.ServicerContext[Any, Any]
-
-MAX_SESSIONS = 1024
-"""Limit on open sessions; each holds the tokens of at most one context."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """Generates as the HTTP API does."""
 
     def __init__(
-        self, generator: Generator, health: MeshHealth, model: str, plans: MessagePlans, idle_timeout: float
+        self,
+        generator: Generator,
+        health: MeshHealth,
+        model: str,
+        plans: MessagePlans,
+        shares: TenantShares,
+        idle_timeout: float,
     ) -> None:
-        """``idle_timeout``: seconds that a session may wait for its next turn."""
+        """Args:
+        shares: What each tenant has in work.
+        idle_timeout: Seconds that a session may wait for its next turn.
+        """
         self._idle_timeout = idle_timeout
-        self._num_sessions = 0
+        self._shares = shares
         self._generator = generator
         self._health = health
         self._model = model
@@ -42,32 +51,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         check_model(request.model or None, self._model)
-        job, plan = read_request(request, self._plans, context.time_remaining())
-        await _echo_id(request, context)
-        await self._answer(request, job, plan, context)
+        with self._shares.of(call_tenant()).body(request.ByteSize()):
+            job, plan = read_request(request, self._plans, call_tenant(), context.time_remaining())
+            await _echo_id(request, context)
+            await self._answer(request, job, plan, context)
 
     async def GenerateSession(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> None:
         """Writes to the context, for the same reason."""
-        if self._num_sessions >= MAX_SESSIONS:
-            raise errors.ResourceExhausted(f"{MAX_SESSIONS} sessions are open; retry later")
-        self._num_sessions += 1
-        try:
-            await self._converse(request_iterator, context)
-        finally:
-            self._num_sessions -= 1
+        share = self._shares.of(call_tenant())
+        with share.session(self._shares.sessions):
+            await self._converse(request_iterator, context, share)
 
-    async def _converse(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Context) -> None:
+    async def _converse(
+        self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Context, share: TenantShare
+    ) -> None:
         """Read a turn when the one before is answered; turns that wait are bounded by gRPC's window."""
         session: InputSession | None = None
         while (request := await self._next_turn(requests)) is not None:
             check_model(request.model or None, self._model)
             if session is None:
-                session = InputSession()
+                session = InputSession(call_tenant())
                 await _echo_id(request, context)
-            job = session.read_turn(request, self._plans, context.time_remaining())
-            await self._answer(request, job, None, context, session)
+            with share.body(request.ByteSize()):
+                job = session.read_turn(request, self._plans, context.time_remaining())
+                await self._answer(request, job, None, context, session)
             session.end()
 
     async def _next_turn(

@@ -8,8 +8,11 @@ from typing import Any
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 
-from .auth import ApiKeys
-from .exchange import ClientDisconnected, Exchange, Headers, MethodNotAllowed, Receive, Send
+from ..tenants.api_keys import ApiKeys
+from ..tenants.tenant_shares import TenantShares
+from .browser_guard import BrowserGuard
+from .exchange import Exchange, Headers, MethodNotAllowed, Receive, Send
+from .request_body import ClientDisconnected
 
 log = logging.getLogger(__name__)
 
@@ -33,25 +36,32 @@ class App:
         keys: ApiKeys,
         admin_routes: Routes,
         admin_keys: ApiKeys,
+        guard: BrowserGuard,
+        shares: TenantShares,
         cors_origins: Collection[str] = (),
     ) -> None:
         """Args:
         admin_keys: The keys that the admin routes accept, instead of ``keys``.
+        guard: Checks the requests that need no key.
+        shares: What each tenant has in work.
         cors_origins: Origins of web pages that may call the API from a browser; ``*``: all.
         """
         self._routes = routes
         self._keys = keys
         self._admin_routes = admin_routes
         self._admin_keys = admin_keys
+        self._guard = guard
+        self._shares = shares
         self._cors = Cors(cors_origins) if cors_origins else None
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", "lifespan and websockets are off"
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, send)
         if self._cors is not None:
             self._cors.allow(exchange)
         try:
-            await self._handler(exchange)(exchange)
+            with exchange.body:
+                await self._handler(exchange)(exchange)
         except ClientDisconnected:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
         except Exception as error:
@@ -68,8 +78,12 @@ class App:
             return self._cors.answer
         methods = self._admin_routes.get(exchange.path)
         keys = self._keys if methods is None else self._admin_keys
-        if keys.required and exchange.path not in OPEN_PATHS:
-            keys.authorize(exchange.headers.get(b"authorization"))
+        if exchange.path not in OPEN_PATHS:
+            exchange.tenant = keys.authorize(exchange.headers.get(b"authorization"))
+            if not keys.required:
+                self._guard.check(exchange.headers)
+            if methods is None:  # an operator belongs to no tenant
+                exchange.body.count_for(self._shares.of(exchange.tenant))
         methods = methods or self._routes.get(exchange.path)
         if methods is None and exchange.path.startswith(_MODEL_PATH):
             raise errors.ModelNotFound(

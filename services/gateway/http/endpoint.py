@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
@@ -15,6 +16,7 @@ from ..mesh.collector import Delta
 from ..openai.chat import ChatAnswer, ChatApi
 from ..openai.completions import CompletionAnswer, CompletionsApi
 from ..openai.openai_models import Body, Options
+from ..tenants.tenant import Tenant
 from . import orca, sse
 from .exchange import JSON, Exchange
 from .exchange import Headers as HeaderPairs
@@ -59,11 +61,12 @@ class Endpoint:
 
     async def _read(self, exchange: Exchange) -> tuple[Job, Options]:
         """Return what the body asks for."""
-        return await self.parser.read(await exchange.read_body(self.max_body_bytes), self._job)
+        with await exchange.read_body(self.max_body_bytes) as received:
+            return await self.parser.read(received.data, partial(self._job, exchange.tenant))
 
-    def _job(self, body: Body) -> tuple[Job, Options]:
+    def _job(self, tenant: Tenant, body: Body) -> tuple[Job, Options]:
         check_model(body.get("model"), self.model)
-        return self.api.read(body)
+        return self.api.read(body, tenant)
 
     def _load_headers(self, exchange: Exchange) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it."""

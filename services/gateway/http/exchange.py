@@ -1,4 +1,4 @@
-"""One HTTP request and its response: reads the body within limits, writes the response, notices a disconnect."""
+"""One HTTP request and its response: hands out the body, writes the response, notices a disconnect."""
 
 import asyncio
 import math
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tokenloom.request import errors
 
+from ..tenants.tenant import Tenant
 from . import sse
+from .request_body import ClientDisconnected, RequestBody, too_large
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -25,8 +27,8 @@ Watchers: TypeAlias = set[Callable[[], None]]
 JSON = b"application/json"
 DIRECT_WRITER = "tokenloom.direct_writer"
 """Name of the ASGI extension under which a scope offers its :class:`DirectWriter`."""
-BODY_SECONDS = 60.0
-"""Limit on the time from the end of a request's head to the end of its body."""
+REQUEST_BODY = "tokenloom.request_body"
+"""Name of the ASGI extension under which a scope offers its :class:`.request_body.RequestBody`."""
 FAREWELL_SECONDS = 1.0
 """Limit on the time that a client which does not read may delay the error event of its own stream."""
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
@@ -39,11 +41,11 @@ class UnsupportedEncoding(errors.InvalidArgument):
     reason = "UNSUPPORTED_ENCODING"
 
 
-class BodyTimeout(errors.InvalidArgument):
-    """Raised for a body that is incomplete when its time is over."""
+class UnsupportedMediaType(errors.InvalidArgument):
+    """Raised for a body that is not declared to be JSON: pages of other sites may send such without asking first."""
 
-    http_status = 408
-    reason = "BODY_TIMEOUT"
+    http_status = 415
+    reason = "UNSUPPORTED_MEDIA_TYPE"
 
 
 class MethodNotAllowed(errors.InvalidArgument):
@@ -57,12 +59,8 @@ class MethodNotAllowed(errors.InvalidArgument):
         super().__init__(f"this path accepts {self.allowed}, not {method[:32]}")
 
 
-class ClientDisconnected(Exception):
-    """Raised when the client has left; no response is possible any more."""
-
-
 class DirectWriter:
-    """Does what uvicorn's ``receive`` and ``send`` would do, for one request, without a task or a message.
+    """Does what uvicorn's ``send`` would do, for one request, without a task or a message.
 
     A streamed token that goes through ASGI costs a wake-up of the request's task, a coroutine and a message; here it
     costs one call (docs/decisions.md has the figures).
@@ -71,19 +69,13 @@ class DirectWriter:
         cycle: uvicorn's state of the request, a private part; its ``disconnected`` says whether the client has left.
     """
 
-    def __init__(self, cycle: "RequestResponseCycle", watchers: Watchers) -> None:
+    def __init__(self, cycle: "RequestResponseCycle", watchers: Watchers, leave: Callable[[], None]) -> None:
+        """``leave``: closes the connection when the client has had time to read what was written."""
         self.cycle = cycle
+        self._leave = leave
         self._flow = cycle.flow
         self._transport = cycle.transport
         self._watchers = watchers
-
-    def take_body(self) -> bytes | None:
-        """Return the request's body, once; None while it is incomplete or when the client has left."""
-        cycle = self.cycle
-        if cycle.more_body or cycle.disconnected:
-            return None
-        body, cycle.body = bytes(cycle.body), bytearray()
-        return body
 
     def watch(self, on_lost: Callable[[], None]) -> Callable[[], object]:
         """Call ``on_lost`` when the client leaves, until the returned function is called.
@@ -102,6 +94,14 @@ class DirectWriter:
         cycle = self.cycle
         return not self._flow.write_paused and not cycle.disconnected and bool(cycle.chunked_encoding)
 
+    def end_connection(self) -> None:
+        """Have the connection closed at the end of the response, which must be announced in the response's head.
+
+        uvicorn would close it at once, and the machine of a client that still sends may then drop the response unread.
+        """
+        self.cycle.keep_alive = True
+        self.cycle.on_response = self._leave
+
     def write(self, body: bytes) -> None:
         """Send a piece of the response's body. ``body`` must not be empty: an empty chunk would end the response."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
@@ -113,47 +113,52 @@ class Exchange:
     Attributes:
         method, path, query: Of the request.
         headers: Of the request, with lower-case names.
-        direct: Writes to the connection past ASGI; None under a server that does not offer it.
+        direct: Writes to the connection past ASGI.
+        body: What the client sends after the head.
         request_id: The client's ``x-request-id``, or a new one; returned to the client, never used inside the mesh.
         extra_headers: Added to the response, whatever it is.
+        tenant: The tenant of the client's key; not set before the key was checked, nor for paths that need none.
     """
 
-    def __init__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    tenant: Tenant
+
+    def __init__(self, scope: dict[str, Any], send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.direct: DirectWriter | None = scope["extensions"].get(DIRECT_WRITER) if "extensions" in scope else None
+        self.direct: DirectWriter = scope["extensions"][DIRECT_WRITER]
+        self.body: RequestBody = scope["extensions"][REQUEST_BODY]
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
         self.extra_headers: tuple[tuple[bytes, bytes], ...] = ()
         self.started = False
-        self._receive = receive
         self._send = send
 
-    async def read_body(self, limit: int) -> bytes:
-        """Return the whole body, at most ``limit`` bytes.
+    async def read_body(self, limit: int) -> RequestBody:
+        """Return the whole JSON body, at most ``limit`` bytes. Use it as ``with``, which ends when it was decoded.
 
-        Raises :class:`errors.PayloadTooLarge` (before reading, when Content-Length is given),
-        :class:`UnsupportedEncoding`, :class:`BodyTimeout` and :class:`ClientDisconnected`.
+        Raises :class:`errors.PayloadTooLarge` and :class:`errors.ResourceExhausted` (before reading, when
+        Content-Length is given), :class:`UnsupportedMediaType`, :class:`UnsupportedEncoding`,
+        :class:`.request_body.BodyTimeout` and :class:`.request_body.ClientDisconnected`.
         """
-        if self.headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        headers = self.headers
+        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON:
+            raise UnsupportedMediaType("the body must be JSON; set the header Content-Type: application/json")
+        if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
-        length = self.headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > limit:
-            raise _too_large(limit)
-        body = self.direct.take_body() if self.direct is not None else None
-        if body is None:
-            return await self._receive_body(limit)
-        if len(body) > limit:
-            raise _too_large(limit)
-        return body
+        digits = headers.get(b"content-length", b"")
+        length = int(digits) if digits.isdigit() else None  # the parser has refused a length of more than 64 bits
+        if length is not None and length > limit:
+            raise too_large(limit)
+        await self.body.read(limit, length)
+        return self.body
 
     @contextmanager
     def until_disconnected(self) -> Iterator[None]:
         """Cancel the ``with`` block when the client leaves, and raise :class:`ClientDisconnected` then.
 
-        Enter it after the body was read: from then on ``receive`` reports only the disconnect.
+        Enter it after the body was read.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -164,10 +169,7 @@ class Exchange:
             gone = True
             task.cancel()
 
-        if self.direct is not None:
-            stop = self.direct.watch(leave)
-        else:
-            stop = asyncio.create_task(self._watch(leave), name="disconnect watch").cancel
+        stop = self.direct.watch(leave)
         try:
             yield
         except asyncio.CancelledError:
@@ -179,10 +181,15 @@ class Exchange:
             stop()
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send status and headers."""
+        """Send status and headers. The connection closes after a response that begins before the body has arrived."""
         self.started = True
         all_headers = [*headers, *self.extra_headers, (b"x-request-id", self.request_id)]
+        is_last = self.body.is_incomplete
+        if is_last:
+            all_headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
+        if is_last:
+            self.direct.end_connection()
 
     async def write(self, body: bytes) -> None:
         """Send a piece of the body; wait while the client does not read."""
@@ -205,32 +212,6 @@ class Exchange:
             return
         async with asyncio.timeout(FAREWELL_SECONDS):
             await self.finish(sse.error_event(error))
-
-    async def _receive_body(self, limit: int) -> bytes:
-        body = bytearray()
-        more = True
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                while more:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnected
-                    body += message.get("body", b"")
-                    if len(body) > limit:
-                        raise _too_large(limit)
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise BodyTimeout(f"the body did not arrive within {BODY_SECONDS:g} s") from None
-        return bytes(body)
-
-    async def _watch(self, leave: Callable[[], None]) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        leave()
-
-
-def _too_large(limit: int) -> errors.PayloadTooLarge:
-    return errors.PayloadTooLarge(f"the body is larger than {limit} bytes")
 
 
 def _headers(error: errors.TokenloomError) -> Headers:

@@ -2,21 +2,21 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
+from functools import partial
+from typing import cast
 
 import uvicorn
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from .app import App
-
-log = logging.getLogger(__name__)
+from .byte_budget import ByteBudget
+from .connections import Connections
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
@@ -27,27 +27,41 @@ class HttpServer:
     """Serves an application on one address."""
 
     def __init__(
-        self, app: App, listen: str, *, insecure: bool, tls_cert: Path | None = None, tls_key: Path | None = None
+        self,
+        app: App,
+        listen: str,
+        *,
+        budget: ByteBudget,
+        connections: Connections,
+        insecure: bool,
+        tls: PublicTLS | None = None,
     ) -> None:
-        """Bind the address. Raises :class:`errors.Unavailable` when that fails.
+        """Bind the address. Raises :class:`errors.Unavailable` when that fails, and what :func:`_protocol` raises.
 
         Args:
+            budget: Limits the bytes of all request bodies.
+            connections: Limits the connections.
             insecure: Whether other machines may connect in plain text.
-            tls_cert, tls_key: PEM files of the certificate for clients, already checked; None: plain text.
+            tls: The certificate for clients; None: plain text.
         """
         address = addresses.parse(listen, field="http_listen")
-        is_closed = insecure or tls_cert is not None
+        is_closed = insecure or tls is not None
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
+        server = _Server(_config(app, _protocol(budget, connections)))
+        self._tls = tls
         self._path = address.path
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
-        self._server = _Server(_config(app, tls_cert, tls_key))
+        self._server = server
         self._served = asyncio.Event()
 
     async def serve(self) -> None:
         """Serve until :meth:`drain` or :meth:`stop`."""
+        config = self._server.config
+        config.load()  # now, because it sets `ssl`
+        config.ssl = None if self._tls is None else self._tls.server_context()
         await self._server.serve([self._socket])
         self._served.set()
 
@@ -70,10 +84,10 @@ class HttpServer:
                 os.unlink(self._path)
 
 
-def _config(app: App, tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Config:
+def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=_protocol(),
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -82,28 +96,26 @@ def _config(app: App, tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Co
         server_header=False,
         proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        ssl_certfile=tls_cert,
-        ssl_keyfile=tls_key,
     )
 
 
-def _protocol() -> "type[asyncio.Protocol] | Literal['httptools']":
-    """Return our extension of uvicorn's protocol, or uvicorn's own when the installed version does not fit ours."""
+def _protocol(budget: ByteBudget, connections: Connections) -> type[asyncio.Protocol]:
+    """Return what makes the protocol of a connection. Raises :class:`errors.FailedPrecondition` when the installed
+    uvicorn does not fit it: uvicorn's own protocol has no limits."""
     try:
         from . import uvicorn_protocol  # fails when uvicorn lacks a class or a method
 
         missing = uvicorn_protocol.missing_names()
-        if not missing:
-            return uvicorn_protocol.GatewayProtocol
     except (ImportError, AttributeError) as error:
         missing = [str(error)]
-    log.warning(
-        "uvicorn %s lacks what direct writing needs (%s): streams go through plain ASGI, and request heads have no "
-        "limit of size and time",
-        uvicorn.__version__,
-        ", ".join(missing),
-    )
-    return "httptools"
+    if missing:
+        raise errors.FailedPrecondition(
+            f"uvicorn {uvicorn.__version__} lacks what the gateway needs ({', '.join(missing)}); "
+            "install a version that pyproject.toml admits"
+        )
+    # uvicorn only calls it.
+    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections)
+    return cast(type[asyncio.Protocol], make)
 
 
 class _Server(uvicorn.Server):

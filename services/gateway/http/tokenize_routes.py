@@ -76,13 +76,13 @@ class TokenizeRoutes:
         encoded = await self.tokenizers.encode(
             [fields.prompt],
             add_special_tokens=fields.add_special_tokens is not False,
-            want_hashes=False,
             want_token_strings=strings,
         )
         return encoded.prompts[0]
 
     async def _read(self, exchange: Exchange, read: Callable[[Body], T]) -> T:
-        return await self.parser.read(await exchange.read_body(self.max_body_bytes), read)
+        with await exchange.read_body(self.max_body_bytes) as received:
+            return await self.parser.read(received.data, read)
 
     def _tokenize_request(self, body: Body) -> TokenizeRequest:
         check_model(body.get("model"), self.model)

@@ -1,32 +1,63 @@
-"""Extends uvicorn's protocol: limits request heads, and offers the application a way past ASGI to the connection.
+"""Extends uvicorn's protocol: limits what surrounds the bodies of requests, and offers the application a way past ASGI.
 
 Both rely on private parts of uvicorn, as :class:`.exchange.DirectWriter` does. What they need is checked at start-up.
 """
 
 import asyncio
+import math
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from .exchange import DIRECT_WRITER, DirectWriter, Watchers
+from .byte_budget import ByteBudget
+from .connections import Connections
+from .exchange import DIRECT_WRITER, REQUEST_BODY, DirectWriter, Watchers
+from .request_body import RequestBody
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Limit on the request line and headers; the parser itself has none."""
-HEAD_SECONDS = 60.0
-"""Limit on the time from the beginning of a connection, or of a head, to the end of that head."""
+"""Limit on the request line and headers of a request, and on its trailers; the parser itself has none."""
+MAX_FIELDS = 100
+"""Limit on the number of a request's headers, and of its trailers."""
+MAX_PIPELINED = 16
+"""Limit on the requests of a connection that wait for the response to an earlier one."""
+HEAD_SECONDS = 10.0
+"""Limit on the time from the beginning of a connection, a head or trailers to the end of that head or those trailers.
+"""
+LINGER_SECONDS = 1.0
+"""How long a connection still receives after its last response, so that its client can read that response."""
+LINGER_BYTES = 32 * 1024 * 1024
+"""How much it receives in this time if the rest of a body is still on its way."""
+LINGER_BYTES_REFUSED = 1024 * 1024
+"""How much it receives in this time if head, trailers or framing were refused."""
+SLICE_BYTES = 16 * 1024
+"""The parser gets so many bytes at once: it keeps unfinished fields, and limits are checked between two slices."""
+EXACT_BYTES = MAX_HEAD_BYTES - SLICE_BYTES
+"""Above so many bytes, those of a complete head are counted one by one, because slices count as a whole."""
 
 EXPECTED_NAMES: dict[Callable[..., Any], str] = {
-    HttpToolsProtocol.__init__: "app cycle flow loop scope transport",
-    HttpToolsProtocol.on_message_begin: "scope",
-    HttpToolsProtocol.on_headers_complete: "RequestResponseCycle cycle",
-    RequestResponseCycle.__init__: "body chunked_encoding disconnected flow more_body response_complete transport",
+    HttpToolsProtocol.__init__: "app client cycle flow headers loop parser pipeline scope timeout_keep_alive "
+    "timeout_keep_alive_task transport",
+    HttpToolsProtocol.on_message_begin: "headers scope url",
+    HttpToolsProtocol.on_header: "append headers",
+    HttpToolsProtocol.on_headers_complete: "RequestResponseCycle cycle on_response_complete pipeline scope url",
+    HttpToolsProtocol.on_message_complete: "cycle message_event more_body",
+    HttpToolsProtocol.data_received: "_unset_keepalive_if_required feed_data parser",
+    RequestResponseCycle.__init__: "body chunked_encoding disconnected flow keep_alive message_event more_body "
+    "on_response response_complete response_started transport waiting_for_100_continue",
     FlowControl.__init__: "write_paused",
     FlowControl.resume_reading: "read_paused",
 }
 """Names that functions of uvicorn use, and that the gateway relies on."""
+
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: 62\r\n"
+    b"retry-after: 1\r\nconnection: close\r\n\r\n"
+    b"The gateway has as many connections as it may have; try again."
+)
 
 
 def missing_names() -> list[str]:
@@ -39,59 +70,200 @@ def missing_names() -> list[str]:
     ]
 
 
-class GatewayProtocol(HttpToolsProtocol):
-    """Limits the size and duration of request heads, and offers the application a :class:`DirectWriter`."""
+class _Refused(Exception):
+    """Ends the parser's work on a slice: the connection is being closed."""
 
+
+class GatewayProtocol(HttpToolsProtocol):
+    """Reads requests within limits, and offers the application a :class:`DirectWriter` and a :class:`RequestBody`.
+
+    Bytes count from the last byte of a body, or of a message, on: heads, chunk heads, trailers and empty lines. After a
+    refusal nothing is parsed any more.
+    """
+
+    _is_leaving = False
+    _ignorable_bytes = LINGER_BYTES
+    """How much the connection may receive after its last response."""
     _in_head = False
-    _head_bytes = 0
-    _head_timer: asyncio.TimerHandle | None = None
+    _framing_bytes = 0
+    """Bytes since the last byte of a body or message; what follows that byte in the same slice is not counted."""
+    _framing_timer: asyncio.TimerHandle | None = None
+    _body: RequestBody | None = None
+    """Of the request that is being received, or was received last."""
+
+    def __init__(self, *args: Any, budget: ByteBudget, connections: Connections, **named: Any) -> None:
+        """``budget``: for the bodies of all requests of the gateway. ``connections``: all of the gateway's."""
+        super().__init__(*args, **named)
+        self._budget = budget
+        self._admitted = connections
+        self._watchers: Watchers = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watchers: Watchers = set()
-        self._start_head_timer()
+        if not self._admitted.admit(self, self.client[0] if self.client else ""):
+            transport.write(_FULL)
+            self._abandon()  # without lingering: the connection holds a descriptor that is not counted
+            return
+        self._start_framing_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        self._admitted.remove(self)
+        self._stop_framing_timer()
         super().connection_lost(exc)
+        for cycle, _ in self.pipeline:  # their requests never reach the application
+            cast(dict[str, Any], cycle.scope)["extensions"][REQUEST_BODY].close()
         for on_lost in tuple(self._watchers):
             on_lost()
 
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+    @property
+    def idle_seconds(self) -> float | None:
+        """For how long no request has been received or answered; infinity before the first; None while one is."""
+        if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving:
+            return None
+        if self.cycle is None:
+            return math.inf
+        if not self.cycle.response_complete or self.timeout_keep_alive_task is None:
+            return None
+        return self.loop.time() + self.timeout_keep_alive - self.timeout_keep_alive_task.when()
 
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-        super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:  # the application starts in the loop's next turn
-            scope = cast(dict[str, Any], self.scope)
-            scope["extensions"] = {DIRECT_WRITER: DirectWriter(self.cycle, self._watchers)}
+    def close_idle(self) -> None:
+        """Close the connection without a response."""
+        self._abandon()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse(b"431 Request Header Fields Too Large")
-            elif self._head_timer is None:
-                self._start_head_timer()
-
-    def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_head_timeout)
-
-    def _on_head_timeout(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # the head is pipelined behind a live request
-            self._start_head_timer()
-        elif self._in_head:
-            self._refuse(b"408 Request Timeout")
+        if self._is_leaving:
+            self._ignorable_bytes -= len(data)
+            if self._ignorable_bytes < 0:
+                self.transport.close()
+            return
+        self._unset_keepalive_if_required()
+        if len(data) <= SLICE_BYTES:
+            self._parse(data)
         else:
-            self.transport.close()
+            view = memoryview(data)
+            for start in range(0, len(data), SLICE_BYTES):
+                self._parse(view[start : start + SLICE_BYTES])
+        if self._framing_bytes or self._in_head:
+            if self._framing_timer is None and not self._is_leaving:
+                self._start_framing_timer()
+        elif self._framing_timer is not None:
+            self._stop_framing_timer()
 
-    def _refuse(self, status: bytes) -> None:
-        self.transport.write(b"HTTP/1.1 %b\r\nconnection: close\r\n\r\n" % status)
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_headers_complete(self) -> None:
+        if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
+            self._check_fields()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._abandon()
+            raise _Refused
+        self._in_head = False
+        self._framing_bytes = 0
+        super().on_headers_complete()
+        scope, cycle = cast(dict[str, Any], self.scope), self.cycle
+        self.headers = []  # trailers are counted, but never become headers of the request
+        self._body = RequestBody(cycle, self._budget)
+        # The application starts in the loop's next turn.
+        scope["extensions"] = {
+            DIRECT_WRITER: DirectWriter(cycle, self._watchers, self._leave),
+            REQUEST_BODY: self._body,
+        }
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = 0
+        assert self._body is not None
+        self._body.arrive(body)
+
+    def on_message_complete(self) -> None:
+        if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
+            self._check_fields()
+        self._framing_bytes = 0
+        super().on_message_complete()
+
+    def _parse(self, data: "bytes | memoryview") -> None:
+        if self._is_leaving:
+            return
+        self._framing_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # What follows belongs to a protocol that the gateway does not speak. It answers this request, and closes.
+            self._is_leaving = True
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            self._refuse(b"400 Bad Request", b"Invalid HTTP request received.")
+        else:
+            if self._framing_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_FIELDS:
+                self._refuse_fields()
+
+    def _check_fields(self) -> None:
+        """Refuse a complete head, or complete trailers, above the limits."""
+        size = len(self.url) if self._in_head else 0
+        size += sum(len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
+        if size > MAX_HEAD_BYTES or len(self.headers) > MAX_FIELDS:
+            self._refuse_fields()
+            raise _Refused
+
+    def _refuse_fields(self) -> None:
+        limits = b"headers and trailers may have %d bytes and %d fields each" % (MAX_HEAD_BYTES, MAX_FIELDS)
+        self._refuse(b"431 Request Header Fields Too Large", limits)
+
+    def _start_framing_timer(self) -> None:
+        self._framing_timer = self.loop.call_later(HEAD_SECONDS, self._on_framing_timeout)
+
+    def _stop_framing_timer(self) -> None:
+        if self._framing_timer is not None:
+            self._framing_timer.cancel()
+            self._framing_timer = None
+
+    def _on_framing_timeout(self) -> None:
+        self._framing_timer = None
+        if self._is_leaving:
+            return
+        cycle = self.cycle
+        is_live = cycle is not None and not cycle.response_complete
+        if self.pipeline or (is_live and not cycle.more_body):  # what came is pipelined behind a live request
+            self._start_framing_timer()
+        elif self._in_head or is_live:
+            self._refuse(b"408 Request Timeout", b"the head or the trailers of the request did not arrive in time")
+        else:
+            self._abandon()
+
+    def _refuse(self, status: bytes, reason: bytes) -> None:
+        """Close the connection, with a response if none has begun."""
+        if self._is_leaving:
+            return
+        cycle = self.cycle
+        is_live = cycle is not None and not cycle.response_complete
+        if self.pipeline or (is_live and (cycle.response_started or not cycle.more_body)):
+            self._abandon()
+            return
+        if is_live:  # the application must not respond any more
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if self._body is not None:
+                self._body.close()
+        self._ignorable_bytes = LINGER_BYTES_REFUSED
+        self.transport.write(
+            b"HTTP/1.1 %b\r\ncontent-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+            % (status, len(reason), reason)
+        )
+        self._leave()
+
+    def _abandon(self) -> None:
+        """Close the connection without a response."""
+        self._is_leaving = True
         self.transport.close()
+
+    def _leave(self) -> None:
+        """Close the connection as soon as the client does, or after a short time. What it sends is not parsed."""
+        self._is_leaving = True
+        self._stop_framing_timer()
+        if not self.transport.can_write_eof():  # TLS
+            self.transport.close()
+            return
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_SECONDS, self.transport.close)

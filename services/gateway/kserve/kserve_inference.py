@@ -11,6 +11,7 @@ from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from ..generation.job import Job
 from ..http.json_body import decode_object
 from ..openai.completions import CompletionsApi
+from ..tenants.tenant import Tenant
 from .kserve_tensors import read_inputs
 
 VERSION = "1"
@@ -36,7 +37,9 @@ class Inference:
     """Whether tensors are sent as raw bytes, both ways."""
 
 
-def read_inference(request: pb.ModelInferRequest, api: CompletionsApi, time_remaining: float | None) -> Inference:
+def read_inference(
+    request: pb.ModelInferRequest, api: CompletionsApi, tenant: Tenant, time_remaining: float | None
+) -> Inference:
     """Read a request. Raises ``InvalidArgument`` naming the tensor or parameter. ``time_remaining``: seconds."""
     check_version(request.model_version)
     inputs = read_inputs(request, INPUTS)
@@ -46,7 +49,7 @@ def read_inference(request: pb.ModelInferRequest, api: CompletionsApi, time_rema
     timeout = values.pop("timeout", None)
     excluded = _flag(inputs, "exclude_input_in_output", default=True)
     body = {**values, "prompt": [_text("text_input", value) for value in inputs["text_input"]], "echo": not excluded}
-    job, options = api.read(body)
+    job, options = api.read(body, tenant)
     if options.echo_only:
         raise InvalidArgument("max_tokens must be at least 1", "max_tokens")
     stream = _flag(inputs, "stream", default=False)

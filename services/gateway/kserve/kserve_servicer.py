@@ -15,6 +15,8 @@ from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..openai.answer import finish_reason
 from ..openai.completions import CompletionsApi
+from ..tenants.call_tenant import call_tenant
+from ..tenants.tenant_shares import TenantShares
 from .kserve_inference import INPUTS, OUTPUTS, VERSION, Inference, check_version, read_inference
 from .kserve_tensors import write_output
 
@@ -24,7 +26,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     """Takes text and returns text."""
 
-    def __init__(self, api: CompletionsApi, generator: Generator, health: MeshHealth, model: str) -> None:
+    def __init__(
+        self, api: CompletionsApi, generator: Generator, health: MeshHealth, model: str, shares: TenantShares
+    ) -> None:
+        """``shares``: what each tenant has in work."""
+        self._shares = shares
         self._api = api
         self._generator = generator
         self._health = health
@@ -59,11 +65,12 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         )
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context) -> pb.ModelInferResponse:
-        inference = self._read(request, context)
-        if inference.stream:
-            raise errors.InvalidArgument("stream is only supported by ModelStreamInfer", "stream")
-        async with self._generator.open(inference.job) as generation:
-            return await self._whole(request, inference, generation)
+        with self._shares.of(call_tenant()).body(request.ByteSize()):
+            inference = self._read(request, context)
+            if inference.stream:
+                raise errors.InvalidArgument("stream is only supported by ModelStreamInfer", "stream")
+            async with self._generator.open(inference.job) as generation:
+                return await self._whole(request, inference, generation)
 
     async def ModelStreamInfer(  # type: ignore[override]
         self, requests: AsyncIterator[pb.ModelInferRequest], context: Context
@@ -71,7 +78,8 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         """Writes to the context: a handler that waits in a ``yield`` would not notice a cancellation at once."""
         async for request in requests:
             try:
-                await self._answer(request, context)
+                with self._shares.of(call_tenant()).body(request.ByteSize()):
+                    await self._answer(request, context)
             except errors.TokenloomError as error:
                 failed = pb.ModelStreamInferResponse(error_message=error.message)
                 failed.infer_response.MergeFrom(self._response(request))
@@ -89,7 +97,7 @@ class KServeServicer(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def _read(self, request: pb.ModelInferRequest, context: Context) -> Inference:
         check_model(request.model_name, self._model)
-        return read_inference(request, self._api, context.time_remaining())
+        return read_inference(request, self._api, call_tenant(), context.time_remaining())
 
     async def _whole(
         self, request: pb.ModelInferRequest, inference: Inference, generation: Generation

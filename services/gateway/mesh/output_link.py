@@ -145,9 +145,8 @@ class ProcessStream:
             self.deal(await _next(call))
 
     async def watch(self) -> None:
-        """Raise :class:`errors.Unavailable` when the output processor owes a heartbeat.
-
-        Counts ticks, not time: a pause of this process is one tick, however long.
+        """Raise :class:`errors.Unavailable` when the output processor owes a heartbeat for longer than its event loop
+        can be busy. Counts ticks, not time: a pause of this process is one tick, however long.
         """
         while self._silent_ticks < SILENT_TICKS:
             await asyncio.sleep(hello.HEARTBEAT_SECONDS)
@@ -258,7 +257,7 @@ class OutputLink:
         await asyncio.sleep(self._backoff)
 
     async def _greet(self, call: Call) -> None:
-        async with asyncio.timeout(hello.SILENCE_SECONDS):
+        async with asyncio.timeout(hello.HELLO_SECONDS):
             await call.write(pb.ProcessInput(hello=self._ours))
             frame = await _next(call)
         hello.check_hello(frame.hello, fingerprint=self._ours.fingerprint)

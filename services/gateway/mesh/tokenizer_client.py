@@ -21,7 +21,9 @@ from ..generation.job import Chat
 log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
-"""Interval of the probes of each replica, and so the time within which ``healthy`` notices a lost one."""
+"""Interval of the probes of each replica. gRPC's pings notice a replica that was stopped or cut off within 2.6 s."""
+ANSWER_SECONDS = 6.0
+"""How long a replica may take to answer a probe: its event loop may be busy for 5 s."""
 
 
 class TokenizerClient:
@@ -65,28 +67,30 @@ class TokenizerClient:
         texts: Sequence[str],
         *,
         add_special_tokens: bool = True,
-        want_hashes: bool = True,
+        hash_salt: bytes | None = None,
         want_token_strings: bool = False,
     ) -> Awaitable[tokenizer_pb2.EncodeResponse]:
-        """Return token ids and block hashes of each text."""
+        """Return token ids of each text, with block hashes under the tenant's ``hash_salt``; None: without hashes."""
         request = tokenizer_pb2.EncodeRequest(
             texts=texts,
             add_special_tokens=add_special_tokens,
-            want_hashes=want_hashes,
+            want_hashes=hash_salt is not None,
+            cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,
         )
         return self._call("Encode", request)
 
     def encode_chat(
-        self, chat: Chat, *, want_token_strings: bool = False
+        self, chat: Chat, *, hash_salt: bytes | None = None, want_token_strings: bool = False
     ) -> Awaitable[tokenizer_pb2.EncodeChatResponse]:
-        """Return token ids and block hashes of a rendered conversation."""
+        """Return token ids of a rendered conversation, with block hashes as :meth:`encode` does."""
         request = tokenizer_pb2.EncodeChatRequest(
             messages_json=chat.messages_json,
             tools_json=chat.tools_json,
             template_kwargs_json=chat.template_kwargs_json,
             add_generation_prompt=chat.add_generation_prompt,
-            want_hashes=True,
+            want_hashes=hash_salt is not None,
+            cache_salt=hash_salt or b"",
             want_token_strings=want_token_strings,
         )
         return self._call("EncodeChat", request)
@@ -132,7 +136,7 @@ class TokenizerClient:
         """Return whether the replica answers."""
         try:
             info: tokenizer_pb2.GetTokenizerInfoResponse = await self._stubs[address].GetTokenizerInfo(
-                tokenizer_pb2.GetTokenizerInfoRequest(), timeout=PROBE_SECONDS
+                tokenizer_pb2.GetTokenizerInfoRequest(), timeout=ANSWER_SECONDS
             )
         except grpc.aio.AioRpcError as error:
             if address in self._alive:

@@ -14,6 +14,7 @@ from ..generation.job import Job
 from ..http import sse
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import ChatCompletionRequest
+from ..tenants.tenant import Tenant
 from ..tools.tool_request import NO_TOOLS, read_tool_request
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
 from .chat_messages import read_chat
@@ -30,7 +31,7 @@ class ChatApi:
     model: str
     plans: MessagePlans
 
-    def read(self, body: Body) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         fields = self.reader.read(body, ChatCompletionRequest)
         if fields.add_special_tokens:
@@ -42,7 +43,7 @@ class ChatApi:
             request = read_tool_request(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
         sampling = _sampling(body, fields)
         chat = read_chat(fields.messages, request.tools, fields.chat_template_kwargs, fields.add_generation_prompt)
-        job = make_job(fields, chat, "messages", sampling)
+        job = make_job(fields, chat, "messages", sampling, tenant)
         plan = self.plans.apply(request, job, include_reasoning=fields.include_reasoning is not False)
         return job, Options.of(fields, sampling, plan=plan)
 

@@ -11,6 +11,7 @@ from ..generation.job import EmbedsPrompt, Job, read_embeds_prompts
 from ..http import sse
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import CompletionRequest
+from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
 from .openai_logprobs import CompletionLogprobs, Position
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
@@ -23,7 +24,7 @@ class CompletionsApi:
     reader: BodyReader
     model: str
 
-    def read(self, body: Body) -> tuple[Job, Options]:
+    def read(self, body: Body, tenant: Tenant) -> tuple[Job, Options]:
         """Return what the body asks for. Raises :class:`errors.InvalidArgument` naming the field."""
         fields = self.reader.read(body, CompletionRequest)
         echo = bool(fields.echo)
@@ -38,6 +39,7 @@ class CompletionsApi:
             _prompts(fields.prompt) if fields.prompt_embeds is None else _embeds_prompts(fields),
             "prompt" if fields.prompt_embeds is None else FIELD,
             sampling,
+            tenant,
             echo=echo,
             add_special_tokens=fields.add_special_tokens is not False,
         )

@@ -24,6 +24,7 @@ from ..openapi.request_schemas import (
     StreamOptions,
     TokenizeRequest,
 )
+from ..tenants.tenant import Tenant
 from .response_format import read_response_format
 
 log = logging.getLogger(__name__)
@@ -192,6 +193,7 @@ def make_job(
     prompts: Chat | Sequence[str | Sequence[object] | EmbedsPrompt],
     prompt_field: str,
     sampling: types_pb2.SamplingParams,
+    tenant: Tenant,
     **own: Any,
 ) -> Job:
     """Return what the body asks for; ``own`` holds what only the endpoint has."""
@@ -209,6 +211,7 @@ def make_job(
         prompt_field,
         sampling,
         text,
+        tenant=tenant,
         ignore_eos=bool(fields.ignore_eos),
         priority=fields.priority or 0,
         num_samples=1 if fields.n is None else narrow("n", fields.n),

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 INITIAL_CREDIT = 64
 """Frames in flight: over a second of steps, so that a pause of this process does not make the engine merge steps."""
-CONNECT_SECONDS = 2.0
+CONNECT_SECONDS = 6.0
+"""How long an engine may take to answer a Hello before its requests are placed elsewhere: its event loop may be busy
+for 5 s."""
 _TICK_SECONDS = 0.25
 _SILENT_TICKS = int(SILENCE_SECONDS / _TICK_SECONDS)
 

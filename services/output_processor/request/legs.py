@@ -183,6 +183,7 @@ class Legs:
             awaits_tokens=awaits_tokens,
             pick=attempt.pick,
             trace_headers=submit.trace_headers,
+            tenant=submit.tenant,
         )
         attempt.num_accepted = len(accepted)
         try:

@@ -6,15 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
-from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, Credit, check_hello
+from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit, check_hello
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
 from ..placement.placement import Asked
 from ..request.requests import Requests, SampleGroup
 from .outbox import Outbox
-
-_NO_CREDIT_SECONDS = 5.0  # after which the stream of a gateway that grants no credit ends
 
 
 class Session:
@@ -34,7 +32,6 @@ class Session:
         self._failure: BaseException | None = None
         self._tasks = Tasks(self._fail)
         self._written_at = 0.0
-        self._blocked_at: float | None = None
 
     async def run(
         self, messages: AsyncIterator[ProcessInput], write: Callable[[ProcessFrame], Awaitable[object]]
@@ -120,9 +117,8 @@ class Session:
             now = time.monotonic()
             if self._outbox:
                 if self._credit.take():
-                    self._written_at, self._blocked_at = now, None
+                    self._written_at = now
                     return self._outbox.take()
-                self._check_blocked(now)
             elif self._half_closed and not self._live:
                 return None
             if (self._live or self._outbox) and now - self._written_at >= HEARTBEAT_SECONDS:
@@ -131,14 +127,11 @@ class Session:
             await self._wake.wait()
             self._wake.clear()
 
-    def _check_blocked(self, now: float) -> None:
-        self._blocked_at = self._blocked_at or now
-        if now - self._blocked_at > _NO_CREDIT_SECONDS:
-            raise errors.ResourceExhausted(f"The gateway granted no credit for {_NO_CREDIT_SECONDS:g} s.")
-
     async def _keep_awake(self) -> None:
-        """Wake the writer for heartbeats, and to notice a gateway that grants no credit."""
+        """Wake the writer for heartbeats, and end the stream of a gateway that grants no credit."""
         while True:
             due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
+            if self._credit.is_withheld(wanted=bool(self._outbox)):
+                raise errors.ResourceExhausted(f"The gateway granted no credit for {NO_CREDIT_SECONDS:g} s.")
             self._wake.set()

@@ -8,6 +8,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from .grpc_limits import PROBES
 from .listener import SERVER_OPTIONS, bind
 from .servicer_edge import Edge
 
@@ -41,7 +42,9 @@ class Health:
     async def serve_probes(self, listen: str) -> str:
         """Open a port that answers health checks only, in plain text (kubelet's probes carry no certificate); return
         its address. Raises ``Unavailable`` when it cannot be bound."""
-        self._probes = grpc.aio.server(options=SERVER_OPTIONS)
+        self._probes = grpc.aio.server(
+            options=[*SERVER_OPTIONS, *PROBES.options()], maximum_concurrent_rpcs=PROBES.calls
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._probes)
         address = bind(self._probes, listen, None, insecure=True, field="health_listen")
         await self._probes.start()

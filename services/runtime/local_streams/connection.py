@@ -7,11 +7,14 @@ from typing import Protocol, cast
 from tokenloom.request.errors import TokenloomError
 
 from .frames import HEADER, FrameDecoder, Kind
+from .peer_process import is_stopped
 
 TICK_SECONDS = 0.5
 SILENT_TICKS = 5
-"""A peer is dead this many ticks after its last byte: after 2 to 2.5 s, as with gRPC's pings. Ticks are counted instead
-of seconds, so that a pause of this process counts as one tick, however long it lasts."""
+"""A peer whose process is stopped is dead this many ticks after its last byte: after 2 to 2.5 s, as with gRPC's pings.
+Ticks are counted instead of seconds, so that a pause of this process counts as one tick, however long it lasts."""
+HUNG_TICKS = 20
+"""Any other peer is dead this many ticks after its last byte: its event loop may only be busy, but not for 10 s."""
 
 MAX_MESSAGES = 128
 MAX_BYTES = 1 << 20
@@ -194,10 +197,15 @@ class Connection(asyncio.Protocol):
 
     def _tick(self) -> None:
         self._silent_ticks = self._silent_ticks + 1 if self._is_reading else 0
-        if self._silent_ticks >= SILENT_TICKS:
+        if self._silent_ticks >= SILENT_TICKS and self._is_peer_dead():
             self.abort()
             return
         self._ticker = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
         if not self._has_sent and self.is_writable:
             self.send(Kind.BEAT)
         self._has_sent = False
+
+    def _is_peer_dead(self) -> bool:
+        """Return whether a peer that has been silent for :data:`SILENT_TICKS` is dead rather than busy."""
+        assert self._transport is not None
+        return self._silent_ticks >= HUNG_TICKS or is_stopped(self._transport.get_extra_info("socket"))

@@ -11,12 +11,18 @@ from tokenloom.request.errors import FailedPrecondition
 from tokenloom.v1 import types_pb2
 
 from .channels import MAX_MESSAGE_BYTES
+from .patience import Patience
 
 PROTOCOL_VERSION = 1
 HEARTBEAT_SECONDS = 0.5
 """How often a sender with live slots and no data sends an empty frame."""
-SILENCE_SECONDS = 2.0
-"""A peer with live slots is considered dead when it has sent nothing for this long."""
+SILENCE_SECONDS = 10.0
+"""A peer with live slots is considered hung when it has sent no frame for this long. The transport notices one that was
+stopped or cut off earlier, within 2.6 s: this must be longer than any time for which an event loop is only busy."""
+NO_CREDIT_SECONDS = SILENCE_SECONDS
+"""After so long the stream of a peer that grants no credit ends."""
+HELLO_SECONDS = SILENCE_SECONDS
+"""How long a peer may take to send its Hello."""
 
 _COMPARED = ("model", "weights", "tokenizer", "block_hash_seed", "block_size", "kv_layout", "numerics")
 
@@ -98,6 +104,8 @@ class Credit:
     def __init__(self, initial: int = 0) -> None:
         self._left = initial
         self._granted = asyncio.Event()
+        self._has_granted = False  # since the last call of `is_withheld`
+        self._patience = Patience(NO_CREDIT_SECONDS)
         if initial:
             self._granted.set()
 
@@ -108,6 +116,7 @@ class Credit:
     def grant(self, frames: int) -> None:
         """Add ``frames`` that the peer granted."""
         self._left += frames
+        self._has_granted = True
         if self._left > 0:
             self._granted.set()
 
@@ -119,6 +128,15 @@ class Credit:
         if self._left == 0:
             self._granted.clear()
         return True
+
+    def is_withheld(self, *, wanted: bool) -> bool:
+        """Return whether the peer has granted nothing for :data:`NO_CREDIT_SECONDS` while frames waited for it.
+
+        To be called at every heartbeat. ``wanted``: whether frames wait now.
+        """
+        owes = wanted and self._left <= 0 and not self._has_granted
+        self._has_granted = False
+        return self._patience.is_over(owes=owes)
 
     async def wait(self) -> None:
         """Return once there is credit, without taking any."""

@@ -1,13 +1,8 @@
-"""Prometheus metrics of one process, under vLLM's name if vLLM has the metric, and the server of /metrics."""
+"""Prometheus metrics of one process, under vLLM's name if vLLM has the metric."""
 
-import contextlib
 import os
-import socket
-import ssl
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from http.server import ThreadingHTTPServer
 from importlib.metadata import version
 
 from prometheus_client import (
@@ -18,13 +13,7 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.exposition import MetricsHandler
 
-from tokenloom.request.errors import Unavailable
-
-from ..peers import addresses
-from ..peers.addresses import Address
-from ..peers.tls import MeshTLS
 from . import fast_metrics
 
 VLLM = "vllm:"
@@ -63,6 +52,23 @@ def observe_part(registry: CollectorRegistry, service: str, instance: str, is_se
         "tokenloom_serving", "1 while the service is SERVING, 0 while it starts or drains.", registry=registry
     )
     serving.set_function(is_serving)
+
+
+class CertificateExpiries:
+    """Shows when the certificates of this process expire; without certificates it shows nothing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._gauge = Gauge(
+            "tokenloom_certificate_expiry_timestamp_seconds",
+            "Unix time at which a certificate expires that the service uses now: mesh (its own), authority, public "
+            "(for clients) or operator (for admin routes).",
+            ("certificate",),
+            registry=registry,
+        )
+
+    def show(self, certificate: str, expiry: Callable[[], float]) -> None:
+        """Add a certificate; each scrape calls ``expiry``."""
+        self._gauge.labels(certificate).set_function(expiry)
 
 
 def observe_process(registry: CollectorRegistry, prefix: str, pid: Callable[[], int | None]) -> None:
@@ -132,64 +138,3 @@ def histogram(
 ) -> fast_metrics.Histogram:
     """Add a histogram ``vllm:name`` with fixed labels, for the event loop's thread only."""
     return fast_metrics.Histogram(registry, VLLM + name, text, labels, buckets)
-
-
-def serve(registry: CollectorRegistry, listen: str, tls: MeshTLS | None, *, insecure: bool) -> "MetricsServer":
-    """Open the port of /metrics, ``host:port``. On an address that other machines can reach, scrapers need a
-    certificate of the mesh, if it has certificates.
-
-    Raises ``InvalidArgument`` for plain text on such an address, unless ``insecure`` allows it, ``Unavailable`` for an
-    address that cannot be bound.
-    """
-    address = addresses.parse(listen, field="metrics_listen")
-    context = tls.server_context() if tls is not None and not address.is_local else None
-    addresses.check_closed(address, insecure=insecure or context is not None, field="metrics_listen")
-    try:
-        return MetricsServer(registry, address, context)
-    except OSError as error:
-        raise Unavailable(f"metrics_listen: cannot bind {address}: {error.strerror}") from None
-
-
-class MetricsServer:
-    """Serves ``GET /metrics`` on its own daemon thread, so that a scrape works while the event loop is busy."""
-
-    def __init__(self, registry: CollectorRegistry, address: Address, tls: ssl.SSLContext | None = None) -> None:
-        """Bind and serve. Raises ``OSError`` when the address cannot be bound. ``tls`` None: plain text."""
-        server_class = _Server6 if ":" in address.host else ThreadingHTTPServer
-        self._server = server_class((address.host, address.port), _Handler.factory(registry))
-        self._server.daemon_threads = True
-        if tls is not None:  # the connection's own thread does the handshake: a silent client delays no other
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
-        self._host = address.host
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="metrics", daemon=True)
-        self._thread.start()
-        self.address = str(Address(host=address.host, port=self._server.server_address[1]))
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._closing = True
-        with contextlib.suppress(OSError):
-            port = self._server.server_address[1]
-            socket.create_connection((self._host, port), timeout=1.0).close()  # the thread waits for a connection
-        self._thread.join()
-        self._server.server_close()
-
-    def _serve(self) -> None:
-        """Unlike ``serve_forever``, this does not wake up twice a second to check whether to stop."""
-        while not self._closing:
-            self._server.handle_request()
-
-
-class _Server6(ThreadingHTTPServer):
-    address_family = socket.AF_INET6
-
-
-class _Handler(MetricsHandler):
-    timeout = 10.0  # seconds for which a silent client holds a thread
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] == "/metrics":
-            super().do_GET()
-        else:
-            self.send_error(404)

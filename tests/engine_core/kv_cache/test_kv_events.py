@@ -33,6 +33,17 @@ def test_events_of_stored_blocks_have_tokens_and_parent() -> None:
     assert (stored.parent_block_hash, stored.token_ids) == (second, [50, 51, 52, 53])
 
 
+def test_blocks_of_tenants_have_hashes_of_their_own() -> None:
+    core = telling_core()
+    prompt = list(range(10))
+    for name, salt in (("a", b"one"), ("b", b"two"), ("c", b"one")):
+        core.add_request(make_request(name, prompt, 1, salt=salt))
+        events = events_of(core)
+        assert events == (
+            [BlockStored(block_hashes(prompt, 4, salt=salt), None, prompt[:8], 4, "GPU")] if name != "c" else []
+        )
+
+
 def test_removed_blocks_are_events() -> None:
     core = telling_core(num_blocks=4)
     core.add_request(make_request("a", [1] * 9, 1))

@@ -85,6 +85,7 @@ class Arrival:
     stop: tuple[int, ...]
     salt: bytes
     priority: int
+    tenant: str
 
 
 ARRIVALS = st.builds(
@@ -96,6 +97,7 @@ ARRIVALS = st.builds(
     stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
     salt=st.sampled_from([b"", b"", b"tenant"]),
     priority=st.integers(-1, 2),
+    tenant=st.sampled_from(["", "", "a", "b"]),
 )
 
 
@@ -288,6 +290,7 @@ class CoreMachine(RuleBasedStateMachine):
                 stop=arrival.stop,
                 salt=arrival.salt,
                 priority=arrival.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
+                tenant=arrival.tenant,
             )
         )
         return request_id

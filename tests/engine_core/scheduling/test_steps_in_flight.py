@@ -8,7 +8,7 @@ from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, FinishReason
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
 
@@ -128,7 +128,11 @@ def test_a_request_whose_logits_are_useless_fails_alone_and_leaves_no_cached_blo
         outputs += core.step().outputs
     *told, last = [output for output in outputs if output.request_id == "a"]
     assert tokens_of(told) == expected_tokens(prompts["a"], 2, VOCAB_SIZE)
-    assert (last.finish_reason, last.error_is_internal, last.error_field) == (FinishReason.ERROR, True, "")
+    assert (last.finish_reason, last.error_kind, last.error_field) == (
+        FinishReason.ERROR,
+        ErrorKind.INTERNAL,
+        "",
+    )
     assert "no finite logit" in last.error
     others = [output for output in outputs if output.request_id == "b"]
     assert tokens_of(others) == expected_tokens(prompts["b"], 6, VOCAB_SIZE)

@@ -20,8 +20,10 @@ from tests.engine_core.structured_output.helpers import (
 )
 from tokenloom.engine_core.client.core_client import InprocClient
 from tokenloom.engine_core.scheduling.request import RequestStatus
+from tokenloom.engine_core.structured_output.compile_queue import CompileQueue
+from tokenloom.engine_core.structured_output.compiler import NUM_COMPILERS
 from tokenloom.engine_core.wire.core_sampling_params import GrammarKind, StructuredOutput
-from tokenloom.engine_core.wire.messages import FinishReason
+from tokenloom.engine_core.wire.messages import ErrorKind, FinishReason
 
 DATE = StructuredOutput(GrammarKind.REGEX, r"20\d\d-(0[1-9]|1[0-2])")
 BOMB = json_schema({"type": "integer", "multipleOf": 99_999_989})
@@ -136,3 +138,31 @@ def test_an_engine_without_a_tokenizer_refuses_by_name() -> None:
     (output,) = finish(core)["a"]
     assert output.error == "structured_outputs: this engine has no tokenizer to constrain its output by"
     assert output.error_field == "structured_outputs"
+
+
+def test_a_full_queue_of_compiles_is_not_the_requests_fault() -> None:
+    client = make_client()
+    grammars = client._core._grammars
+    assert grammars is not None
+    grammars._compiler._queue = CompileQueue(max_pending=0, max_pending_per_tenant=1)
+    client.add_request(make_request("engine", DATE))
+    grammars._compiler._queue = CompileQueue(max_pending_per_tenant=0)
+    client.add_request(make_request("tenant", DATE))
+    kinds = {output.request_id: (output.error_kind, output.error_field) for output in client.get_output().outputs}
+    assert kinds == {"engine": (ErrorKind.ENGINE_FULL, ""), "tenant": (ErrorKind.TENANT_FULL, "")}
+    check_idle(client._core.scheduler)
+    client.close()
+
+
+def test_aborted_requests_leave_no_compile_behind() -> None:
+    client = make_client()
+    bombs = [json_schema({"type": "integer", "multipleOf": 99_999_989 - n}) for n in range(40)]
+    for n, bomb in enumerate(bombs):
+        client.add_request(make_request(f"bomb{n}", bomb))
+    client.abort_requests([f"bomb{n}" for n in range(40)])
+    grammars = client._core._grammars
+    assert grammars is not None
+    assert len(grammars._compiler._queue) == 0
+    assert len(grammars._compiler._known) <= NUM_COMPILERS
+    assert run(client, [make_request("b", DATE)])["b"][-1].finish_reason is FinishReason.STOP
+    client.close()

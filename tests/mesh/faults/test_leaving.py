@@ -83,7 +83,8 @@ async def test_gateways_own_time_limit(socket_dir: Path) -> None:
 async def test_client_that_does_not_read_holds_up_nobody(slow: Mesh) -> None:
     host, _, port = slow.url.removeprefix("http://").rpartition(":")
     body = httpx.Request("POST", slow.url, json={**LONG, "stream": True}).content
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     silent = [await asyncio.open_connection(host, int(port), limit=1) for _ in range(8)]
     for _, writer in silent:
         writer.write(head.encode() + body)

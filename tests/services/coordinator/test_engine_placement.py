@@ -215,6 +215,18 @@ def test_requests_that_cannot_be_placed(registry: Registry) -> None:
         registry.pick(request(0))
 
 
+def test_an_engine_that_reports_late_is_the_last_choice(registry: Registry, clock: Clock) -> None:
+    late = registry.join(identity("late"), report())
+    timely = registry.join(identity("timely"), report())
+    clock.now += 6  # its event loop is busy, and it is not dead
+    registry.report(timely, report(running=5))
+    registry.refresh()
+    assert late.state == EngineState.ENGINE_STATE_SERVING
+    assert picked(registry.pick(request())) == "timely"
+    registry.leave(timely)
+    assert picked(registry.pick(request())) == "late"
+
+
 def test_silent_and_hung_engines_are_passed_over(registry: Registry, clock: Clock) -> None:
     hung = registry.join(identity("hung"), report(running=1, step=7))
     silent = registry.join(identity("silent"), report())

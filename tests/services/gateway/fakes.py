@@ -31,6 +31,8 @@ MODEL = "fake"
 FINGERPRINT = types_pb2.Fingerprint(model=MODEL, tokenizer=b"t" * 32)
 LIMITS = types_pb2.ModelLimits(max_model_len=512, vocab_size=256)
 EOS = 255
+HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
+"""Of a request that a test writes by hand."""
 SOON = 30.0
 """Bound of every wait: a hang is a failure."""
 
@@ -84,8 +86,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
     def _prompt(
         self, data: bytes, request: tokenizer_pb2.EncodeRequest | tokenizer_pb2.EncodeChatRequest
     ) -> tokenizer_pb2.TokenizedPrompt:
-        """Its one block hash is the sum of its bytes."""
-        hashes = [sum(data)] if request.want_hashes else []
+        """Its one block hash is the sum of its bytes and of the salt's."""
+        hashes = [sum(data) + sum(request.cache_salt)] if request.want_hashes else []
         strings = map(chr, data) if request.want_token_strings else ()
         return tokenizer_pb2.TokenizedPrompt(
             token_ids=data, block_hash_prefixes=hashes, token_strings=strings, opens_reasoning=self.opens_reasoning
@@ -137,11 +139,12 @@ class FakeRequest:
         self._num_tokens += len(token_ids)
         self._session.frames.put_nowait(frame)
 
-    def finish(self, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "") -> None:
+    def finish(self, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "", sample_index: int = 0) -> None:
         finished = output_processor_pb2.RequestFinished(
             slot=self.submit.slot,
             reason=reason,  # type: ignore[arg-type]
             stop_reason=stop_reason,
+            sample_index=sample_index,
             prompt_tokens=len(self.submit.prompt.token_ids),
             completion_tokens=self._num_tokens,
             cached_tokens=1,

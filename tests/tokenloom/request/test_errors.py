@@ -6,6 +6,7 @@ import logging
 import grpc
 import grpc.aio
 import pytest
+from google.rpc import error_details_pb2
 
 from tokenloom.request import errors
 from tokenloom.v1 import types_pb2
@@ -53,6 +54,7 @@ def test_every_class_survives_both_ways(cls: type[errors.TokenloomError]) -> Non
         (errors.Unauthenticated, 401, "UNAUTHENTICATED"),
         (errors.PermissionDenied, 403, "PERMISSION_DENIED"),
         (errors.ResourceExhausted, 503, "RESOURCE_EXHAUSTED"),
+        (errors.RateLimitExceeded, 429, "RESOURCE_EXHAUSTED"),
         (errors.FailedPrecondition, 400, "FAILED_PRECONDITION"),
         (errors.DeadlineExceeded, 504, "DEADLINE_EXCEEDED"),
         (errors.Cancelled, 499, "CANCELLED"),
@@ -105,3 +107,15 @@ def test_openai_body() -> None:
     expected = {"message": "top_p must be a number", "type": "invalid_request_error", "param": "top_p"}
     assert json.loads(json.dumps(body)) == {"error": {**expected, "code": "invalid_argument"}}
     assert errors.openai_body(errors.ModelNotFound("no"))["error"]["code"] == "model_not_found"
+
+
+def test_a_tenants_limit_travels_by_name() -> None:
+    error = errors.RateLimitExceeded("2 sessions are open", limit="sessions", retry_after=3)
+    body = errors.openai_body(error)["error"]
+    assert (body["type"], body["code"], body["limit"]) == ("rate_limit_error", "rate_limit_exceeded", "sessions")
+    back = errors.from_rpc(as_rpc(error))
+    assert isinstance(back, errors.RateLimitExceeded)
+    assert (back.limit, back.retry_after) == ("sessions", 3)
+    quota = error_details_pb2.QuotaFailure()
+    assert any(detail.Unpack(quota) for detail in errors.to_status(error).details)
+    assert quota.violations[0].subject == "sessions"

@@ -45,6 +45,18 @@ def test_gateways_listen_on_their_ports() -> None:
     assert [flag(part, "--listen") for part in gateways] == ["[::1]:9000", "[::1]:9001"]
 
 
+def test_the_gateways_share_a_secret_that_no_other_part_has() -> None:
+    name = "TOKENLOOM_CACHE_SALT_SECRET"
+    parts = parts_of(options(gateways=2), DIRECTORY, PORTS)
+    first, second = (part.environment[name] for part in parts if part.service == "gateway")
+    assert first == second
+    assert len(first) >= 32
+    assert not any(name in part.environment for part in parts if part.service != "gateway")
+    assert parts_of(options(), DIRECTORY, PORTS)[0].environment[name] != first
+    chosen = options(environment={"gateway": {name: "the user's secret"}})
+    assert parts_of(chosen, DIRECTORY, PORTS)[0].environment[name] == "the user's secret"
+
+
 def test_flags_and_environment_reach_their_service_only() -> None:
     parts = parts_of(
         options(
@@ -57,6 +69,8 @@ def test_flags_and_environment_reach_their_service_only() -> None:
     )
     assert [part.service for part in parts if "--dtype" in part.command] == ["engine"]
     assert [part.service for part in parts if "TOKENLOOM_API_KEY" in part.environment] == ["gateway"]
+    assert all("TOKENLOOM_API_KEY" in part.withheld for part in parts)
+    assert not any("secret" in argument for part in parts for argument in part.command)
     assert all(flag(part, "--log-level") == "debug" for part in parts)
 
 

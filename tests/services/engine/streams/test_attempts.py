@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.services.engine.peer import Received, make_add
-from tokenloom.engine_core.wire.messages import EngineCoreOutput, FinishReason, PrefillStats
-from tokenloom.request.errors import DeadlineExceeded, InvalidArgument
+from tokenloom.engine_core.wire.messages import EngineCoreOutput, ErrorKind, FinishReason, PrefillStats
+from tokenloom.request.errors import DeadlineExceeded, InvalidArgument, RateLimitExceeded, ResourceExhausted, from_proto
 from tokenloom.services.engine.streams.attempt import Attempt
 from tokenloom.services.engine.streams.attempts import Attempts
 from tokenloom.services.engine.streams.frame_builder import FrameBuilder
@@ -27,9 +27,10 @@ def make_attempts() -> tuple[Attempts, FrameBuilder]:
 
 def test_what_the_core_measured_is_told_with_the_end() -> None:
     attempts, builder = make_attempts()
-    attempt = attempts.open(make_add(3, [1, 2], 9))
+    attempt = attempts.open(make_add(3, [1, 2], 9, tenant="someone"))
     assert attempt.request is not None
     assert attempt.request.request_id == attempt.key == "7.3"
+    assert attempt.request.tenant == "someone"
     stats = PrefillStats(num_prompt_tokens=2, num_cached_tokens=1, queued_ns=5, prefill_ns=6)
     attempts.take_output(attempt, EngineCoreOutput("7.3", [4], prefill_stats=stats))
     attempts.take_output(attempt, EngineCoreOutput("7.3", [5], 1, FinishReason.STOP, stop_token_id=5))
@@ -50,11 +51,27 @@ def test_what_the_core_could_not_do_may_be_tried_again() -> None:
 def test_what_cannot_be_computed_is_not_worth_another_try() -> None:
     attempts, builder = make_attempts()
     attempt = attempts.open(make_add(1, [1]))
-    output = EngineCoreOutput("7.1", [], finish_reason=FinishReason.ERROR, error="no logit", error_is_internal=True)
+    output = EngineCoreOutput(
+        "7.1", [], finish_reason=FinishReason.ERROR, error="no logit", error_kind=ErrorKind.INTERNAL
+    )
     attempts.take_output(attempt, output)
     finished = builder.take(1).finished[0]
     assert finished.reason == FINISH_REASON_ERROR
     assert (finished.error.reason, finished.error.message) == ("INTERNAL", "no logit")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(ErrorKind.ENGINE_FULL, ResourceExhausted), (ErrorKind.TENANT_FULL, RateLimitExceeded)],
+)
+def test_a_limit_says_when_to_retry(kind: ErrorKind, expected: type[ResourceExhausted]) -> None:
+    attempts, builder = make_attempts()
+    attempt = attempts.open(make_add(1, [1]))
+    output = EngineCoreOutput("7.1", [], finish_reason=FinishReason.ERROR, error="too many", error_kind=kind)
+    attempts.take_output(attempt, output)
+    error = from_proto(builder.take(1).finished[0].error)
+    assert type(error) is expected
+    assert (error.message, error.retry_after) == ("too many", 1.0)
 
 
 def test_a_refused_add_is_answered_and_never_live() -> None:

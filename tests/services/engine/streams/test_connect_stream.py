@@ -12,8 +12,8 @@ from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_settings
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 from tokenloom.request import errors
-from tokenloom.services.engine.streams import connect_stream
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.peers import hello
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import types_pb2
 from tokenloom.v1.engine_pb2 import EngineFrame, GetEngineInfoRequest, KVSource, StopAt
@@ -234,6 +234,7 @@ class TestBadRequests:
             ([1], {"kv_source": KVSource(engine_id="engine-1")}, "kv_source"),
             ([1], {"hold_kv": True}, "hold_kv"),
             ([1], {"priority": -1}, "priority"),
+            ([1], {"tenant": "t" * 257}, "tenant"),
         ],
     )
     async def test_the_field_is_named_and_the_stream_goes_on(
@@ -297,7 +298,7 @@ class TestCredit:
         assert received.token_ids[2] == expected_tokens([3, 4], 4, VOCAB_SIZE)
 
     async def test_a_peer_that_takes_nothing_is_given_up(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connect_stream, "STARVED_SECONDS", 0.4)
+        monkeypatch.setattr(hello, "NO_CREDIT_SECONDS", 0.4)
         async with Peer(host.address, credit=0) as peer:
             await peer.send(make_add(1, [1, 2], ENDLESS))
             code, details = await peer.status()

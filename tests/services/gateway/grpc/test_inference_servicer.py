@@ -11,7 +11,7 @@ import pytest
 from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import EOS, MODEL, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway.grpc import inference_servicer
+from tokenloom.services.gateway import service
 from tokenloom.v1 import inference_pb2, types_pb2
 
 
@@ -229,7 +229,7 @@ async def test_a_session_that_says_nothing_ends_and_leaves_its_place(
         while await idle.read() is not grpc.aio.EOF:
             pass
 
-    monkeypatch.setattr(inference_servicer, "MAX_SESSIONS", 1)
+    monkeypatch.setattr(service, "MAX_SESSIONS", 1)
     async with FakeMesh(socket_dir).gateway(request_timeout=20) as mesh, mesh.inference() as stub:
         mesh.outputs.auto = ["x"]
         for _ in range(2):

@@ -13,7 +13,7 @@ PREFLIGHT = {"origin": PAGE, "access-control-request-method": "POST", "access-co
 async def test_off_by_default(http: httpx.AsyncClient) -> None:
     response = await http.get("/health", headers={"origin": PAGE})
     assert "access-control-allow-origin" not in response.headers
-    assert (await http.options("/v1/completions", headers=PREFLIGHT)).status_code == 405
+    assert (await http.options("/v1/completions", headers=PREFLIGHT)).status_code == 403
 
 
 async def test_named_origins(socket_dir: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
+from tests.services.gateway.fakes import HEADERS, MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 
 BODY: dict[str, Any] = {"model": MODEL, "prompt": "a"}
@@ -97,7 +97,7 @@ async def test_a_client_that_leaves_is_cancelled(mesh: FakeMesh, http: httpx.Asy
 async def test_a_client_that_leaves_before_its_body_is_complete(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     host, _, port = mesh.http_address.rpartition(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    writer.write(b"POST /v1/completions HTTP/1.1\r\n%bContent-Length: 100\r\n\r\n{" % HEADERS)
     await writer.drain()
     writer.close()
     mesh.outputs.auto = ["x"]
@@ -109,7 +109,7 @@ async def test_a_slow_client_gets_everything_merged(mesh: FakeMesh) -> None:
     host, _, port = mesh.http_address.rpartition(":")
     body = json.dumps({**STREAM, "max_tokens": 400}).encode()
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 10)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\n%bContent-Length: %d\r\n\r\n" % (HEADERS, len(body)) + body)
     request = await mesh.outputs.next_request()
     piece = "x" * 20_000
     for number in range(400):

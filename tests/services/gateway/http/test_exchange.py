@@ -1,4 +1,4 @@
-"""Bodies, writing past ASGI, and clients that leave, with the direct writer and with plain ASGI."""
+"""Writing past ASGI, clients that leave, and what a body must be declared as."""
 
 import asyncio
 import logging
@@ -8,13 +8,16 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.exchange import (
     DIRECT_WRITER,
-    ClientDisconnected,
+    REQUEST_BODY,
     DirectWriter,
     Exchange,
+    UnsupportedMediaType,
     Watchers,
 )
+from tokenloom.services.gateway.http.request_body import ClientDisconnected, RequestBody
 
 
 class FakeTransport:
@@ -55,7 +58,12 @@ class FakeConnection:
             on_response=lambda: None,
         )
         self.watchers: Watchers = set()
-        self.writer = DirectWriter(self.cycle, self.watchers)
+        self.left = False
+        self.writer = DirectWriter(self.cycle, self.watchers, self._leave)
+        self.body = RequestBody(self.cycle, ByteBudget(1000))
+
+    def _leave(self) -> None:
+        self.left = True
 
     async def start(self, *headers: tuple[bytes, bytes]) -> None:
         await self.cycle.send({"type": "http.response.start", "status": 200, "headers": list(headers)})
@@ -90,23 +98,6 @@ async def test_not_for_a_body_of_known_length() -> None:
     assert not connection.writer.is_open
 
 
-def test_a_body_is_taken_once_it_is_complete() -> None:
-    connection = FakeConnection()
-    connection.cycle.body += b"abc"
-    assert connection.writer.take_body() is None, "more of it is to come"
-    connection.cycle.more_body = False
-    assert connection.writer.take_body() == b"abc"
-    assert connection.writer.take_body() == b""
-
-
-def test_a_client_that_left_has_no_body() -> None:
-    connection = FakeConnection()
-    connection.cycle.more_body = False
-    connection.cycle.disconnected = True
-    assert connection.writer.take_body() is None
-    assert connection.writer.cycle.disconnected
-
-
 def test_a_watcher_is_called_when_the_client_leaves() -> None:
     connection = FakeConnection()
     connection.flow.pause_reading()
@@ -125,33 +116,56 @@ def test_a_watcher_is_called_when_the_client_leaves() -> None:
 
 
 class Client:
-    """The client of an exchange: with plain ASGI or, given a connection, with the direct writer."""
+    """The client of an exchange."""
 
-    def __init__(self, connection: FakeConnection | None = None) -> None:
-        self._left = asyncio.Event()
-        self._connection = connection
-        scope: dict[str, Any] = {} if connection is None else {"extensions": {DIRECT_WRITER: connection.writer}}
-        scope |= {"method": "POST", "path": "/", "headers": [], "query_string": b""}
-        self.exchange = Exchange(scope, self._receive, self._send)
+    def __init__(self, *headers: tuple[bytes, bytes]) -> None:
+        self.connection = FakeConnection()
+        extensions = {DIRECT_WRITER: self.connection.writer, REQUEST_BODY: self.connection.body}
+        scope = {"method": "POST", "path": "/", "headers": headers, "query_string": b"", "extensions": extensions}
+        self.exchange = Exchange(scope, cast(Any, self.connection.cycle.send))
+
+    def send_body(self, body: bytes) -> None:
+        self.connection.body.arrive(body)
+        self.connection.cycle.more_body = False
 
     def leave(self) -> None:
-        self._left.set()
-        if self._connection is not None:
-            self._connection.cycle.disconnected = True
-            for on_lost in tuple(self._connection.watchers):
-                on_lost()
-
-    async def _receive(self) -> dict[str, Any]:
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: dict[str, Any]) -> None:
-        raise AssertionError("nothing is answered")
+        self.connection.cycle.disconnected = True
+        for on_lost in tuple(self.connection.watchers):
+            on_lost()
 
 
-@pytest.fixture(params=["any server", "ours"])
-async def client(request: pytest.FixtureRequest) -> Client:
-    return Client(FakeConnection() if request.param == "ours" else None)
+@pytest.fixture
+async def client() -> Client:
+    return Client()
+
+
+@pytest.mark.parametrize("kind", [b"application/json", b"Application/JSON ; charset=utf-8"])
+async def test_a_json_body(kind: bytes) -> None:
+    client = Client((b"content-type", kind))
+    client.send_body(b"{}")
+    with await client.exchange.read_body(2) as body:
+        assert body.data == b"{}"
+    assert not body.data
+
+
+@pytest.mark.parametrize(
+    "headers", [(), *([(b"content-type", kind)] for kind in (b"text/plain", b"", b"application/ld+json", b"json"))]
+)
+async def test_other_types_are_refused(headers: Any) -> None:
+    client = Client(*headers)
+    client.send_body(b"{}")
+    with pytest.raises(UnsupportedMediaType, match="application/json"):
+        await client.exchange.read_body(2)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_response_before_the_end_of_the_body_is_the_last(is_whole: bool) -> None:
+    client = Client()
+    client.connection.body.arrive(b"{")
+    client.connection.cycle.more_body = not is_whole
+    await client.exchange.respond(401, b"{}")
+    assert (b"connection: close" in client.connection.transport.sent) is not is_whole
+    assert client.connection.left is not is_whole
 
 
 async def test_leaving_cancels_the_body(client: Client) -> None:
@@ -181,8 +195,7 @@ async def test_after_the_body_nothing_is_cancelled(client: Client) -> None:
     await asyncio.sleep(0)
 
 
-async def test_a_client_that_left_before_is_not_served() -> None:
-    client = Client(FakeConnection())
+async def test_a_client_that_left_before_is_not_served(client: Client) -> None:
     client.leave()
     with pytest.raises(ClientDisconnected), client.exchange.until_disconnected():
         raise AssertionError("it was served")

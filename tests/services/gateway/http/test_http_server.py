@@ -1,7 +1,6 @@
 """Where HTTP is served, and how it ends."""
 
 import asyncio
-import json
 import socket
 import sys
 from pathlib import Path
@@ -9,11 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.request import errors
 from tokenloom.services.gateway import http as http_package
-from tokenloom.services.gateway.http import http_server, uvicorn_protocol
+from tokenloom.services.gateway.http import uvicorn_protocol
+from tokenloom.services.gateway.http.byte_budget import ByteBudget
+from tokenloom.services.gateway.http.connections import Connections
 from tokenloom.services.gateway.http.http_server import HttpServer
 
 
@@ -25,12 +25,12 @@ def test_a_port_in_use_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(errors.Unavailable, match="http_listen"):
-            HttpServer(nothing, address, insecure=False)  # type: ignore[arg-type]
+            HttpServer(nothing, address, budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 def test_open_addresses_need_insecure() -> None:
     with pytest.raises(errors.InvalidArgument, match="http_listen"):
-        HttpServer(nothing, "0.0.0.0:0", insecure=False)  # type: ignore[arg-type]
+        HttpServer(nothing, "0.0.0.0:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
 
 
 async def test_a_unix_socket(socket_dir: Path) -> None:
@@ -54,43 +54,6 @@ async def test_small_writes_do_not_wait(mesh: FakeMesh, http: httpx.AsyncClient)
     assert min(seconds) < 0.04
 
 
-@pytest.mark.parametrize(("sent", "answer"), [(b"", b""), (b"GET /ping HTTP/1.1\r\nHost: x\r\n", b"HTTP/1.1 408 ")])
-async def test_a_head_that_does_not_come_is_given_up(
-    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch, sent: bytes, answer: bytes
-) -> None:
-    monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 20)
-    reader, writer = await connect(mesh)
-    writer.write(sent)
-    await settle()
-    pass_time(20)
-    assert (await asyncio.wait_for(reader.read(), SOON)).startswith(answer)
-    writer.close()
-
-
-async def test_a_head_behind_a_live_request_may_take_its_time(mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_protocol, "HEAD_SECONDS", 20)
-    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    reader, writer = await connect(mesh)
-    writer.write(head + body + b"GET /ping HTTP/1.1\r\n")
-    request = await mesh.outputs.next_request()
-    pass_time(50)
-    await settle()
-    request.answer("done")
-    assert b"200 OK" in await asyncio.wait_for(reader.readline(), SOON)
-    await asyncio.wait_for(reader.readuntil(b"done"), SOON)
-    await settle()
-    pass_time(20)
-    answers = await asyncio.wait_for(reader.read(), SOON)
-    assert b"408" in answers, "then it is given up too"
-    writer.close()
-
-
-async def connect(mesh: FakeMesh) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, _, port = mesh.http_address.rpartition(":")
-    return await asyncio.open_connection(host, int(port))
-
-
 async def test_draining_finishes_live_requests_and_refuses_new_ones(socket_dir: Path) -> None:
     mesh = FakeMesh(socket_dir)
     async with mesh.gateway(drain_timeout=SOON), mesh.http() as http:
@@ -110,31 +73,63 @@ async def test_draining_finishes_live_requests_and_refuses_new_ones(socket_dir: 
 
 
 @pytest.mark.parametrize("lacks", ["a name", "a module"])
-async def test_an_unexpected_uvicorn_is_served_through_plain_asgi(
-    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lacks: str
-) -> None:
+def test_an_unexpected_uvicorn_is_refused(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    """Its own protocol has none of the gateway's limits."""
     if lacks == "a name":
         monkeypatch.setitem(uvicorn_protocol.EXPECTED_NAMES, uvicorn_protocol.FlowControl.__init__, "renamed")
     else:
         monkeypatch.delattr(http_package, "uvicorn_protocol")
         monkeypatch.setitem(sys.modules, uvicorn_protocol.__name__, None)
+    missing = "FlowControl.__init__: renamed" if lacks == "a name" else "uvicorn_protocol"
+    with pytest.raises(errors.FailedPrecondition, match=missing):
+        HttpServer(nothing, "127.0.0.1:0", budget=ByteBudget(1), connections=Connections(1, 1), insecure=False)  # type: ignore[arg-type]
+
+
+async def read_all(address: str, sent: bytes = b"") -> bytes:
+    """Return what the gateway sends on a new connection until it closes it."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(SOON):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("bound", ["max_connections", "max_connections_per_peer"])
+async def test_with_no_idle_connection_a_new_one_is_refused(socket_dir: Path, bound: str) -> None:
     mesh = FakeMesh(socket_dir)
-    async with mesh.gateway(), mesh.http() as http:
-        (warning,) = [record.getMessage() for record in caplog.records if record.name == http_server.__name__]
-        assert ("FlowControl.__init__: renamed" if lacks == "a name" else "uvicorn_protocol") in warning
-        submitted = asyncio.create_task(mesh.outputs.next_request())
-        submitted.add_done_callback(lambda task: task.result().send("a", [1]))
-        body = {"model": MODEL, "prompt": "a", "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            lines = (line async for line in response.aiter_lines() if line)
-            for piece in ("a", "b", "c"):
-                event = json.loads((await anext(lines)).removeprefix("data: "))
-                assert event["choices"][0]["text"] == piece
-                if piece != "c":
-                    submitted.result().send(chr(ord(piece) + 1), [1])
-            submitted.result().finish()
-            assert [line async for line in lines][-1] == "data: [DONE]"
-        leaving = asyncio.create_task(http.post("/v1/completions", json=body))
+    async with mesh.gateway(**{bound: 2}), mesh.http() as http:
+        live = [asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"})) for _ in "ab"]
+        requests = [await mesh.outputs.next_request() for _ in live]
+        address = mesh.http_address
+        refused = await read_all(address)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in refused
+        head, _, body = refused.partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in head
+        for request in requests:
+            request.answer("done")
+        assert [(await each).status_code for each in live] == [200, 200]
+
+
+async def test_silent_connections_make_room(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with mesh.gateway(max_connections=4), mesh.http() as http:
+        live = asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "a"}))
         request = await mesh.outputs.next_request()
-        leaving.cancel()
-        await asyncio.wait_for(request.cancelled.wait(), SOON)
+        address = mesh.http_address
+        silent = [asyncio.create_task(read_all(address)) for _ in range(20)]
+        async with asyncio.timeout(SOON):
+            done, _ = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
+            while len(done) < 17:
+                done, _ = await asyncio.wait(silent, timeout=0.01)
+        assert {each.result() for each in done} == {b""}
+        served = await read_all(address, b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert served.startswith(b"HTTP/1.1 200 ")
+        request.answer("done")
+        assert (await live).status_code == 200
+        for each in silent:
+            each.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)

@@ -6,9 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
 from tokenloom.request import errors
 from tokenloom.services.gateway.mesh.output_link import INITIAL_CREDIT
+from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, SILENCE_SECONDS
 from tokenloom.v1.output_processor_pb2 import ProcessFrame
 
 BODY = {"model": MODEL, "prompt": "a", "max_tokens": 100}
@@ -98,10 +100,26 @@ async def test_a_doubled_token_is_no_answer(mesh: FakeMesh, http: httpx.AsyncCli
     await asyncio.wait_for(request.cancelled.wait(), SOON)
 
 
+async def silence(mesh: FakeMesh, seconds: float) -> None:
+    """Let time pass in which the output processor sends nothing."""
+    mesh.outputs.sessions[-1].beating = False
+    for _ in range(round(seconds / HEARTBEAT_SECONDS)):
+        pass_time(HEARTBEAT_SECONDS)
+        await settle()
+
+
+async def test_an_output_processor_that_is_busy_is_not_dead(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    task, request = await submit(mesh, http)
+    await silence(mesh, 7.5)
+    request.answer("late")
+    assert (await task).json()["choices"][0]["text"] == "late"
+    assert len(mesh.outputs.sessions) == 1
+
+
 async def test_silence_is_death(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
     task, _ = await submit(mesh, http)
-    mesh.outputs.sessions[-1].beating = False
-    async with asyncio.timeout(30):
+    await silence(mesh, SILENCE_SECONDS + 1)
+    async with asyncio.timeout(SOON):
         response = await task
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"

@@ -28,7 +28,7 @@ __all__ = ["roles"]  # a fixture
 
 async def test_the_first_token_comes_from_the_prefill_engine_and_the_rest_from_the_decode_engine(mesh: Mesh) -> None:
     ids = mesh.ids("Once upon a time")
-    gateway, prefill = await prefilling(mesh, timeout=Duration(seconds=60), priority=2)
+    gateway, prefill = await prefilling(mesh, timeout=Duration(seconds=60), priority=2, tenant="someone")
     assert (prefill.add.hold_kv, prefill.add.HasField("kv_source"), prefill.add.awaits_tokens) == (True, False, False)
     kv = prefill.stream.prefilled(prefill.slot, 0, ids[:1], cached_tokens=2, queued_ns=30, prefill_ns=40)
     first = await gateway.next_frame()
@@ -38,6 +38,7 @@ async def test_the_first_token_comes_from_the_prefill_engine_and_the_rest_from_t
     add = decode.add
     assert (add.kv_source, list(add.accepted_token_ids), add.hold_kv, add.awaits_tokens) == (kv, ids[:1], False, False)
     assert (list(add.prompt.token_ids), add.priority, add.sampling_params.seed) == ([5, 6, 7], 2, 1)
+    assert (prefill.add.tenant, add.tenant) == ("someone", "someone")
     assert 30 < add.timeout.ToTimedelta().total_seconds() <= 60
     assert (prefill.add.pick.number, add.pick.number) == (1, 2)
     decode.stream.send((decode.slot, 1, ids[1:]))

@@ -53,10 +53,11 @@ async def outputs(gateway: Gateway, count: int) -> tuple[dict[int, list[int]], d
 
 async def test_samples_go_out_in_one_message_with_seeds_of_their_own(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
-    await gateway.send(submit=[submit(1, num_samples=3, seed=9)])
+    await gateway.send(submit=[submit(1, num_samples=3, seed=9, tenant="someone")])
     stream = await mesh.engines[0].next_stream()
     adds = list((await stream.next_input()).add)
     assert seeds(adds) == [sample_seed(9, index) for index in range(3)]
+    assert [add.tenant for add in adds] == ["someone"] * 3
     assert [add.HasField("pick") for add in adds] == [True, False, False]
     assert len(mesh.coordinator.requests) == 1
     slots = [add.slot for add in adds]

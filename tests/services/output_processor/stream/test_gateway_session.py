@@ -13,6 +13,7 @@ from tests.services.output_processor.harness import Mesh
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
 from tokenloom.request import errors
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
+from tokenloom.services.runtime.peers import hello
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
@@ -49,7 +50,7 @@ async def test_the_engine_gets_the_request_with_its_pick_and_what_is_left_of_its
     )
     (add,) = await (await mesh.engines[0].next_stream()).next_adds(1)
     assert (list(add.prompt.token_ids), add.sampling_params.temperature, add.priority) == ([9, 8], 0.5, 3)
-    assert (add.pick.coordinator_epoch, add.pick.number) == (7, 1)
+    assert (add.tenant, add.pick.coordinator_epoch, add.pick.number) == ("someone", 7, 1)
     assert 30 < add.timeout.ToTimedelta().total_seconds() <= 60
     (pick,) = mesh.coordinator.requests
     assert (pick.prompt_tokens, pick.tenant, pick.fingerprint.model) == (2, "someone", DEMO_MODEL_NAME)
@@ -216,6 +217,17 @@ async def test_without_credit_steps_are_merged(mesh: Mesh) -> None:
     frame = await gateway.next_frame()
     assert (list(frame.token_index), list(frame.token_ids)) == ([1], ids[1:])
     assert [end.completion_tokens for end in frame.finished] == [len(ids)]
+
+
+@pytest.mark.parametrize("heartbeat", [0.02])
+async def test_a_gateway_that_grants_no_credit_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hello, "NO_CREDIT_SECONDS", 0.4)
+    gateway = await mesh.gateway(credit=0)
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    stream.send((slot, 0, mesh.ids("Once")[:1]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await gateway.next_frame()
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("heartbeat", [0.1])

@@ -60,16 +60,32 @@ async def test_a_stopped_process_is_noticed_by_its_silence(socket_dir: Path, mon
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_busy_process_is_not_dead(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "TICK_SECONDS", 0.05)
+    seconds = connection.TICK_SECONDS * 2 * connection.SILENT_TICKS
+    async with asyncio.timeout(SOON), process(socket_dir / "s", 0.02) as part, calling(socket_dir / "s") as channel:
+        call = channel.stream_stream(METHOD)()
+        for message in (b"busy %f" % seconds, b"a"):
+            await call.write(message)
+            assert await call.read() == message
+        assert part.returncode is None
+
+
 def test_within_the_time_of_grpcs_pings() -> None:
     assert connection.TICK_SECONDS * (connection.SILENT_TICKS - 1) >= 2.0
     assert connection.TICK_SECONDS * connection.SILENT_TICKS <= 2.6
+
+
+def test_a_busy_loop_has_more_than_5_seconds() -> None:
+    assert connection.TICK_SECONDS * (connection.HUNG_TICKS - 1) > 5.0
+    assert connection.TICK_SECONDS * connection.HUNG_TICKS <= 10.0
 
 
 async def test_a_caller_that_says_nothing_is_cut_off(socket_dir: Path, short_ticks: float) -> None:
     watched = Watched()
     async with stream(watched.wait, socket_dir):
         reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
-        assert await reader.read() == encode(Kind.BEAT) * (connection.SILENT_TICKS - 1)
+        assert await reader.read() == encode(Kind.BEAT) * (connection.HUNG_TICKS - 1)
         writer.close()
         reader, writer = await asyncio.open_unix_connection(socket_dir / "s")
         writer.write(OPEN)
@@ -91,7 +107,7 @@ async def test_an_idle_call_lives_by_beats(socket_dir: Path, short_ticks: float)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connection, "FrameDecoder", Counting)
         async with stream(watched.wait, socket_dir) as call:
-            while beats < 8 * connection.SILENT_TICKS:  # noqa: ASYNC110 - of both ends
+            while beats < 4 * connection.HUNG_TICKS:  # noqa: ASYNC110 - of both ends
                 await asyncio.sleep(short_ticks)
             assert not call.done()
 

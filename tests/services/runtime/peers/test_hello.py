@@ -1,13 +1,20 @@
 """The handshake compares identities and models, and credit limits frames."""
 
 import asyncio
+import time
 
 import pytest
 
 from tokenloom.request.errors import FailedPrecondition
+from tokenloom.services.engine.kv import kv_reading
+from tokenloom.services.gateway.mesh import output_link, tokenizer_client
+from tokenloom.services.output_processor.placement import engine_link
 from tokenloom.services.runtime.peers.channels import MAX_MESSAGE_BYTES
 from tokenloom.services.runtime.peers.hello import (
+    HEARTBEAT_SECONDS,
+    NO_CREDIT_SECONDS,
     PROTOCOL_VERSION,
+    SILENCE_SECONDS,
     Credit,
     check_hello,
     fingerprint_difference,
@@ -84,3 +91,32 @@ async def test_a_cancelled_wait_takes_nothing() -> None:
     waiter.cancel()
     credit.grant(1)
     assert credit.take()
+
+
+def test_credit_is_withheld_only_by_a_peer_that_grants_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    credit = Credit()
+
+    def looks(*, wanted: bool, grants: int) -> list[bool]:
+        nonlocal now
+        seen = []
+        for _ in range(30):
+            now += HEARTBEAT_SECONDS
+            if grants:
+                credit.grant(grants)
+                while credit.take():
+                    pass
+            seen.append(credit.is_withheld(wanted=wanted))
+        return seen
+
+    assert not any(looks(wanted=False, grants=0))
+    assert not any(looks(wanted=True, grants=1)), "a slow peer is not a lost one"
+    assert looks(wanted=True, grants=0).index(True) == round(NO_CREDIT_SECONDS / HEARTBEAT_SECONDS) - 1
+
+
+def test_a_busy_loop_has_more_than_5_seconds() -> None:
+    assert 5.0 < SILENCE_SECONDS <= 10.0
+    assert output_link.SILENT_TICKS * HEARTBEAT_SECONDS == SILENCE_SECONDS
+    assert engine_link._SILENT_TICKS * engine_link._TICK_SECONDS == SILENCE_SECONDS
+    assert min(engine_link.CONNECT_SECONDS, kv_reading.CALL_SECONDS, tokenizer_client.ANSWER_SECONDS) > 5.0

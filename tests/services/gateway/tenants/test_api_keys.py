@@ -10,11 +10,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.services.gateway.fakes import MODEL, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway.http.auth import ApiKeys
+from tokenloom.services.gateway.tenants.api_keys import ApiKeys
+from tokenloom.services.gateway.tenants.cache_salts import CacheSalts
+from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 KEY = "sk-right"
+SALTS = CacheSalts(b"0123456789abcdef")
 
 
 def test_keys_from_flags_and_file(tmp_path: Path) -> None:
@@ -34,6 +37,60 @@ def test_a_file_of_plain_keys_is_refused_without_telling_them(tmp_path: Path) ->
     with pytest.raises(errors.InvalidArgument, match="line 1") as caught:
         ApiKeys.load([], file)
     assert "secret" not in str(caught.value)
+
+
+def test_each_plain_key_is_a_tenant_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    digest = hashlib.sha256(b"from file").hexdigest()
+    file.write_text(f"{digest}\n{digest}\n")
+    keys = ApiKeys.load(["from flag", "from file"], file, SALTS)
+    tenants = [keys.authorize(f"Bearer {key}".encode()) for key in ("from flag", "from file")]
+    assert tenants[1].name == f"key:{digest[:16]}"
+    assert len({tenant.name for tenant in tenants}) == len({tenant.cache_salt for tenant in tenants}) == 2
+    assert tenants[1] == ApiKeys.load(["from file"], None, SALTS).authorize(b"Bearer from file")
+    assert tenants[1] != ApiKeys.load(["from file"], None).authorize(b"Bearer from file"), "the salt is random"
+
+
+def test_tenants_of_a_file_share_a_cache_by_its_name_only(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    tables = []
+    for name, cache in (("a", None), ("b", "a"), ("c", "d"), ("e", None)):
+        line = f'cache = "{cache}"\n' if cache else ""
+        tables.append(
+            f'[[tenant]]\nname = "{name}"\nkey_sha256 = ["{hashlib.sha256(name.encode()).hexdigest()}"]\n{line}'
+        )
+    file.write_text("\n".join([*tables, "[tenant.limits]\nsessions = 3\n"]))
+    keys = ApiKeys.load(["flag"], file, SALTS)
+    a, b, c, e, flag = (keys.authorize(f"Bearer {key}".encode()) for key in ("a", "b", "c", "e", "flag"))
+    assert a.cache_salt == b.cache_salt
+    assert len({a.cache_salt, c.cache_salt, e.cache_salt, flag.cache_salt}) == 4
+    assert (a.name, e.limits.sessions, a.limits.sessions) == ("a", 3, None)
+    assert a.cache_salt.hex() not in f"{a}"
+
+
+def test_a_key_of_two_tenants_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    table = f'[[tenant]]\nname = "%s"\nkey_sha256 = ["{hashlib.sha256(b"k").hexdigest()}"]\n'
+    file.write_text(table % "a" + table % "b")
+    with pytest.raises(errors.InvalidArgument, match="for tenant 'a' and for tenant 'b'"):
+        ApiKeys.load([], file, SALTS)
+    file.write_text(table % "a")
+    with pytest.raises(errors.InvalidArgument, match="as --api-key and for tenant 'a'"):
+        ApiKeys.load(["k"], file, SALTS)
+
+
+def test_operators_belong_to_no_tenant(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"{hashlib.sha256(b'k').hexdigest()}\n")
+    keys = ApiKeys.load_admin(["flag"], file)
+    assert keys.authorize(b"Bearer k") is keys.authorize(b"Bearer flag") is NO_TENANT
+    file.write_text("[[tenant]]\n")
+    with pytest.raises(errors.InvalidArgument, match="admin_api_key_file: line 1"):
+        ApiKeys.load_admin([], file)
+
+
+def test_without_keys_every_client_is_of_one_tenant() -> None:
+    assert ApiKeys.load([], None).authorize(None) is NO_TENANT
 
 
 def test_an_empty_file_accepts_no_key(tmp_path: Path) -> None:

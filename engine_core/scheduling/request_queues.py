@@ -1,0 +1,139 @@
+"""Keeps the requests that wait, those of each tenant in the order of the policy."""
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
+
+from .request import Request
+
+
+def priority_key(request: Request) -> tuple[int, int, str]:
+    """Return a key to sort by priority: the smallest runs first, the largest is preempted first."""
+    return request.priority, request.arrival_ns, request.request_id
+
+
+class FCFSQueue:
+    """Keeps requests in the order in which they may begin; a request that comes back goes to the head."""
+
+    def __init__(self) -> None:
+        self._requests: OrderedDict[str, Request] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def append(self, request: Request) -> None:
+        """Add a new request."""
+        self._requests[request.request_id] = request
+
+    def prepend(self, request: Request) -> None:
+        """Add a request that has waited before, here or for something else."""
+        self._requests[request.request_id] = request
+        self._requests.move_to_end(request.request_id, last=False)
+
+    def peek(self) -> Request:
+        """Return the head. The queue is not empty."""
+        return next(iter(self._requests.values()))
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is here."""
+        del self._requests[request.request_id]
+
+
+class PriorityQueue:
+    """Offers the same as :class:`FCFSQueue`, sorted by :func:`priority_key`.
+
+    It is a list, because a heap would have to be searched for a request that is aborted.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def append(self, request: Request) -> None:
+        bisect.insort(self._requests, request, key=priority_key)
+
+    prepend = append
+
+    def peek(self) -> Request:
+        return self._requests[0]
+
+    def remove(self, request: Request) -> None:
+        index = bisect.bisect_left(self._requests, priority_key(request), key=priority_key)
+        assert self._requests[index] is request
+        del self._requests[index]
+
+
+class WaitingRequests:
+    """Keeps all waiting requests, each tenant's in a queue of its own.
+
+    It is bounded by the callers: the engine's front accepts no more requests than it has slots.
+    """
+
+    def __init__(self, queue_type: type[FCFSQueue] | type[PriorityQueue] = FCFSQueue) -> None:
+        self._queue_type = queue_type
+        self._queues: dict[str, FCFSQueue | PriorityQueue] = {}  # by tenant; none is empty
+        self._num_requests = 0
+        self.num_tokens = 0
+        """The tokens of all requests here, which have no computed tokens, except those that loaded blocks."""
+
+    def __len__(self) -> int:
+        return self._num_requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self._queues.values())
+
+    @property
+    def tenants(self) -> Collection[str]:
+        """The tenants that have a request here."""
+        return self._queues.keys()
+
+    def append(self, request: Request) -> None:
+        """Add a new request."""
+        self._queue_of(request).append(request)
+        self._num_requests += 1
+        self.num_tokens += request.num_tokens
+
+    def prepend(self, request: Request) -> None:
+        """Add a request that has waited before, here or for something else: before the others of its tenant, unless the
+        policy sorts it."""
+        self._queue_of(request).prepend(request)
+        self._num_requests += 1
+        self.num_tokens += request.num_tokens
+
+    def peek(self, seats: Mapping[str, int] | None) -> Request | None:
+        """Return the request that may begin next, or None if none waits.
+
+        Among the tenants whose heads have the lowest priority value, it is the head of the tenant with the fewest
+        ``seats``; among equals, the one that arrived first. So a head waits only for heads that arrived before it, once
+        no request of its own tenant runs any more: no request waits for ever. ``seats`` is needed for several tenants.
+        """
+        queues = self._queues
+        if len(queues) < 2:
+            return next(iter(queues.values())).peek() if queues else None
+        assert seats is not None, "several tenants wait"
+        heads = (queue.peek() for queue in queues.values())
+        return min(heads, key=lambda head: (head.priority, seats[head.tenant], head.arrival_ns, head.request_id))
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that is here."""
+        queue = self._queues[request.tenant]
+        queue.remove(request)
+        if not queue:
+            del self._queues[request.tenant]
+        self._num_requests -= 1
+        self.num_tokens -= request.num_tokens
+
+    def _queue_of(self, request: Request) -> FCFSQueue | PriorityQueue:
+        queue = self._queues.get(request.tenant)
+        if queue is None:
+            queue = self._queues[request.tenant] = self._queue_type()
+        return queue

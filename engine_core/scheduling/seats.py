@@ -1,0 +1,65 @@
+"""Shares the seats of a batch between tenants: each running request takes one, and there are ``max_num_seqs``."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from .request import Request
+
+
+class LiveTenants:
+    """Counts the live requests of each tenant, so that an engine with a single tenant spends nothing on shares.
+
+    Attributes:
+        are_several: Whether at least two tenants have a live request.
+    """
+
+    def __init__(self) -> None:
+        self.are_several = False
+        self._num_requests: dict[str, int] = {}
+
+    def add(self, request: Request) -> None:
+        """Count a request that is live from now on."""
+        self._num_requests[request.tenant] = self._num_requests.get(request.tenant, 0) + 1
+        self.are_several = len(self._num_requests) > 1
+
+    def remove(self, request: Request) -> None:
+        """Stop counting a request, which has ended."""
+        if self._num_requests[request.tenant] == 1:
+            del self._num_requests[request.tenant]
+        else:
+            self._num_requests[request.tenant] -= 1
+        self.are_several = len(self._num_requests) > 1
+
+
+def count_seats(requests: Iterable[Request]) -> Counter[str]:
+    """Return the number of requests by tenant."""
+    return Counter(request.tenant for request in requests)
+
+
+def seat_to_take_back(running: list[Request], seats: Counter[str], head: Request) -> Request | None:
+    """Return the running request that should give its seat to ``head``; None if ``head`` should wait until one ends.
+
+    It is the newest request of the tenant with the most seats, if that tenant has at least two more than the tenant of
+    ``head``. So each change makes the shares more equal, and seats do not go back and forth between waiting tenants.
+    """
+    tenant, most = seats.most_common(1)[0]
+    if most < seats[head.tenant] + 2:
+        return None
+    newest = next((request for request in reversed(running) if request.tenant == tenant), None)
+    if newest is None or newest.priority < head.priority:
+        return None
+    # A request whose last token is in flight gives its seat up anyway; one that reads no cached blocks would have to be
+    # computed again from its first token.
+    return None if newest.will_be_full or newest.skip_reading_prefix_cache else newest
+
+
+def index_to_preempt(running: list[Request], start: int) -> int:
+    """Return which of the requests from index ``start`` on gives up its blocks.
+
+    Among the least urgent ones it is the last request of the tenant with the most seats. The request at index 0 is
+    chosen only when it is alone, so that it always advances.
+    """
+    seats = count_seats(running)
+    least_urgent = running[-1].priority
+    candidates = [index for index in range(start, len(running)) if running[index].priority == least_urgent]
+    return max(candidates, key=lambda index: (seats[running[index].tenant], index))

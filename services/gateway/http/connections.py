@@ -1,0 +1,86 @@
+"""Bounds the HTTP connections of clients: all together, and those from one address."""
+
+import logging
+import time
+from collections import OrderedDict
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+MIN_IDLE_SECONDS = 1.0
+"""A connection that is idle for less is probably about to be used again."""
+LOG_SECONDS = 60.0
+"""Minimum time between two log lines."""
+_MAX_LOOKS = 32
+"""Connections that are looked at to find an idle one: accepting one must not take longer the more there are."""
+
+
+class Connection(Protocol):
+    """Describes what is needed of a connection."""
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """For how long no request has been received or answered; infinity before the first; None while one is."""
+
+    def close_idle(self) -> None:
+        """Close it; it is idle."""
+
+
+class Connections:
+    """Counts open connections. At a limit, an idle connection is closed for a new one; if none is idle, the new one is
+    not admitted."""
+
+    def __init__(self, limit: int, per_peer: int) -> None:
+        """``limit``: of all connections. ``per_peer``: of those from one address; unix sockets have none."""
+        self._limit = limit
+        self._per_peer = per_peer
+        # The connection that was looked at longest ago, or not at all, is first. Both are bounded by `limit`.
+        self._all: OrderedDict[Connection, str] = OrderedDict()
+        self._of_peer: dict[str, OrderedDict[Connection, str]] = {}
+        self._logged_at = -LOG_SECONDS
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def admit(self, connection: Connection, peer: str) -> bool:
+        """Count a new connection and return True, or return False if the limits leave no room.
+
+        ``peer``: the client's address; empty for a unix socket.
+        """
+        group = self._of_peer.get(peer) if peer else None
+        if group is not None and len(group) >= self._per_peer and not self._close_idle(group):
+            self._report(f"{peer} has {self._per_peer} connections (--max-connections-per-peer)")
+            return False
+        if len(self._all) >= self._limit and not self._close_idle(self._all):
+            self._report(f"clients have {self._limit} connections (--max-connections, or the descriptor limit)")
+            return False
+        self._all[connection] = peer
+        if peer:
+            self._of_peer.setdefault(peer, OrderedDict())[connection] = peer
+        return True
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that was closed; no effect if it was not admitted or is forgotten already."""
+        peer = self._all.pop(connection, "")
+        if peer and (group := self._of_peer.get(peer)) is not None:
+            group.pop(connection, None)
+            if not group:
+                del self._of_peer[peer]
+
+    def _close_idle(self, group: "OrderedDict[Connection, str]") -> bool:
+        """Close an idle connection of a group. Returns False if none was found."""
+        for _ in range(min(_MAX_LOOKS, len(group))):
+            connection = next(iter(group))
+            idle_seconds = connection.idle_seconds
+            if idle_seconds is not None and idle_seconds >= MIN_IDLE_SECONDS:
+                self.remove(connection)
+                connection.close_idle()
+                return True
+            group.move_to_end(connection)
+        return False
+
+    def _report(self, reason: str) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_SECONDS:
+            self._logged_at = now
+            log.warning("refusing connections: %s, and none of them is idle", reason)

@@ -1,0 +1,170 @@
+"""The body of one HTTP request: collects its bytes within limits, and returns them to the gateway's budget and to its
+tenant's."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from tokenloom.request import errors
+
+from ..tenants.tenant_share import TenantShare
+from .byte_budget import ByteBudget
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+BODY_SECONDS = 60.0
+"""Limit on the time from the end of a request's head to the end of its body, trailers included."""
+UNREAD_BYTES = 64 * 1024
+"""A connection is paused when so many bytes of a body have arrived before its handler reads them."""
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class BodyTimeout(errors.InvalidArgument):
+    """Raised for a body that is incomplete when its time is over."""
+
+    http_status = 408
+    reason = "BODY_TIMEOUT"
+
+
+class ClientDisconnected(Exception):
+    """Raised when the client has left; no response is possible any more."""
+
+
+class RequestBody:
+    """Collects the bytes of a body as the connection delivers them. Every byte that it holds is reserved in the budget,
+    and counts for the tenant as soon as the client's key is known.
+
+    Use it as ``with``: at the end of the block the bytes are dropped and their reservation is released.
+
+    Attributes:
+        data: The bytes that have arrived; empty after :meth:`close`.
+    """
+
+    __slots__ = ("_budget", "_cycle", "_is_closed", "_limit", "_refusal", "_reserved", "_share", "data")
+
+    def __init__(self, cycle: "RequestResponseCycle", budget: ByteBudget) -> None:
+        """``cycle``: uvicorn's state of the request, a private part."""
+        self.data = bytearray()
+        self._cycle = cycle
+        self._budget = budget
+        self._share: TenantShare | None = None
+        self._reserved = 0
+        self._limit: int | None = None  # set once the handler reads
+        self._refusal: errors.TokenloomError | None = None
+        self._is_closed = False
+
+    def __enter__(self) -> "RequestBody":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether the connection has bytes to deliver that belong to this body or to its trailers."""
+        return bool(self._cycle.more_body)
+
+    def arrive(self, piece: bytes) -> None:
+        """Add bytes that the connection delivers, or ignore them when they exceed a limit or are not wanted."""
+        if self._is_closed:
+            return
+        size = len(self.data) + len(piece)
+        if self._limit is not None and size > self._limit:
+            self._refuse(too_large(self._limit))
+            return
+        if not self._make_room(size):
+            return
+        self.data += piece
+        if self._limit is None and size > UNREAD_BYTES:
+            self._cycle.flow.pause_reading()
+
+    def count_for(self, share: TenantShare) -> None:
+        """Count the bytes for a tenant. The handler that reads a body beyond the tenant's limit gets the error."""
+        try:
+            share.add_bytes(self._reserved, self._reserved)
+        except errors.TokenloomError as refusal:
+            self._refuse(refusal)
+        else:
+            self._share = share
+
+    async def read(self, limit: int, length: int | None) -> None:
+        """Return when ``data`` is the whole body.
+
+        Args:
+            limit: The most bytes that the body may have.
+            length: How many bytes the client has announced; they are reserved before they arrive. None: unknown.
+
+        Raises :class:`errors.PayloadTooLarge`, :class:`errors.ResourceExhausted` when the budget has no room,
+        :class:`errors.RateLimitExceeded` when the tenant has none, :class:`BodyTimeout` and
+        :class:`ClientDisconnected`.
+        """
+        self._limit = limit
+        if len(self.data) > limit:
+            self._refuse(too_large(limit))
+        elif length is not None and self._refusal is None:
+            self._make_room(length)
+        if self._cycle.more_body and self._refusal is None:
+            await self._complete()
+        if self._refusal is not None:
+            raise self._refusal
+        if self._cycle.disconnected:
+            raise ClientDisconnected
+
+    def close(self) -> None:
+        """Drop the bytes and release their reservation; ignore bytes that arrive later."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.data = bytearray()
+        self._budget.release(self._reserved)
+        if self._share is not None:
+            self._share.remove_bytes(self._reserved)
+        self._reserved = 0
+
+    async def _complete(self) -> None:
+        """Wait until the body is complete, is refused or the client has left."""
+        cycle = self._cycle
+        if cycle.waiting_for_100_continue and not cycle.transport.is_closing():
+            cycle.waiting_for_100_continue = False
+            cycle.transport.write(_CONTINUE)
+        cycle.flow.resume_reading()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while cycle.more_body and self._refusal is None and not cycle.disconnected:
+                    cycle.message_event.clear()
+                    await cycle.message_event.wait()
+        except TimeoutError:
+            raise BodyTimeout(f"the body did not arrive within {BODY_SECONDS:g} s") from None
+
+    def _make_room(self, size: int) -> bool:
+        """Reserve the bytes of a body of this size; refuse the request and return False if one budget is too small."""
+        added = size - self._reserved
+        if added > 0:
+            try:
+                if self._share is not None:
+                    self._share.add_bytes(added, size)
+                self._reserve(added)
+            except errors.TokenloomError as refusal:
+                self._refuse(refusal)
+                return False
+            self._reserved = size
+        return True
+
+    def _reserve(self, added: int) -> None:
+        try:
+            self._budget.reserve(added)
+        except errors.ResourceExhausted:
+            if self._share is not None:
+                self._share.remove_bytes(added)
+            raise
+
+    def _refuse(self, refusal: errors.TokenloomError) -> None:
+        """Drop the body; its handler raises the error when it reads."""
+        self._refusal = refusal
+        self.close()
+        self._cycle.message_event.set()
+
+
+def too_large(limit: int) -> errors.PayloadTooLarge:
+    """Return the error for a body of more than ``limit`` bytes."""
+    return errors.PayloadTooLarge(f"the body is larger than {limit} bytes")

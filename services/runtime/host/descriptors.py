@@ -1,0 +1,35 @@
+"""File descriptors: as many as the system allows, with some kept for the mesh's own links and files."""
+
+import logging
+import resource
+
+log = logging.getLogger(__name__)
+
+RESERVED_SHARE = 1 / 8
+MIN_RESERVED = 128
+"""Descriptors that clients never get: for links to other parts, listeners, the metrics port, files, and connections
+that are closed as soon as they have been accepted."""
+
+
+def raise_limit() -> int:
+    """Raise the soft limit of open descriptors to the hard one. Returns the limit that applies."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return soft
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # some systems refuse their own hard limit
+        log.warning("the limit of open descriptors stays %d: %s", soft, error)
+        return soft
+    log.info("raised the limit of open descriptors from %d to %d", soft, hard)
+    return hard
+
+
+def for_clients(wanted: int, num_edges: int = 1) -> int:
+    """Return how many connections each of ``num_edges`` listeners may hold: ``wanted``, or fewer if the descriptors of
+    this process do not suffice for all of them and for what is reserved."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    available = limit - max(MIN_RESERVED, int(limit * RESERVED_SHARE))
+    return max(1, min(wanted, available // num_edges))

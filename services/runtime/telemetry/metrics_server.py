@@ -1,0 +1,150 @@
+"""Serves /metrics from a thread of its own, with bounds on connections, time and log lines."""
+
+import asyncio
+import logging
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from tokenloom.request.errors import Unavailable
+
+from ..peers import addresses
+from ..peers.addresses import Address
+from ..peers.tls import MeshTLS
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 64
+"""With so many open connections, the oldest is closed for a new one: scrapers use one each, for milliseconds."""
+REQUEST_SECONDS = 5.0
+"""Time for a whole exchange, TLS handshake included."""
+MAX_HEAD_BYTES = 8 * 1024
+"""Limit on the request line and headers."""
+LOG_SECONDS = 60.0
+"""Minimum time between two log lines: a client must not be able to fill the log."""
+
+_SILENT_LOSS = (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError)  # what clients cause
+
+
+def serve(registry: CollectorRegistry, listen: str, tls: MeshTLS | None, *, insecure: bool) -> "MetricsServer":
+    """Open the port of /metrics, ``host:port``. On an address that other machines can reach, scrapers need a
+    certificate of the mesh, if it has certificates.
+
+    Raises ``InvalidArgument`` for plain text on such an address, unless ``insecure`` allows it, ``Unavailable`` for an
+    address that cannot be bound.
+    """
+    address = addresses.parse(listen, field="metrics_listen")
+    context = tls.server_context() if tls is not None and not address.is_local else None
+    addresses.check_closed(address, insecure=insecure or context is not None, field="metrics_listen")
+    try:
+        return MetricsServer(registry, address, context)
+    except OSError as error:
+        raise Unavailable(f"metrics_listen: cannot bind {address}: {error.strerror}") from None
+
+
+class MetricsServer:
+    """Answers ``GET /metrics``, one request per connection, on one daemon thread with an event loop of its own.
+
+    A scrape works while the service's event loop is busy."""
+
+    def __init__(self, registry: CollectorRegistry, address: Address, tls: ssl.SSLContext | None = None) -> None:
+        """Bind and serve. Raises ``OSError`` when the address cannot be bound. ``tls`` None: plain text."""
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self._socket = socket.create_server((address.host, address.port), family=family, backlog=MAX_CONNECTIONS)
+        self._app = make_wsgi_app(registry)
+        self._tls = tls
+        self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first; bounded by MAX_CONNECTIONS
+        self._logged_at = -LOG_SECONDS
+        self._loop = uvloop.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+        self.address = str(Address(host=address.host, port=self._socket.getsockname()[1]))
+
+    def close(self) -> None:
+        """Stop serving, and return when the thread has ended."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            self._loop.set_exception_handler(lambda _, context: self._log(context.get("exception")))
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._answer, sock=self._socket, limit=MAX_HEAD_BYTES)
+        await self._stopping.wait()
+        server.close()
+        for writer in self._open:
+            writer.transport.abort()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection. Never raises: what a client does is no reason for a traceback."""
+        if len(self._open) >= MAX_CONNECTIONS:
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                if self._tls is not None:
+                    await writer.start_tls(self._tls)
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.transport.set_write_buffer_limits(0)  # drain waits until the client has received everything
+                writer.write(self._response(head))
+                await writer.drain()
+        except _SILENT_LOSS:
+            writer.transport.abort()
+        except Exception as error:
+            self._log(error)
+            writer.transport.abort()
+        finally:
+            self._open.pop(writer, None)
+            writer.close()
+
+    def _response(self, head: bytes) -> bytes:
+        """Return what the library's application answers; heads that are not HTTP, and other paths, get an error."""
+        lines = head.decode("latin-1").split("\r\n")
+        request, fields = lines[0].split(" "), dict(_field(line) for line in lines[1:])
+        if len(request) != 3 or not request[2].startswith("HTTP/1."):
+            return _message("400 Bad Request", [], b"")
+        method, target, _ = request
+        path, _, query = target.partition("?")
+        if path != "/metrics":
+            return _message("404 Not Found", [], b"")
+        environment = {
+            "REQUEST_METHOD": method,
+            "PATH_INFO": path,
+            "QUERY_STRING": query,
+            "HTTP_ACCEPT": fields.get("accept", ""),
+            "HTTP_ACCEPT_ENCODING": fields.get("accept-encoding", ""),
+        }
+        started: list[tuple[str, list[tuple[str, str]]]] = []
+        start: Callable[..., Any] = lambda status, headers: started.append((status, headers))  # noqa: E731
+        body = b"".join(self._app(environment, start))
+        return _message(*started[0], body)
+
+    def _log(self, error: BaseException | None) -> None:
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_SECONDS:
+            self._logged_at = now
+            log.warning("/metrics: %s", error, exc_info=error)
+
+
+def _field(line: str) -> tuple[str, str]:
+    name, _, value = line.partition(":")
+    return name.strip().lower(), value.strip()
+
+
+def _message(status: str, headers: list[tuple[str, str]], body: bytes) -> bytes:
+    """Return a whole response, after which the connection closes."""
+    fields = [*headers, ("Content-Length", str(len(body))), ("Connection", "close")]
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields)
+    return f"HTTP/1.1 {status}\r\n{head}\r\n".encode("latin-1") + body

@@ -1,0 +1,92 @@
+"""The event loop of one part after the other is busy for 5 s, and one part is stopped: load is not death."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.mesh.harness import VOCAB_SIZE
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
+
+HOOK = Path(__file__).parent / "part_hook"
+BUSY_SECONDS = 5.0
+PROMPT = list(range(100, 120))
+STREAMS = 4
+TOKENS = 1300
+STEP_SECONDS = 0.02
+NOTICED_WITHIN = 10.0
+"""Seconds after which a stopped part's requests have their error, on a loaded machine too."""
+
+
+@pytest.fixture(scope="module")
+def mesh(serve: Any) -> Any:
+    path = os.pathsep.join((str(HOOK), *filter(None, (os.environ.get("PYTHONPATH"),))))
+    return serve("--worker", "hash", TOKENLOOM_HASH_STEP_SECONDS=str(STEP_SECONDS), PYTHONPATH=path)
+
+
+@pytest.fixture
+async def client(mesh: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{mesh.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+async def stream(client: openai.AsyncOpenAI, on_first: Callable[[], object]) -> list[int]:
+    """Return the tokens of one completion."""
+    token_ids: list[int] = []
+    chunks = await client.completions.create(
+        model="tokenloom-demo",
+        prompt=PROMPT,
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    async with chunks:
+        async for chunk in chunks:
+            if not token_ids:
+                on_first()
+            for choice in chunk.choices:
+                token_ids += choice.token_ids  # type: ignore[attr-defined]  # not OpenAI's
+    return token_ids
+
+
+@pytest.mark.timeout(300)
+async def test_streams_survive_loops_that_are_busy(mesh: Any, client: openai.AsyncOpenAI) -> None:
+    streaming = asyncio.Semaphore(0)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(stream(client, streaming.release)) for _ in range(STREAMS)]
+        for _ in tasks:
+            await streaming.acquire()
+        for name in ("gateway", "output_processor", "engine", "coordinator", "tokenizer"):
+            process = mesh.part(name)
+            before = process.cpu_times()
+            process.send_signal(signal.SIGUSR2)
+            await asyncio.sleep(BUSY_SECONDS)
+            after = process.cpu_times()
+            assert after.user + after.system > before.user + before.system + 0.5, f"the {name} was not busy"
+        assert not any(task.done() for task in tasks), "the streams ended before the parts were busy"
+    expected = expected_tokens(PROMPT, TOKENS, VOCAB_SIZE)
+    assert [task.result() for task in tasks] == [expected] * STREAMS
+    assert {part["health"] for part in await asyncio.to_thread(mesh.ps)} == {"SERVING"}
+
+
+async def test_a_stopped_part_is_noticed_in_time(mesh: Any, client: openai.AsyncOpenAI) -> None:
+    started = asyncio.Event()
+    request = asyncio.create_task(stream(client, started.set))
+    await started.wait()
+    process = mesh.part("output_processor")
+    stopped_at = time.monotonic()
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            await request
+        assert time.monotonic() - stopped_at < NOTICED_WITHIN
+    finally:
+        process.send_signal(signal.SIGCONT)

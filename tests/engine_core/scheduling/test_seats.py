@@ -1,0 +1,223 @@
+"""Tests how tenants share the seats of a batch, and that no request waits for ever."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from tests.engine_core.helpers import make_request
+from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tokenloom.engine_core.scheduling.request import Request
+from tokenloom.engine_core.scheduling.scheduler import Scheduler
+from tokenloom.engine_core.scheduling.seats import index_to_preempt
+from tokenloom.engine_core.scheduling.step_planner import PauseState
+
+POLICIES = ["fcfs", "priority"]
+
+
+def add(scheduler: Scheduler, *names: str, max_tokens: int = 50, priority: int = 0) -> None:
+    """Add requests of the tenants that the first letters of their names name."""
+    for name in names:
+        tokens = [*name.encode()]
+        scheduler.add_request(make_request(name, tokens, max_tokens, tenant=name[0], priority=priority))
+
+
+def running(scheduler: Scheduler) -> list[str]:
+    return [request.request_id for request in scheduler.running]
+
+
+def numbered(tenant: str, count: int) -> Iterator[str]:
+    return (f"{tenant}{n}" for n in range(count))
+
+
+def begun(scheduler: Scheduler, num_steps: int) -> list[str]:
+    """Step, and return the requests in the order in which they begin."""
+    order: list[str] = []
+    for _ in range(num_steps):
+        scheduled, _ = step(scheduler)
+        order += [new.req_id for new in scheduled.scheduled_new_reqs]
+    return order
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_waiting_tenants_get_seats_by_turns(policy: str) -> None:
+    scheduler = make_scheduler(max_num_seqs=5, policy=policy)
+    add(scheduler, *numbered("a", 6), "b0", "b1", "c0")
+    assert begun(scheduler, 1) == ["a0", "b0", "c0", "a1", "b1"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenant_that_waits_alone_is_served_in_the_order_of_arrival(policy: str) -> None:
+    scheduler = make_scheduler(max_num_seqs=2, policy=policy)
+    add(scheduler, *numbered("a", 5), max_tokens=1)
+    assert begun(scheduler, 3) == ["a0", "a1", "a2", "a3", "a4"]
+
+
+def test_the_next_seat_is_that_of_the_tenant_with_the_fewest() -> None:
+    scheduler = make_scheduler(max_num_seqs=4)
+    add(scheduler, "a0", max_tokens=2)
+    add(scheduler, "a1", "a2", "b0")
+    step(scheduler)
+    add(scheduler, "a3", "b1")
+    assert begun(scheduler, 2) == ["b1"], "a0 has ended; a has two seats and b one"
+
+
+def test_a_more_urgent_request_goes_first_whatever_its_tenant_has() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, policy="priority")
+    add(scheduler, "a0", "a1")
+    step(scheduler)
+    add(scheduler, "b0")
+    add(scheduler, "a2", priority=-1)
+    assert begun(scheduler, 1) == ["a2"]
+
+
+def test_a_tenant_with_all_seats_gives_back_one_a_step_until_shares_are_fair() -> None:
+    scheduler = make_scheduler(max_num_seqs=8)
+    add(scheduler, *numbered("a", 12))
+    step(scheduler)
+    add(scheduler, *numbered("b", 8))
+    step(scheduler)
+    assert running(scheduler) == [*numbered("a", 7), "b0"], "the newest request gave its seat in the same step"
+    for _ in range(5):
+        step(scheduler)
+    assert Counter(name[0] for name in running(scheduler)) == {"a": 4, "b": 4}
+    assert scheduler.stats().num_preemptions == 4
+    assert [request.request_id for request in scheduler.waiting if request.tenant == "a"][:4] == [
+        "a4",
+        "a5",
+        "a6",
+        "a7",
+    ]
+
+
+def test_a_share_that_is_nearly_equal_loses_no_seat() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    add(scheduler, "a0", "a1", "b0")
+    step(scheduler)
+    add(scheduler, "b1")
+    step(scheduler)
+    assert running(scheduler) == ["a0", "b0", "a1"]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_request_that_would_be_computed_anew_keeps_its_seat(caching: bool) -> None:
+    scheduler = make_scheduler(max_num_seqs=3, caching=caching)
+    for name in numbered("a", 3):
+        request = make_request(name, [1, 2], 50, tenant="a")
+        params = replace(request.sampling_params, skip_reading_prefix_cache=caching)
+        scheduler.add_request(replace(request, sampling_params=params))
+    step(scheduler)
+    add(scheduler, "b0")
+    assert begun(scheduler, 2) == []
+
+
+def test_a_more_urgent_request_keeps_its_seat() -> None:
+    scheduler = make_scheduler(max_num_seqs=3, policy="priority")
+    add(scheduler, *numbered("a", 3), priority=-1)
+    step(scheduler)
+    add(scheduler, "b0")
+    assert begun(scheduler, 2) == []
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_a_pause_takes_no_seat_back() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    add(scheduler, *numbered("a", 3))
+    step(scheduler)
+    add(scheduler, "b0")
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert begun(scheduler, 2) == []
+    assert running(scheduler) == ["a0", "a1", "a2"]
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert begun(scheduler, 1) == ["b0"]
+
+
+def test_a_seat_that_was_taken_back_is_the_tenants_next() -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    add(scheduler, *numbered("a", 5))
+    step(scheduler)
+    add(scheduler, "b0", max_tokens=2)
+    step(scheduler)
+    assert running(scheduler) == ["a0", "a1", "b0"]
+    step(scheduler)
+    step(scheduler)
+    assert running(scheduler) == ["a0", "a1", "a2"]
+
+
+def test_one_tenant_never_loses_a_seat_and_costs_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(max_num_seqs=3)
+    add(scheduler, *numbered("a", 9), max_tokens=3)
+    monkeypatch.delattr(scheduler._planner.__class__, "_count_seats")
+    assert begun(scheduler, 12) == [*numbered("a", 9)]
+    assert scheduler.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_tenant_with_many_requests_gives_up_blocks_before_one_with_few(policy: str) -> None:
+    scheduler = make_scheduler(max_num_seqs=9, num_blocks=24, policy=policy)
+    add(scheduler, *numbered("a", 8), max_tokens=60)
+    for _ in range(4):
+        step(scheduler)
+    add(scheduler, "b0", max_tokens=20)
+    waited = 0
+    while "b0" not in running(scheduler):
+        step(scheduler)
+        waited += 1
+        assert waited < 8
+    for _ in range(19):
+        assert "b0" in running(scheduler)
+        step(scheduler)
+    assert "b0" not in scheduler.requests
+    assert scheduler.stats().num_preemptions > 2
+
+
+def test_the_oldest_request_never_gives_up_its_blocks_while_others_run() -> None:
+    names = ["a0", "b0", "b1", "a1", "c0"]
+    requests = [Request(make_request(name, [1], tenant=name[0]), 100, 0) for name in names]
+    assert [names[index_to_preempt(requests, start)] for start in range(5)] == ["a1", "a1", "a1", "a1", "c0"]
+    del requests[3], names[3]
+    assert [names[index_to_preempt(requests, start)] for start in range(4)] == ["b1", "b1", "b1", "c0"]
+    del requests[2], names[2]
+    assert [names[index_to_preempt(requests, start)] for start in range(3)] == ["c0", "c0", "c0"]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    watched=st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from("abcd"), st.integers(1, 50), st.integers(1, 8)),
+        min_size=1,
+        max_size=6,
+    ),
+    flood=st.lists(st.tuples(st.sampled_from("abe"), st.integers(1, 20), st.integers(1, 8)), min_size=1, max_size=6),
+    max_num_seqs=st.integers(1, 5),
+    num_blocks=st.sampled_from([16, 24, 64]),
+    policy=st.sampled_from(POLICIES),
+)
+def test_every_request_begins_however_many_others_come(
+    watched: Sequence[tuple[int, str, int, int]],
+    flood: Sequence[tuple[str, int, int]],
+    max_num_seqs: int,
+    num_blocks: int,
+    policy: str,
+) -> None:
+    """Some tenants always have more small requests than there are seats. Large ones must not be overtaken for ever."""
+    scheduler = make_scheduler(max_num_seqs=max_num_seqs, num_blocks=num_blocks, policy=policy, caching=False)
+    pending: set[str] = set()
+    for now in range(400):
+        for number, (arrival, tenant, num_tokens, max_tokens) in enumerate(watched):
+            if arrival == now:
+                pending.add(f"watched {number}")
+                request = make_request(f"watched {number}", [7] * num_tokens, max_tokens, tenant=tenant)
+                scheduler.add_request(request)
+        for number, (tenant, num_tokens, max_tokens) in enumerate(flood):
+            if sum(request.tenant == tenant for request in scheduler.waiting) < 2 * max_num_seqs:
+                request = make_request(f"flood {now}.{number}", [8] * num_tokens, max_tokens, tenant=tenant)
+                scheduler.add_request(request)
+        scheduled, _ = step(scheduler)
+        pending.difference_update(new.req_id for new in scheduled.scheduled_new_reqs)
+        if now > 30 and not pending:
+            return
+    raise AssertionError(f"{sorted(pending)} never began")

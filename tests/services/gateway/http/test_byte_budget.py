@@ -1,0 +1,19 @@
+"""Bytes are reserved up to a limit, and returned."""
+
+import pytest
+
+from tokenloom.request import errors
+from tokenloom.services.gateway.http.byte_budget import ByteBudget
+
+
+def test_more_than_the_limit_is_refused_for_now() -> None:
+    budget = ByteBudget(10)
+    budget.reserve(7)
+    with pytest.raises(errors.ResourceExhausted) as refused:
+        budget.reserve(4)
+    assert (refused.value.http_status, refused.value.retry_after) == (503, 1.0)
+    budget.reserve(3)
+    assert budget.reserved == 10
+    budget.release(7)
+    budget.reserve(4)
+    assert budget.reserved == 7

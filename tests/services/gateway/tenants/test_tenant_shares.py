@@ -1,0 +1,58 @@
+"""The shares of several tenants, and what /metrics shows of them."""
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from tokenloom.services.gateway.tenants.tenant import NO_TENANT, Tenant, TenantLimits
+from tokenloom.services.gateway.tenants.tenant_metrics import LIMITS, TenantMetrics
+from tokenloom.services.gateway.tenants.tenant_shares import TenantShares
+
+SECRET = b"0123456789abcdef"
+A = Tenant(name="a", cache_salt=SECRET, limits=TenantLimits(live_outputs=2, tokens_per_second=10))
+B = Tenant(name="b", cache_salt=SECRET)
+
+
+def shares() -> TenantShares:
+    defaults = TenantLimits(live_outputs=4, sessions=3)
+    return TenantShares(defaults, is_shared=True, max_live=8, max_sessions=8, clock=lambda: 0.0)
+
+
+def test_a_tenant_keeps_its_share() -> None:
+    all_shares = shares()
+    share = all_shares.of(A)
+    assert all_shares.of(A) is share is not all_shares.of(B)
+    assert share.limits == TenantLimits(live_outputs=2, sessions=3, tokens_per_second=10, token_burst=600)
+    assert share.bucket is not None
+    assert all_shares.of(B).limits == TenantLimits(live_outputs=4, sessions=3)
+    assert all_shares.of(B).bucket is None
+    assert [each.name for each in all_shares] == ["a", "b"]
+
+
+def test_the_metrics_of_tenants_that_have_sent_a_request() -> None:
+    all_shares = shares()
+    registry = CollectorRegistry()
+    registry.register(TenantMetrics(all_shares))
+    share = all_shares.of(A)
+    share.add_outputs(2, all_shares.outputs)
+    share.add_grammar(b"x")
+    share.add_bytes(70, 70)
+    share.charge(0, 12)
+    share.refused["sessions"] += 3
+    page = generate_latest(registry).decode()
+    for line in (
+        'tokenloom_tenant_live_outputs{tenant="a"} 2.0',
+        'tokenloom_tenant_sessions{tenant="a"} 0.0',
+        'tokenloom_tenant_pending_grammars{tenant="a"} 1.0',
+        'tokenloom_tenant_body_bytes{tenant="a"} 70.0',
+        'tokenloom_tenant_tokens_total{tenant="a"} 12.0',
+        'tokenloom_tenant_refused_requests_total{limit="sessions",tenant="a"} 3.0',
+    ):
+        assert line in page
+    assert page.count("refused_requests_total{") == len(LIMITS), "each limit from the start, so that rates are known"
+    assert 'tenant="b"' not in page
+    assert SECRET.decode() not in page
+
+
+def test_clients_without_keys_are_one_tenant() -> None:
+    all_shares = shares()
+    all_shares.of(NO_TENANT)
+    assert [each.name for each in all_shares] == [""]

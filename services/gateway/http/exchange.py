@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
-
 from tokenloom.request import errors
 
 from ..tenants.tenant import Tenant
@@ -215,24 +213,6 @@ class Exchange:
             return
         async with asyncio.timeout(FAREWELL_SECONDS):
             await self.finish(sse.error_event(error))
-
-
-def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Return the JSON object in ``body``.
-
-    Raises ``InvalidArgument`` for anything else, NaN, infinities, numbers beyond float64, bad UTF-8 and deep nesting.
-    """
-    try:
-        value = msgspec.json.decode(body)
-    except RecursionError:
-        raise errors.InvalidArgument("the body is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise errors.InvalidArgument("the body is not valid UTF-8") from None
-    except msgspec.DecodeError as error:
-        raise errors.InvalidArgument(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise errors.InvalidArgument("the body must be a JSON object")
-    return value
 
 
 def _headers(error: errors.TokenloomError) -> Headers:

@@ -21,8 +21,12 @@ async def until_loaded(
 ) -> None:
     """Wait until so many requests are live, or have ended: those of ``tasks``."""
     async with asyncio.timeout(SOON):
-        while sum(task.done() for task in tasks) + (await http.get("/load")).json()["server_load"] < num_requests:
+        while await _num_live(http) + sum(task.done() for task in tasks) < num_requests:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def _num_live(http: httpx.AsyncClient) -> int:
+    return int((await http.get("/load")).json()["server_load"])
 
 
 @pytest.mark.timeout(120)

@@ -120,9 +120,10 @@ class GatewayProtocol(HttpToolsProtocol):
         """For how long no request has been received or answered; infinity before the first; None while one is."""
         if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving:
             return None
-        if self.cycle is None:
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is None:
             return math.inf
-        if not self.cycle.response_complete or self.timeout_keep_alive_task is None:
+        if not cycle.response_complete or self.timeout_keep_alive_task is None:
             return None
         return self.loop.time() + self.timeout_keep_alive - self.timeout_keep_alive_task.when()
 

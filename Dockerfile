@@ -1,14 +1,17 @@
 # Builds the images of a mesh. Targets: service (gateway, tokenizer, output processor, coordinator; without torch),
 # engine-cpu and engine-cuda. For example:
 #   docker build --target service -t tokenloom/service .
-# If a build cannot reach a package index, run `make wheels` first: it puts all required wheels into build/wheels.
-ARG BASE=python:3.11-slim
+# Every dependency is installed as locks/ names it, and checked against its hash. If a build cannot reach a package
+# index, run `make wheels` first: it puts all required wheels into build/wheels.
+ARG BASE=python:3.11.16-slim-bookworm@sha256:528257d48c1da0dcecc2e725d1ae34498d60c965f1241e39cd6a85a8859bdf84
 
 # The base of all images: user and folders.
 FROM ${BASE} AS runtime
 RUN echo 'tokenloom:x:10001:10001::/home/tokenloom:/usr/sbin/nologin' >> /etc/passwd \
     && echo 'tokenloom:x:10001:' >> /etc/group \
     && mkdir -p /home/tokenloom/.cache /etc/tokenloom/tls \
+    && for part in gateway tokenizer output-processor coordinator engine operator prometheus; \
+       do mkdir -p "/etc/tokenloom/mesh/$part"; done \
     && chown -R 10001:10001 /home/tokenloom /etc/tokenloom
 ENV PATH=/opt/tokenloom/bin:$PATH HOME=/home/tokenloom PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1
 WORKDIR /home/tokenloom
@@ -17,11 +20,13 @@ ENTRYPOINT ["python", "-m"]
 FROM ${BASE} AS service-venv
 WORKDIR /src
 # The second source is optional: it is a pattern, so a missing folder is not an error.
-COPY pyproject.toml build/wheels/servic[e]/ /wheels/
+COPY locks/service.txt build/wheels/servic[e]/ /wheels/
 COPY . .
 RUN python3 -m venv /opt/tokenloom \
-    && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels tokenloom; else set -- .; fi \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile "$@" \
+    && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels; fi \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
+       -r locks/build.txt -r locks/service.txt \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip setuptools > /dev/null \
     && find /opt/tokenloom -depth -type d \( -name tests -o -name test \) -path '*/site-packages/numpy/*' -exec rm -rf {} +
 
@@ -35,16 +40,16 @@ USER 10001:10001
 CMD ["tokenloom.cli.main", "--help"]
 
 FROM ${BASE} AS engine-cpu-venv
-ARG TORCH_VERSION=2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
-COPY pyproject.toml build/wheels/engin[e]/ /wheels/
+COPY locks/engine-cpu.txt build/wheels/engin[e]/ /wheels/
 COPY . .
 RUN python3 -m venv /opt/tokenloom \
-    && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels 'tokenloom[engine]'; \
-       else /opt/tokenloom/bin/python -m pip install --no-cache-dir --index-url "$TORCH_INDEX" "torch==$TORCH_VERSION" \
-            && set -- '.[engine]'; fi \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile "$@" \
+    && if ls /wheels/*.whl > /dev/null 2>&1; then set -- --no-index --find-links /wheels; \
+       else set -- --extra-index-url "$TORCH_INDEX"; fi \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes "$@" \
+       -r locks/build.txt -r locks/engine-cpu.txt \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
 FROM runtime AS engine-cpu
@@ -60,11 +65,12 @@ USER 10001:10001
 CMD ["tokenloom.services.engine", "--help"]
 
 FROM ${BASE} AS engine-cuda-venv
-ARG TORCH_VERSION=2.13.0
 WORKDIR /src
 COPY . .
 RUN python3 -m venv /opt/tokenloom \
-    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile "torch==$TORCH_VERSION" '.[engine]' \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --require-hashes \
+       -r locks/build.txt -r locks/engine-cuda.txt \
+    && /opt/tokenloom/bin/python -m pip install --no-cache-dir --compile --no-index --no-deps --no-build-isolation . \
     && /opt/tokenloom/bin/python -m pip uninstall --yes pip > /dev/null
 
 FROM runtime AS engine-cuda

@@ -7,6 +7,13 @@ PROTOC := PATH=$(CURDIR)/$(BIN):$$PATH python -m grpc_tools.protoc -I .
 # Where pip finds torch; empty: the default index. PyTorch's public CPU index serves machines that would otherwise draw CUDA.
 TORCH_INDEX ?=
 TORCH_VERSION := 2.13.0
+# Where `make lock` finds torch for CPUs.
+TORCH_CPU_SOURCE ?= --extra-index-url https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match
+# `make lock` keeps the versions of the locks where it can; `make lock LOCK_FLAGS=--upgrade` takes the newest.
+LOCK_FLAGS ?=
+# The images' dependencies; locks/tools.txt and locks/build.txt are not for images.
+LOCKS := service engine-cpu engine-cuda
+TOOLS := build/tools
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
 export HF_HUB_OFFLINE ?= 1
@@ -68,10 +75,45 @@ docs: install ## write the pages of docs/ that come from the code
 metrics-docs: install ## write docs/metrics.md from a running mesh
 	$(BIN)/python -m tests.observability.catalogue
 
-wheels: install ## build the package and its dependencies as wheels, for image builds without an index
+wheels: install ## download the locked dependencies as wheels, for image builds without an index
 	@rm -rf build/wheels && mkdir -p build/wheels
-	$(BIN)/pip wheel --quiet --wheel-dir build/wheels/service .
-	$(BIN)/pip wheel --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --wheel-dir build/wheels/engine torch==$(TORCH_VERSION) '.[engine]'
+	$(DOWNLOAD) --dest build/wheels/service -r locks/build.txt -r locks/service.txt
+	$(DOWNLOAD) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --dest build/wheels/engine -r locks/build.txt -r locks/engine-cpu.txt
+
+##@ Supply chain
+
+lock: $(TOOLS)/.installed ## write locks/: what the images install, with hashes, within the bounds of pyproject.toml
+	echo 'setuptools>=78.1.1' | $(COMPILE) --output-file locks/build.txt -
+	$(COMPILE) --output-file locks/service.txt pyproject.toml
+	echo 'torch==$(TORCH_VERSION)+cpu' | $(COMPILE) $(TORCH_CPU_SOURCE) --extra engine --output-file locks/engine-cpu.txt pyproject.toml -
+	echo 'torch==$(TORCH_VERSION)' | $(COMPILE) --extra engine --output-file locks/engine-cuda.txt pyproject.toml -
+	$(COMPILE) --output-file locks/tools.txt locks/tools.in
+
+audit: $(TOOLS)/.installed ## look up the locked versions in the databases of known vulnerabilities (needs a network)
+	@mkdir -p build/audit
+	@for lock in $(LOCKS); do echo "$$lock"; sed 's/^\(torch==[0-9.]*\)+cpu/\1/' locks/$$lock.txt > build/audit/$$lock.txt; \
+		$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes --progress-spinner off -r build/audit/$$lock.txt || exit 1; done
+
+sbom: $(TOOLS)/.installed ## write build/sbom/: a CycloneDX bill of materials for each image, from its lock
+	@mkdir -p build/sbom
+	@for lock in $(LOCKS); do $(TOOLS)/bin/python -W ignore -m cyclonedx_py requirements locks/$$lock.txt --pyproject pyproject.toml \
+		--output-reproducible --output-format JSON --output-file build/sbom/$$lock.cdx.json || exit 1; done
+
+check-images: ## list the base images of Dockerfile and docker-compose.yml that are not named by digest
+	$(PYTHON) tools/images.py check
+
+pin-images: ## ask the registry for the digest of each base image's tag, and write it (docker)
+	$(PYTHON) tools/images.py pin
+
+$(TOOLS)/.installed: locks/tools.txt
+	@test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install --quiet --require-hashes -r locks/tools.txt
+	@touch $@
+
+DOWNLOAD = $(BIN)/pip download --quiet --require-hashes --no-deps --only-binary :all:
+COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-url --no-emit-find-links \
+	--only-binary :all: --python-version 3.11 --python-platform x86_64-manylinux_2_36 \
+	--custom-compile-command 'make lock' $(LOCK_FLAGS)
 
 ##@ Longer tests
 
@@ -84,6 +126,9 @@ soak: install ## run random schedules of faults, random JSON schemas, expensive 
 	$(BIN)/python -m tests.soak.schemas --schemas 300
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
+
+attack: install ## attack running meshes while another key's stream runs, and print what it noticed (20 minutes, nothing else running)
+	$(BIN)/python -m tests.attack
 
 soak-memory: install ## run four engines of one host under full load for five minutes, and compare their memory with the plan
 	$(BIN)/python -m tests.soak.memory
@@ -119,4 +164,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels soak soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images soak attack soak-memory clients browser containers metrics-check gpu-check bench house help

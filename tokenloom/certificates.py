@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -72,6 +73,39 @@ def make_certificates(folder: Path, *, days: int, group_readable: bool = False) 
                 paths[1].chmod(0o640)
             written += paths
     return written
+
+
+def make_separate_certificates(folder: Path, *, days: int) -> list[Path]:
+    """Write ``<part>/ca.crt``, ``<part>/tls.crt`` and ``<part>/tls.key`` for each part; return the written paths.
+
+    Each part's folder can be mounted for that part alone. The authority's key is never written: while all certificates
+    are valid for another week, nothing changes; after that, a new authority signs new ones for all parts.
+    """
+    folders = {part: folder / part.replace("_", "-") for part in PARTS}
+    if all(_is_signed(each) for each in folders.values()):
+        return []
+    lifetime = datetime.timedelta(days=days)
+    authority = _make_authority(lifetime)
+    written: list[Path] = []
+    for part, own in folders.items():
+        own.mkdir(parents=True, exist_ok=True)
+        paths = own / "ca.crt", own / "tls.key", own / "tls.crt"
+        _write(paths[0], authority.cert.public_bytes(serialization.Encoding.PEM), 0o644)
+        _issue(authority, part, lifetime).save(paths[2], paths[1])
+        written += paths
+    return written
+
+
+def _is_signed(folder: Path) -> bool:
+    """Return whether the folder holds a certificate that is valid for another week, and its authority's."""
+    pair, authority = Pair.load(folder / "tls.crt", folder / "tls.key"), folder / "ca.crt"
+    if pair is None or not authority.exists():
+        return False
+    try:
+        pair.cert.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.read_bytes()))
+    except (InvalidSignature, ValueError):  # a run was ended while it replaced the files
+        return False
+    return True
 
 
 def _make_authority(lifetime: datetime.timedelta) -> Pair:

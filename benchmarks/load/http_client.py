@@ -5,7 +5,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -32,7 +32,7 @@ class Endpoint:
     port: int
     tls: bool
     path: str
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, base_url: str, path: str, api_key: str = "") -> "Endpoint":

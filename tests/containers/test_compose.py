@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from typer.testing import CliRunner
 
 from tests.k8s.cluster import WHOLE, build, workloads
 from tests.k8s.test_manifests import SETTINGS
+from tokenloom.certificates import PARTS as CERTIFICATES
+from tokenloom.cli.main import app
 from tokenloom.services.runtime.host.options import options_of
 
 ROOT = Path(__file__).parents[2]
@@ -18,6 +24,15 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 HOST: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "compose.host.yml").read_text())
 OURS = {name: part for name, part in COMPOSE["services"].items() if part["image"].startswith("tokenloom/")}
 PARTS = {name: part for name, part in OURS.items() if name != "certs"}
+
+
+def mounts(part: dict[str, Any]) -> dict[str, str]:
+    """Return the target of each volume or folder that a container mounts."""
+    found = {}
+    for mount in part.get("volumes", ()):
+        source, target = re.fullmatch(r"(\$\{[^}]*\}|[^:]*):([^:]*)(?::ro)?", mount).groups()  # type: ignore[union-attr]
+        found[source] = target
+    return found
 
 
 def service_of(part: dict[str, Any]) -> str:
@@ -62,8 +77,57 @@ def test_settings_are_accepted_here_and_on_the_hosts_network(name: str, monkeypa
             for variable, value in environment.items():
                 patch.setenv(variable, re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value))
             settings = settings_class.load(part["command"][1:])
-        assert settings.certificate is not None
-        assert settings.certificate.cert.name == f"{service_of(part)}.crt"
+        certificate = settings.certificate
+        assert certificate is not None
+        names = ["ca.crt", "tls.crt", "tls.key"]
+        assert [path.relative_to(mounts(part)[f"tls-{service_of(part)}"]).name for path in certificate.paths] == names
+
+
+SECRETS = {
+    **{name: {f"tls-{service_of(part)}"} for name, part in PARTS.items()},
+    "certs": {f"tls-{part.replace('_', '-')}" for part in CERTIFICATES},
+    "prometheus": {"tls-prometheus"},
+}
+"""The volumes of secrets that each container mounts; all other containers mount none. A secret of one part, such as
+the gateway's, is added to that part's line only."""
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_a_container_sees_its_own_secrets_only(name: str) -> None:
+    mounted = set(mounts(COMPOSE["services"][name]))
+    folders = {volume for volume in mounted if volume.startswith((".", "$"))}
+    assert mounted - folders - {"models"} == SECRETS.get(name, set())
+    assert "secrets" not in COMPOSE["services"][name]
+
+
+def test_every_volume_is_accounted_for() -> None:
+    assert set(COMPOSE["volumes"]) == set().union(*SECRETS.values()) | {"models"}
+
+
+def test_the_job_fills_each_volume_with_one_parts_files_and_keeps_no_authority(tmp_path: Path) -> None:
+    """What ``certs`` runs, with its folder for the mount points of its volumes."""
+    job = COMPOSE["services"]["certs"]
+    _, command, folder, *options = job["command"]
+    result = CliRunner().invoke(app, [command, str(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    points = {Path(target).relative_to(folder): volume for volume, target in mounts(job).items()}
+    assert {path.relative_to(tmp_path) for path in tmp_path.iterdir()} == set(points)
+    for path, volume in points.items():
+        assert volume == f"tls-{path}"
+        assert {each.name for each in (tmp_path / path).iterdir()} == {"ca.crt", "tls.crt", "tls.key"}
+    keys = [file.read_bytes() for file in tmp_path.rglob("*.key")]
+    authority = x509.load_pem_x509_certificate((tmp_path / "engine" / "ca.crt").read_bytes())
+    for key in keys:
+        loaded = serialization.load_pem_private_key(key, None)
+        assert isinstance(loaded, ec.EllipticCurvePrivateKey)
+        assert loaded.public_key() != authority.public_key()
+
+
+def test_the_image_has_a_mount_point_for_each_volume_of_the_job() -> None:
+    """An empty volume takes its owner from the image's folder; otherwise the job could not write to it."""
+    (made,) = re.findall(r"for part in ([^;]*);[^/]*mkdir -p \"(\S+)/\$part\"", (ROOT / "Dockerfile").read_text())
+    targets = set(mounts(COMPOSE["services"]["certs"]).values())
+    assert {f"{made[1]}/{part}" for part in made[0].split()} == targets
 
 
 def test_addresses_name_services_of_the_file() -> None:

@@ -32,6 +32,10 @@ MADE_BY_HAND = {f"tokenloom-{part.replace('_', '-')}-tls" for part in PARTS} | {
 """Secrets: `tokenloom certs --kubernetes` and docs/kubernetes.md make them."""
 
 
+MORE_SECRETS = {"gateway": {"tokenloom-api-keys"}}
+"""Secrets that a part mounts in addition to its own certificate; all others mount none."""
+
+
 @pytest.fixture(params=KUSTOMIZATIONS)
 def objects(request: pytest.FixtureRequest) -> tuple[Object, ...]:
     return build(request.param)
@@ -171,12 +175,16 @@ def test_autoscalers_scale_what_exists(mesh: tuple[Object, ...]) -> None:
     assert scaled == {"engine", "tokenizer", "output-processor", "gateway"}
 
 
-def test_volumes_are_mounted_and_their_secrets_can_be_made(mesh: tuple[Object, ...]) -> None:
+def test_volumes_are_mounted_and_each_part_sees_its_own_secrets_only(mesh: tuple[Object, ...]) -> None:
     for workload in workloads(mesh):
         volumes = {volume["name"]: volume for volume in workload.pod["volumes"]}
         assert set(volumes) == {mount["name"] for mount in workload.container["volumeMounts"]}
         secrets = {volume["secret"]["secretName"] for volume in volumes.values() if "secret" in volume}
-        assert f"tokenloom-{workload.part}-tls" in secrets <= MADE_BY_HAND
+        assert secrets == {f"tokenloom-{workload.part}-tls", *MORE_SECRETS.get(workload.part, ())} <= MADE_BY_HAND
+        assert "secretRef" not in str(workload.container)
+        assert "secretKeyRef" not in str(workload.container)
+        # Kubernetes never updates a file that is mounted with a subPath: the part would not see a new certificate.
+        assert not any("subPath" in mount for mount in workload.container["volumeMounts"])
     accounts = {each["metadata"]["name"] for each in of_kind(mesh, "ServiceAccount")}
     assert {workload.pod["serviceAccountName"] for workload in workloads(mesh)} == accounts
 

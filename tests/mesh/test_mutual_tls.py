@@ -1,5 +1,6 @@
 """A mesh whose services identify each other by their certificates."""
 
+import asyncio
 import ssl
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import pytest
 from tests.mesh.harness import MODEL, SOON, Mesh
 from tests.mesh.split import SplitMesh
 from tokenloom.certificates import make_certificates
+from tokenloom.services.runtime.peers import certificate
+from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.channels import Channels, open_channel
-from tokenloom.services.runtime.peers.tls import CertificateFiles, MeshTLS
+from tokenloom.services.runtime.peers.tls import MeshTLS, dns_name
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, engine_pb2, engine_pb2_grpc, tokenizer_pb2
 from tokenloom.v1.tokenizer_pb2_grpc import TokenizerStub
 
@@ -105,3 +108,53 @@ async def test_the_public_edge_shows_a_certificate_and_asks_for_none(socket_dir:
         async with httpx.AsyncClient() as http:
             with pytest.raises(httpx.TransportError):
                 await http.get(f"{mesh.url}/health")
+
+
+async def test_new_certificates_need_no_restart(
+    socket_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(certificate, "CHECK_SECONDS", 0.0)
+    make_certificates(tmp_path / "mesh", days=30)
+    make_certificates(tmp_path / "new", days=30)
+    public = {"public_tls_cert": tmp_path / "mesh/gateway.crt", "public_tls_key": tmp_path / "mesh/gateway.key"}
+    async with Mesh(socket_dir, gateway=public, certificates=tmp_path / "mesh").running() as mesh:
+        url = mesh.url.replace("http:", "https:")
+
+        async def complete(ca: Path) -> list[int]:
+            context = ssl.create_default_context(cafile=str(ca))
+            context.check_hostname = False
+            async with httpx.AsyncClient(base_url=url, verify=context, timeout=SOON) as https:
+                body = {"prompt": "one two", "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+                answer = (await https.post("/v1/completions", json=body)).json()["choices"][0]
+                return list(answer["token_ids"])
+
+        def public_gateway_channel(ca: Path) -> grpc.aio.Channel:
+            options = [("grpc.ssl_target_name_override", dns_name("gateway")), ("grpc.use_local_subchannel_pool", 1)]
+            credentials = grpc.ssl_channel_credentials(ca.read_bytes())
+            return grpc.aio.secure_channel(mesh.address("gateway-0"), credentials, options=options)
+
+        old_ca = tmp_path / "old.crt"
+        old_ca.write_bytes((tmp_path / "mesh/ca.crt").read_bytes())
+        before = await complete(old_ca)
+        for path in (tmp_path / "new").iterdir():
+            (tmp_path / "mesh" / path.name).write_bytes(path.read_bytes())
+        new_ca = tmp_path / "new/ca.crt"
+        assert await complete(new_ca) == before
+        with pytest.raises(httpx.TransportError):
+            await complete(old_ca)
+        async with public_gateway_channel(new_ca) as channel:
+            await asyncio.wait_for(channel.channel_ready(), SOON)
+        # A tokenizer that starts now knows only the new authority; the gateway that was there finds it.
+        await mesh.tokenizers[0].kill()
+        await mesh.tokenizers[0].start()
+        async with asyncio.timeout(SOON):
+            while (await _status(url, new_ca)) != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert await complete(new_ca) == before
+
+
+async def _status(url: str, ca: Path) -> int:
+    context = ssl.create_default_context(cafile=str(ca))
+    context.check_hostname = False
+    async with httpx.AsyncClient(base_url=url, verify=context) as https:
+        return (await https.get("/health")).status_code

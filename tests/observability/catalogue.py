@@ -17,6 +17,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.mesh.harness import Mesh
+from tokenloom.certificates import make_certificates
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "metrics.md"
@@ -48,8 +49,10 @@ class Entry:
 
 async def read_pages(directory: Path) -> Pages:
     """Runs a mesh in ``directory``, sends it a few requests, and reads every part's metrics."""
+    make_certificates(directory / "certificates", days=30)  # some metrics are about them
     mesh = Mesh(
         directory,
+        certificates=directory / "certificates",
         common={"metrics_listen": "127.0.0.1:0"},
         engine={"kv_transports": ["shm"], "logits_metrics_interval": 1},
     )

@@ -22,7 +22,20 @@ COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 OF_ANY_PROCESS = {"up", "process_cpu_seconds_total", "process_resident_memory_bytes", "process_start_time_seconds"}
 OF_A_CORE = {f"tokenloom_engine_core_{name}" for name in OF_ANY_PROCESS}
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_WORDS = {"by", "on", "sum", "max", "rate", "increase", "changes", "histogram_quantile", "group_left", "label_values"}
+_WORDS = {
+    "by",
+    "on",
+    "sum",
+    "max",
+    "rate",
+    "increase",
+    "changes",
+    "histogram_quantile",
+    "group_left",
+    "label_values",
+    "min",
+    "time",
+}
 
 
 def metrics_of(expression: str) -> set[str]:

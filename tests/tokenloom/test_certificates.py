@@ -1,14 +1,18 @@
 """The development CA and what it signs."""
 
+import base64
 import stat
 from pathlib import Path
 
 import pytest
+import yaml
 from cryptography import x509
 from typer.testing import CliRunner
 
-from tokenloom.certificates import PARTS, Pair, make_certificates
+from tokenloom.certificates import PARTS, Pair, make_certificates, make_separate_certificates
 from tokenloom.cli.main import app
+from tokenloom.services.runtime.peers.certificate import CertificateFiles
+from tokenloom.services.runtime.peers.tls import MeshTLS
 
 
 def test_every_part_has_a_certificate_of_its_name(tmp_path: Path) -> None:
@@ -39,15 +43,47 @@ def test_what_is_lost_or_about_to_expire_is_made_anew(tmp_path: Path) -> None:
     assert Pair.load(tmp_path / "short" / "engine.crt", tmp_path / "short" / "engine.key") is None
 
 
-@pytest.mark.parametrize("namespace", ["tokenloom", "other"])
-def test_secrets_for_kubernetes(tmp_path: Path, namespace: str) -> None:
-    secrets = tmp_path / "secrets.yaml"
-    arguments = ["certs", str(tmp_path / "certs"), "--kubernetes", str(secrets), "--namespace", namespace]
-    result = CliRunner().invoke(app, arguments)
+def test_each_part_gets_a_folder_and_the_authoritys_key_is_kept_nowhere(tmp_path: Path) -> None:
+    assert len(make_separate_certificates(tmp_path, days=30)) == 3 * len(PARTS)
+    assert not list(tmp_path.rglob("ca.key"))
+    for part in PARTS:
+        folder = tmp_path / part.replace("_", "-")
+        authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        cert = x509.load_pem_x509_certificate((folder / "tls.crt").read_bytes())
+        cert.verify_directly_issued_by(authority)
+        assert stat.S_IMODE((folder / "tls.key").stat().st_mode) == 0o600
+        MeshTLS(CertificateFiles(folder / "ca.crt", folder / "tls.crt", folder / "tls.key"))
+
+
+def test_separate_certificates_are_replaced_together(tmp_path: Path) -> None:
+    make_separate_certificates(tmp_path, days=30)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    assert make_separate_certificates(tmp_path, days=30) == []
+    # As after a run that was ended half-way: the engine has another authority than its certificate.
+    make_separate_certificates(tmp_path / "other", days=30)
+    (tmp_path / "engine/ca.crt").write_bytes((tmp_path / "other/engine/ca.crt").read_bytes())
+    assert len(make_separate_certificates(tmp_path, days=30)) == 3 * len(PARTS)
+    assert all(path.read_bytes() != content for path, content in before.items())
+    assert len({path.read_bytes() for path in tmp_path.glob("*/ca.crt")}) == 1
+    make_separate_certificates(tmp_path / "short", days=6)
+    assert len(make_separate_certificates(tmp_path / "short", days=30)) == 3 * len(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "namespace"), [([], "tokenloom"), (["--namespace", "other"], "other"), (["--by-part"], "tokenloom")]
+)
+def test_secrets_for_kubernetes(tmp_path: Path, options: list[str], namespace: str) -> None:
+    path, folder = tmp_path / "secrets.yaml", tmp_path / "certs"
+    result = CliRunner().invoke(app, ["certs", str(folder), "--kubernetes", str(path), *options])
     assert result.exit_code == 0, result.output
-    assert "do not copy it" in result.output
-    text = secrets.read_text()
-    assert text.count('"kind": "Secret"') == len(PARTS)
-    assert f'"namespace": "{namespace}"' in text
-    assert "tokenloom-output-processor-tls" in text
-    assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    by_part = "--by-part" in options
+    assert ("do not copy it" in result.output) == (not by_part)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    secrets = {each["metadata"]["name"]: each for each in yaml.safe_load_all(path.read_text())}
+    assert secrets.keys() == {f"tokenloom-{part.replace('_', '-')}-tls" for part in PARTS}
+    for name, secret in secrets.items():
+        part = name.removeprefix("tokenloom-").removesuffix("-tls")
+        assert secret["metadata"]["namespace"] == namespace
+        assert secret["data"].keys() == {"ca.crt", "tls.crt", "tls.key"}
+        key = folder / part / "tls.key" if by_part else folder / f"{part}.key"
+        assert base64.b64decode(secret["data"]["tls.key"]) == key.read_bytes()

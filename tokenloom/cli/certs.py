@@ -17,6 +17,13 @@ def certs(
     group_readable: Annotated[
         bool, typer.Option(help="Let the folder's group read the keys, for containers that run as another user.")
     ] = False,
+    by_part: Annotated[
+        bool,
+        typer.Option(
+            help="Make a folder for each part, which holds only what that part may see, and keep no ca.key: when a "
+            "certificate is about to expire, all are made anew."
+        ),
+    ] = False,
     kubernetes: Annotated[
         Path | None, typer.Option(help="Also write Secrets for Kubernetes, one for each part, to this file.")
     ] = None,
@@ -24,24 +31,32 @@ def certs(
 ) -> None:
     """Make a development CA and a certificate for every part of a mesh. Existing valid certificates are kept."""
     # Imported here: cryptography would slow the start of every other command.
-    from tokenloom.certificates import PARTS, make_certificates
+    from tokenloom.certificates import PARTS, make_certificates, make_separate_certificates
 
+    if by_part and group_readable:
+        raise typer.BadParameter("cannot be combined with --by-part", param_hint="--group-readable")
     with reported():
-        written = make_certificates(folder, days=days, group_readable=group_readable)
+        if by_part:
+            written = make_separate_certificates(folder, days=days)
+        else:
+            written = make_certificates(folder, days=days, group_readable=group_readable)
         if kubernetes is not None:
             kubernetes.touch(mode=0o600)
-            kubernetes.write_text(_secrets(folder, namespace, PARTS))
-    print(f"{len(written)} files written to {folder}; ca.key can sign for every part; do not copy it to the mesh.")
+            kubernetes.write_text(_secrets(folder, namespace, PARTS, by_part=by_part))
+    authority = "" if by_part else "; ca.key can sign for every part; do not copy it to the mesh"
+    print(f"{len(written)} files written to {folder}{authority}.")
     if kubernetes is not None:
         print(f"Secrets for {len(PARTS)} parts written to {kubernetes}: kubectl apply -f {kubernetes}")
 
 
-def _secrets(folder: Path, namespace: str, parts: Sequence[str]) -> str:
+def _secrets(folder: Path, namespace: str, parts: Sequence[str], *, by_part: bool) -> str:
     """Return the Secrets as YAML, in cert-manager's layout; each document is JSON, which is valid YAML."""
     documents = []
     for part in parts:
         name = part.replace("_", "-")
         files = {"ca.crt": "ca.crt", "tls.crt": f"{name}.crt", "tls.key": f"{name}.key"}
+        if by_part:
+            files = {key: f"{name}/{key}" for key in files}
         secret = {
             "apiVersion": "v1",
             "kind": "Secret",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from msgspec import Struct
 
-from tokenloom.services.runtime.host.options import Option, build, flag, options_of
+from tokenloom.services.runtime.host.options import Option, build, exposed, file_flag, flag, options_of
 
 _Settings = TypeVar("_Settings", bound=Struct)
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -58,6 +58,17 @@ def built(base: _Settings, chosen: Mapping[str, Any]) -> _Settings:
     return build(base, given(**{name: chosen.get(name) for name in options_of(base)}))
 
 
+def warn_if_exposed(context: typer.Context, parameter: typer.CallbackParam, value: Any) -> Any:
+    """Return the value of an option that is a secret; warn if it was given as a flag."""
+    name = parameter.name or ""
+    source = context.get_parameter_source(name)
+    if source is not None and source.name == "COMMANDLINE" and not context.resilient_parsing:
+        variables = [parameter.envvar] if isinstance(parameter.envvar, str) else list(parameter.envvar or ())
+        file = file_flag(name, [other.name or "" for other in context.command.params])
+        typer.echo(f"Warning: {exposed(flag(name), variables, file)}.", err=True)
+    return value
+
+
 def _parameter(option: Option, *, variables: bool) -> inspect.Parameter:
     default = f" [dim]\\[default: {option.default_text}][/]" if option.default_text else ""
     arguments: dict[str, Any] = {
@@ -66,6 +77,8 @@ def _parameter(option: Option, *, variables: bool) -> inspect.Parameter:
         "envvar": option.variable if variables else None,
         "show_envvar": bool(option.extra.get("secret")),
     }
+    if option.extra.get("secret"):
+        arguments["callback"] = warn_if_exposed
     flags = [flag(name) for name in option.names]
     annotation: Any = str | None
     if option.type is bool:

@@ -7,6 +7,7 @@ import typer
 
 from tokenloom.supervisor.state_dir import read_part_state, running_meshes
 
+from .options import warn_if_exposed
 from .server import Server
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -20,7 +21,10 @@ BaseUrl = Annotated[
     ),
 ]
 ApiKey = Annotated[
-    str, typer.Option(envvar=["TOKENLOOM_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="Key to send.")
+    str,
+    typer.Option(
+        envvar=["TOKENLOOM_API_KEY", "OPENAI_API_KEY"], show_envvar=True, help="Key to send.", callback=warn_if_exposed
+    ),
 ]
 ServedModel = Annotated[
     str | None, typer.Option("--model", help="Name of a served model; by default the first that the server lists.")

@@ -42,7 +42,8 @@ class MeshOptions(Struct, frozen=True):
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """More flags for every instance of a service."""
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """More environment for every instance of a service."""
+    """More environment for every instance of a service. These variables hold secrets: the other services do not get
+    them from the supervisor's environment either."""
     common_flags: tuple[str, ...] = ()
     """More flags for every part."""
 
@@ -131,6 +132,9 @@ class _Layout:
                 **self._secrets.get(service, {}),
                 **options.environment.get(service, {}),
             },
+            withheld=frozenset(
+                name for given in (self._secrets, options.environment) for each in given.values() for name in each
+            ),
             leftovers=(socket, socket.with_name(socket.name + STREAMS_SUFFIX)),
         )
 

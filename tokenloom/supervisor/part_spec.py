@@ -21,6 +21,8 @@ class PartSpec:
     """Role of an engine: ``prefill``, ``decode`` or ``both``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to the supervisor's; also for secrets, which lists of processes must not show."""
+    withheld: frozenset[str] = frozenset()
+    """Variables of the supervisor that this part must not get: secrets of other parts."""
     leftovers: tuple[Path, ...] = ()
     """Files of a killed predecessor to remove before each start."""
 

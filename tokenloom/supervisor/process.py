@@ -34,6 +34,7 @@ class Process:
     async def start(cls, spec: PartSpec, output: LineCopier) -> "Process":
         """Start the part's command; its output goes to `output`."""
         launcher = (sys.executable, "-I", "-S", _LAUNCH, str(os.getpid()))
+        inherited = {name: value for name, value in os.environ.items() if name not in spec.withheld}
         descriptor = output.open(spec.name)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -42,7 +43,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
-                env={**_DEFAULTS, **os.environ, **_ENVIRONMENT, **spec.environment},
+                env={**_DEFAULTS, **inherited, **_ENVIRONMENT, **spec.environment},
                 process_group=0,
             )
         finally:

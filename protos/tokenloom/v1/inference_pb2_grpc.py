@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class InferenceStub:
     """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to retry.
+    BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
     def __init__(self, channel):
@@ -55,7 +55,7 @@ class InferenceStub:
 
 class InferenceServicer:
     """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to retry.
+    BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
     def Generate(self, request, context):
@@ -69,7 +69,7 @@ class InferenceServicer:
         """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
         before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
         with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
-        DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
+        DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,7 +110,7 @@ def add_InferenceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Inference:
     """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to retry.
+    BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
     @staticmethod

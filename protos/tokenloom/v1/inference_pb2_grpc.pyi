@@ -28,7 +28,7 @@ GRPC_VERSION: str
 
 class InferenceStub:
     """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to retry.
+    BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
     @_typing.overload
@@ -41,7 +41,7 @@ class InferenceStub:
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
     with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
-    DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
+    DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models that a request can name."""
@@ -49,7 +49,7 @@ class InferenceStub:
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
     """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to retry.
+    BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -59,14 +59,14 @@ class InferenceAsyncStub(InferenceStub):
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
     with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
-    DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
+    DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
     """
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that a request can name."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
-    BadRequest names the field, RetryInfo says when to retry.
+    BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
     @_abc_1.abstractmethod
@@ -86,7 +86,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
         before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
         with its finish reason and its usage. The session ends after the caller's half-close, once all turns are answered, or with a turn that fails.
-        DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway has too many sessions.
+        DEADLINE_EXCEEDED if no turn arrives for as long as a request may take; RESOURCE_EXHAUSTED if the gateway or the tenant has too many sessions.
         """
 
     @_abc_1.abstractmethod

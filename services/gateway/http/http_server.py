@@ -6,13 +6,13 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import uvicorn
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.peers import addresses
+from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from .app import App
 from .byte_budget import ByteBudget
@@ -35,8 +35,7 @@ class HttpServer:
         budget: ByteBudget,
         connections: Connections,
         insecure: bool,
-        tls_cert: Path | None = None,
-        tls_key: Path | None = None,
+        tls: PublicTLS | None = None,
     ) -> None:
         """Bind the address. Raises :class:`errors.Unavailable` when that fails, and what :func:`_protocol` raises.
 
@@ -44,13 +43,14 @@ class HttpServer:
             budget: Limits the bytes of all request bodies.
             connections: Limits the connections.
             insecure: Whether other machines may connect in plain text.
-            tls_cert, tls_key: PEM files of the certificate for clients, already checked; None: plain text.
+            tls: The certificate for clients; None: plain text.
         """
         address = addresses.parse(listen, field="http_listen")
-        is_closed = insecure or tls_cert is not None
+        is_closed = insecure or tls is not None
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
-        server = _Server(_config(app, _protocol(budget, connections), tls_cert, tls_key), connections)
+        server = _Server(_config(app, _protocol(budget, connections)), connections)
+        self._tls = tls
         self._path = address.path
         self._socket = _bind(address)
         port = 0 if address.path else self._socket.getsockname()[1]
@@ -60,6 +60,9 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Serve until :meth:`drain` or :meth:`stop`."""
+        config = self._server.config
+        config.load()  # now, because it sets `ssl`
+        config.ssl = None if self._tls is None else self._tls.server_context()
         await self._server.serve([self._socket])
         self._served.set()
 
@@ -84,7 +87,7 @@ class HttpServer:
                 os.unlink(self._path)
 
 
-def _config(app: App, protocol: type[asyncio.Protocol], tls_cert: Path | None, tls_key: Path | None) -> uvicorn.Config:
+def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol,
@@ -96,8 +99,6 @@ def _config(app: App, protocol: type[asyncio.Protocol], tls_cert: Path | None, t
         server_header=False,
         proxy_headers=False,  # the client's address is not used
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        ssl_certfile=tls_cert,
-        ssl_keyfile=tls_key,
     )
 
 

@@ -13,13 +13,13 @@ class TenantLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokens_per_second: Annotated[float, Meta(gt=0)] | None = None
     """Prompt and output tokens that the tenant may use per second, in the long run."""
     token_burst: _Count | None = None
-    """Tokens that the tenant may use at once after it was idle."""
+    """Tokens that the tenant may use at once after it was idle; without a limit per second it has no effect."""
     live_outputs: _Count | None = None
-    """Outputs that may be in work at the same time."""
+    """Outputs (prompts times n) that may be in work at the same time."""
     sessions: _Count | None = None
     """Sessions of the gRPC API that may be open at the same time."""
     pending_grammars: _Count | None = None
-    """Grammars that may be compiling or waiting for a compiler at the same time."""
+    """Different grammars of requests that may wait for their first token at the same time."""
     body_bytes: _Count | None = None
     """Bytes of request bodies that the gateway may hold at the same time."""
 

@@ -13,7 +13,7 @@ from tokenloom.request.errors import TokenloomError
 
 from ..peers.callers import check_caller
 from ..peers.channels import Channels
-from ..peers.tls import MeshTLS
+from ..peers.tls import MeshTLS, PublicTLS
 from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
@@ -41,6 +41,8 @@ class Host:
         health: grpc.health.v1.
         channels: Opens channels to other services.
         tls: This process's certificate; None: the mesh has none.
+        public_tls: A public service's certificate for its clients; None: it serves plain text.
+        certificates: When each certificate expires.
         tracer: Sends spans; None: no tracing.
         failure: The first error that ends the service.
     """
@@ -53,6 +55,8 @@ class Host:
         self.health = Health()
         process_metrics.observe_part(self.metrics, settings.service, settings.instance_id, lambda: self.health.serving)
         self.tls: MeshTLS | None = None
+        self.public_tls: PublicTLS | None = None
+        self.certificates = process_metrics.CertificateExpiries(self.metrics)
         self.tracer = (
             Tracer(settings.otlp_endpoint, settings.service, settings.instance_id) if settings.otlp_endpoint else None
         )
@@ -96,8 +100,13 @@ class Host:
             await files.wait()
             self.tls = MeshTLS(files)
             self.channels = Channels(self.tls)
+            self.certificates.show("mesh", self.tls.expiry)
+            self.certificates.show("authority", self.tls.ca_expiry)
+        if (files := settings.public_certificate) is not None:
+            self.public_tls = PublicTLS(files)
+            self.certificates.show("public", self.public_tls.expiry)
         await self.health.start(self._edge)
-        self.address = await self._listener.open(self.tls)
+        self.address = await self._listener.open(self.tls, self.public_tls)
         self.health_address = self.address
         if settings.health_listen:
             self.health_address = await self.health.serve_probes(settings.health_listen)

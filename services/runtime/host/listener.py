@@ -11,7 +11,7 @@ from ..local_streams import sockets
 from ..local_streams.server import LocalServer
 from ..peers import addresses
 from ..peers.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
-from ..peers.tls import MeshTLS
+from ..peers.tls import MeshTLS, PublicTLS
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge
 
@@ -42,17 +42,18 @@ class Listener:
         self._grpc.add_generic_rpc_handlers((edge,))
         self._local: LocalServer | None = None
 
-    async def open(self, tls: MeshTLS | None) -> str:
+    async def open(self, tls: MeshTLS | None, public_tls: PublicTLS | None) -> str:
         """Bind and serve; return the address of gRPC, ``host:port`` or ``unix:/path``.
 
         Args:
             tls: This process's certificate; None: the mesh has none.
+            public_tls: The certificate of a public service for its clients; None: it serves plain text.
 
         Raises ``InvalidArgument`` for an address that other machines can reach in plain text, ``Unavailable`` for one
         that cannot be bound.
         """
         self._local = await self._serve_locally(tls)  # before gRPC: a peer that finds gRPC looks for this once
-        address = self._bind(tls)
+        address = self._bind(tls, public_tls)
         await self._grpc.start()
         return address
 
@@ -62,13 +63,13 @@ class Listener:
             await self._local.close(grace)
         await self._grpc.stop(grace)
 
-    def _bind(self, tls: MeshTLS | None) -> str:
+    def _bind(self, tls: MeshTLS | None, public_tls: PublicTLS | None) -> str:
         settings = self._settings
         if settings.is_public:
             return bind(
                 self._grpc,
                 settings.listen,
-                settings.public_credentials(),
+                public_tls.server_credentials() if public_tls is not None else None,
                 insecure=settings.is_open,
                 remedy="give --public-tls-cert or an API key",
             )

@@ -137,6 +137,23 @@ class Option:
         return _SWITCH.get(value.lower(), value) if self.type is bool and not strict else value
 
 
+def exposed(shown: str, variables: Collection[str], file: str = "") -> str:
+    """Return the warning that a command line shows a secret.
+
+    Args:
+        shown: The flag that was used.
+        variables: The environment variables that hold the secret without showing it.
+        file: The flag for a file with it; empty: this does not exist.
+    """
+    others = " or ".join(variables) + (f", or pass {file}," if file else "")
+    return f"{shown}: every user of this machine can read this secret in the list of processes; set {others} instead"
+
+
+def file_flag(name: str, options: Collection[str]) -> str:
+    """Return the flag for a file with the values of an option; empty if ``options`` has none."""
+    return flag(f"{name}_file") if f"{name}_file" in options else ""
+
+
 def variable(name: str) -> str:
     """Return the environment variable of an option."""
     return f"TOKENLOOM_{name.upper()}"

@@ -101,6 +101,8 @@ def main(service_class: Callable[[_Settings], Service], settings_class: type[_Se
     """Run a process: read settings, serve until a signal, and return the exit status."""
     settings = settings_class.load()
     logs.setup(name, settings.instance_id, level=settings.log_level, style=settings.log_format)
+    for warning in settings_class.exposed():
+        log.warning("%s", warning)
     descriptors.raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(service_class(settings), settings))

@@ -7,17 +7,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
 
-import grpc
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from tokenloom.request.errors import InvalidArgument
 
 from ..peers import addresses
+from ..peers.certificate import CertificateFiles
 from ..peers.channels import MAX_MESSAGE_BYTES
-from ..peers.tls import CertificateFiles
 from .grpc_limits import GrpcLimits
-from .options import Option, OptionError, build, did_you_mean, find_option, flag, options_of, variable
+from .options import (
+    Option,
+    OptionError,
+    build,
+    did_you_mean,
+    exposed,
+    file_flag,
+    find_option,
+    flag,
+    options_of,
+    variable,
+)
 from .settings_file import flattened, read_file
 
 
@@ -104,8 +114,9 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         """Whether other machines may reach a public service in plain text."""
         return self.insecure
 
-    def public_credentials(self) -> grpc.ServerCredentials | None:
-        """Return what a public service presents to its clients; None: it serves plain text."""
+    @property
+    def public_certificate(self) -> CertificateFiles | None:
+        """What a public service presents to its clients; None: it serves plain text."""
         return None
 
     @property
@@ -114,6 +125,24 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         if self.tls_ca is None or self.tls_cert is None or self.tls_key is None:
             return None
         return CertificateFiles(self.tls_ca, self.tls_cert, self.tls_key)
+
+    def __repr__(self) -> str:
+        """Show every option, with dots for the secret ones: settings may end up in a log."""
+        secret = {option.path[0] for option in options_of(type(self)).values() if option.extra.get("secret")}
+        shown = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        fields = (f"{name}=…" if name in secret and value else f"{name}={value!r}" for name, value in shown)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+    @classmethod
+    def exposed(cls, argv: Sequence[str] | None = None) -> list[str]:
+        """Return a warning for each secret among the flags (those of the process if ``argv`` is None)."""
+        options = options_of(cls)
+        given = {argument.partition("=")[0] for argument in (sys.argv[1:] if argv is None else argv)}
+        return [
+            exposed(flag(name), [option.variable], file_flag(name, options))
+            for name, option in options.items()
+            if option.extra.get("secret") and given & set(map(flag, option.names))
+        ]
 
     @classmethod
     def of(cls, **values: object) -> Self:

@@ -45,8 +45,11 @@ def _read_yaml(text: str) -> object:
         raise ValueError("PyYAML is not installed; install it, or use .toml or .json") from None
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    except yaml.MarkedYAMLError as error:  # its text repeats the line, which may hold a key
+        where = "" if error.problem_mark is None else f" (at line {error.problem_mark.line + 1})"
+        raise ValueError(f"{error.problem}{where}") from None
+    except yaml.YAMLError:
+        raise ValueError("it holds characters that YAML does not allow") from None
 
 
 _PARSERS: dict[str, Callable[[str], object]] = {

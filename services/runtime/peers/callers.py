@@ -33,7 +33,8 @@ def check_caller(method: str, context: "grpc.aio.ServicerContext[Any, Any]") -> 
 
     ``method``: ``/package.Service/Method``; one that is not in the table may not be called at all.
     """
-    names = context.auth_context().get("x509_subject_alternative_name", ())
+    # Only DNS names: an authority may sign other kinds of names, such as URIs, under laxer rules.
+    names = context.auth_context().get("peer_dns", ())
     caller = service_of(name.decode() for name in names)
     if caller is None:
         raise Unauthenticated("the client certificate names no service of a mesh")

@@ -5,6 +5,7 @@ import grpc.aio
 
 from ..local_streams import sockets
 from ..local_streams.channel import LocalChannel
+from .renewed_channel import RenewedChannel
 from .tls import MeshTLS, dns_name
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -52,8 +53,10 @@ class Channels:
         With TLS it connects only to a peer whose certificate names ``service``. Without, bidirectional calls to a
         unix socket are local streams.
         """
-        if self._tls is None:
+        if (tls := self._tls) is None:
             channel, path = open_channel(address), sockets.path_beside(address)
             return LocalChannel(channel, path, MAX_MESSAGE_BYTES) if path is not None else channel
         options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", dns_name(service))]
-        return grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=options)
+        return RenewedChannel(
+            lambda: grpc.aio.secure_channel(address, tls.channel_credentials(), options=options), lambda: tls.generation
+        )

@@ -1,24 +1,16 @@
-"""Mutual TLS inside the mesh. A certificate names a service, such as ``engine.tokenloom.internal``, and no host: it
-stays valid when a pod moves."""
+"""Mutual TLS inside the mesh, and TLS for clients at its edge. A certificate of the mesh names a service, such as
+``engine.tokenloom.internal``, and no host: it stays valid when a pod moves. Certificates are read again when their
+files change: the next handshake uses the new one, established connections continue."""
 
-import asyncio
-import logging
 import ssl
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 import grpc
 
-from tokenloom.request.errors import InvalidArgument
-
-log = logging.getLogger(__name__)
+from .certificate import Certificate, CertificateFiles, Loaded
 
 DOMAIN = "tokenloom.internal"
-WAIT_SECONDS = 60.0
-"""How long a service waits at its start for files that another process is making."""
-_POLL_SECONDS = 0.2
 
 
 def dns_name(service: str) -> str:
@@ -27,7 +19,7 @@ def dns_name(service: str) -> str:
 
 
 def service_of(names: Iterable[str]) -> str | None:
-    """Return the service that these names of a certificate belong to; None for a certificate from outside the mesh."""
+    """Return the service that these DNS names of a certificate belong to; None for one from outside the mesh."""
     for name in names:
         service, dot, domain = name.partition(".")
         if dot and domain == DOMAIN:
@@ -35,73 +27,73 @@ def service_of(names: Iterable[str]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class CertificateFiles:
-    """Paths of a service's certificate and key, in PEM. ``ca`` signed the certificates of the whole mesh."""
-
-    ca: Path
-    cert: Path
-    key: Path
-
-    async def wait(self, seconds: float = WAIT_SECONDS) -> None:
-        """Return once all files exist. Raises ``InvalidArgument`` naming the one that does not appear."""
-        for path in (self.ca, self.cert, self.key):
-            if not path.exists():
-                log.info("waiting for the certificate file %s", path)
-            deadline = time.monotonic() + seconds
-            while not path.exists():
-                if time.monotonic() > deadline:
-                    raise InvalidArgument(f"the certificate file {path} does not exist", "tls_cert")
-                await asyncio.sleep(_POLL_SECONDS)
-
-
 class MeshTLS:
-    """Makes a service's TLS contexts, for both directions, from its certificate. Files are read once: a new certificate
-    needs a restart."""
+    """Makes a service's credentials, for both directions, from its certificate."""
 
-    def __init__(self, files: CertificateFiles) -> None:
+    def __init__(self, files: CertificateFiles, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ``InvalidArgument`` for files that cannot be read or do not match."""
-        self._files = files
-        try:
-            self._ca, self._cert, self._key = (path.read_bytes() for path in (files.ca, files.cert, files.key))
-            self.server_context()
-        except (OSError, ssl.SSLError) as error:
-            raise InvalidArgument(
-                f"tls: {files.cert.name}, {files.key.name} and {files.ca.name} cannot be used: {error}", "tls_cert"
-            ) from None
+        self._certificate = Certificate(files, clock)
+
+    @property
+    def generation(self) -> int:
+        """Counts the changes of the certificate."""
+        return self._certificate.current().generation
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """Return credentials of a server whose clients need a certificate of the same authority."""
-        return grpc.ssl_server_credentials(
-            [(self._key, self._cert)], root_certificates=self._ca, require_client_auth=True
-        )
+        return _server_credentials(self._certificate)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return credentials of a channel that presents our certificate."""
-        return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
+        """Return credentials of a channel that presents our certificate as it is now."""
+        loaded = self._certificate.current()
+        return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
 
     def server_context(self) -> ssl.SSLContext:
-        """Return the context of a server without gRPC."""
-        context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        """Return the context of a server without gRPC. It stays valid when the certificate changes."""
+        return self._certificate.server_context()
 
     def client_context(self) -> ssl.SSLContext:
-        """Return the context of a client without gRPC; connections name the service they expect (:func:`dns_name`)."""
-        return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        """Return the context of one connection of a client without gRPC; the caller names the service that it expects
+        (:func:`dns_name`)."""
+        return self._certificate.current().client
 
-    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self._files.cert, self._files.key)
-        context.load_verify_locations(self._files.ca)
-        return context
+    def expiry(self) -> float:
+        """Return the Unix time at which our certificate expires."""
+        return self._certificate.current().expiry()
+
+    def ca_expiry(self) -> float:
+        """Return the Unix time at which the authority's certificate expires."""
+        return self._certificate.current().ca_expiry()
 
 
-def public_credentials(cert: Path, key: Path) -> grpc.ServerCredentials:
-    """Return server-only TLS for the public edge, whose clients have API keys. Raises ``InvalidArgument``."""
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
-        return grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
-    except (OSError, ssl.SSLError) as error:
-        message = f"public_tls_cert: {cert.name} and {key.name} cannot be used: {error}"
-        raise InvalidArgument(message, "public_tls_cert") from None
+class PublicTLS:
+    """Makes the credentials of the public edge, whose clients have API keys and no certificates."""
+
+    def __init__(self, files: CertificateFiles, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ``InvalidArgument`` for files that cannot be read or do not match."""
+        self._certificate = Certificate(files, clock)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Return credentials of a gRPC server."""
+        return _server_credentials(self._certificate)
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context of an HTTP server. It stays valid when the certificate changes."""
+        return self._certificate.server_context()
+
+    def expiry(self) -> float:
+        """Return the Unix time at which the certificate expires."""
+        return self._certificate.current().expiry()
+
+
+def _server_credentials(certificate: Certificate) -> grpc.ServerCredentials:
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        """Called by gRPC in every handshake, on a thread of its own."""
+        return _configuration(certificate.current())
+
+    loaded = certificate.current()
+    return grpc.dynamic_ssl_server_credentials(_configuration(loaded), configuration, bool(loaded.ca))
+
+
+def _configuration(loaded: Loaded) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca or None)

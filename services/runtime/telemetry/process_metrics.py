@@ -54,6 +54,23 @@ def observe_part(registry: CollectorRegistry, service: str, instance: str, is_se
     serving.set_function(is_serving)
 
 
+class CertificateExpiries:
+    """Shows when the certificates of this process expire; without certificates it shows nothing."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._gauge = Gauge(
+            "tokenloom_certificate_expiry_timestamp_seconds",
+            "Unix time at which a certificate expires that the service uses now: mesh (its own), authority, public "
+            "(for clients) or operator (for admin routes).",
+            ("certificate",),
+            registry=registry,
+        )
+
+    def show(self, certificate: str, expiry: Callable[[], float]) -> None:
+        """Add a certificate; each scrape calls ``expiry``."""
+        self._gauge.labels(certificate).set_function(expiry)
+
+
 def observe_process(registry: CollectorRegistry, prefix: str, pid: Callable[[], int | None]) -> None:
     """Add another process's CPU time and memory as ``prefix_process_…``; nothing while ``pid`` returns None."""
     ProcessCollector(namespace=prefix, pid=lambda: pid() or "none", registry=registry)

@@ -194,7 +194,7 @@ def make_tls(certificates: Path, with_client_certificate: bool = True) -> TLS:
     client = ssl.create_default_context(cafile=str(certificates / "cert.pem"))
     if with_client_certificate:
         client.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
-    return TLS(server, client)
+    return TLS(server, lambda: client)
 
 
 def test_tls_moves_blocks_and_knows_its_peers(make: Make, make_pool: MakePool, certificates: Path) -> None:

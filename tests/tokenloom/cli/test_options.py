@@ -15,6 +15,11 @@ class Settings(Struct, frozen=True):
     size: Annotated[Annotated[int, Meta(ge=1)], "A size.", Meta(extra={"aliases": ("former_size",)})] = 3
     names: Annotated[tuple[str, ...], "Names."] = ()
     strict: Annotated[bool, "A switch."] = False
+    key: Annotated[Annotated[str, Meta(extra={"secret": True})], "A key."] = ""
+    key_file: Annotated[str, "A file with the key."] = ""
+
+
+NO_KEY = {"key": None, "key_file": None}
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str, list[dict[str, Any]]]:
@@ -31,19 +36,29 @@ def run(*arguments: str, **environment: str) -> tuple[int, str, list[dict[str, A
 
 def test_what_is_given_arrives_as_checked_text() -> None:
     _, _, calls = run("--own", "1", "--former-size", "7", "--names", "a, b", "--strict")
-    assert calls == [{"own": 1, "size": "7", "names": "a,b", "strict": True}]
+    assert calls == [{"own": 1, "size": "7", "names": "a,b", "strict": True, **NO_KEY}]
     assert built(Settings(), calls[0]) == Settings(7, ("a", "b"), True)
 
 
 def test_what_is_not_given_is_none() -> None:
     _, _, calls = run()
-    assert calls == [{"own": 0, "size": None, "names": None, "strict": None}]
+    assert calls == [{"own": 0, "size": None, "names": None, "strict": None, **NO_KEY}]
     assert built(Settings(size=5), calls[0]) == Settings(size=5)
 
 
 def test_variables_are_read() -> None:
     assert run(TOKENLOOM_SIZE="9")[2][0]["size"] == "9"
     assert run("--size", "8", TOKENLOOM_SIZE="9")[2][0]["size"] == "8"
+
+
+def test_a_secret_among_the_flags_is_warned_of() -> None:
+    status, output, calls = run("--key", "abc123")
+    assert (status, calls[0]["key"]) == (0, "abc123")
+    assert "every user of this machine can read" in output
+    assert "set TOKENLOOM_KEY, or pass --key-file, instead" in output
+    assert "abc123" not in output
+    status, output, calls = run(TOKENLOOM_KEY="abc123")
+    assert (status, output, calls[0]["key"]) == (0, "", "abc123")
 
 
 def test_a_wrong_value_is_a_usage_error() -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from tokenloom.cli.server_options import connect
+from tokenloom.cli.server_options import ApiKey, connect
 from tokenloom.supervisor import state_dir
 from tokenloom.supervisor.state_dir import MeshRecord, PartRecord
 
@@ -28,3 +29,18 @@ def test_the_newest_local_mesh_is_the_default(tmp_path: Path) -> None:
 def test_what_is_no_url_is_a_usage_error() -> None:
     with pytest.raises(typer.BadParameter, match="must be http"):
         connect("nowhere")
+
+
+def test_a_key_among_the_flags_is_warned_of() -> None:
+    commands, keys = typer.Typer(), list[str]()
+
+    @commands.command()
+    def ask(api_key: ApiKey = "") -> None:
+        keys.append(api_key)
+
+    output = CliRunner().invoke(commands, ["--api-key", "abc123"]).output
+    assert "--api-key: every user of this machine can read" in output
+    assert "TOKENLOOM_API_KEY or OPENAI_API_KEY" in output
+    assert "abc123" not in output
+    assert CliRunner().invoke(commands, [], env={"TOKENLOOM_API_KEY": "abc123"}).output == ""
+    assert keys == ["abc123", "abc123"]

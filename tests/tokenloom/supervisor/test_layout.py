@@ -69,6 +69,8 @@ def test_flags_and_environment_reach_their_service_only() -> None:
     )
     assert [part.service for part in parts if "--dtype" in part.command] == ["engine"]
     assert [part.service for part in parts if "TOKENLOOM_API_KEY" in part.environment] == ["gateway"]
+    assert all("TOKENLOOM_API_KEY" in part.withheld for part in parts)
+    assert not any("secret" in argument for part in parts for argument in part.command)
     assert all(flag(part, "--log-level") == "debug" for part in parts)
 
 

@@ -27,3 +27,18 @@ async def test_grpc_has_no_event_engine_unless_the_user_says_otherwise(
     assert "-event_engine_client" in await told(output, printed, tmp_path)
     monkeypatch.setenv("GRPC_EXPERIMENTS", "mine")
     assert await told(output, printed, tmp_path) == "mine"
+
+
+async def test_a_part_does_not_inherit_the_secrets_of_others(
+    output: LineCopier, printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENLOOM_API_KEY", "the supervisor's")
+    tell = "import os; print(os.environ.get('TOKENLOOM_API_KEY'))"
+    withheld = frozenset({"TOKENLOOM_API_KEY"})
+    for environment in ({}, {"TOKENLOOM_API_KEY": "its own"}):
+        spec = PartSpec(
+            "part", 0, (sys.executable, "-c", tell), tmp_path / "state", environment=environment, withheld=withheld
+        )
+        assert await (await Process.start(spec, output)).wait() == 0
+    output.close()
+    assert [line for _, line in printed] == ["None", "its own"]

@@ -17,6 +17,7 @@ from tokenloom.services.runtime.host.options import options_of
 from tokenloom.supervisor.state_dir import read_part_state, running_meshes
 
 from ..options import built, offers
+from ..server_options import ApiKey
 from .bench_load import AsJson, Goodput, MoreObjectives, Plot
 from .bench_output import bars, failures, show
 
@@ -26,7 +27,7 @@ _DEFAULTS = ServeOptions()
 @offers(options_of(_DEFAULTS).values())
 def serve(
     more_objectives: MoreObjectives = None,
-    api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="Key to send.")] = "",
+    api_key: ApiKey = "",
     temperature: Annotated[float, typer.Option(min=0, help="Temperature; 0: greedy.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Generate the full length of each answer.")] = True,
     goodput: Goodput = None,

@@ -23,6 +23,12 @@ class Settings(ServiceSettings, frozen=True, kw_only=True):
     inner: Inner = Inner()
 
 
+class Guarded(Settings, frozen=True, kw_only=True):
+    key: Annotated[Annotated[str, Meta(extra={"secret": True, "aliases": ("former_key",)})], "A key."] = ""
+    key_file: Annotated[Path | None, "A file with the key."] = None
+    pin: Annotated[Annotated[tuple[str, ...], Meta(extra={"secret": True})], "A key without a file."] = ()
+
+
 def load(*argv: str) -> Settings:
     return Settings.load(["--model", "m", *argv])
 
@@ -142,3 +148,37 @@ def test_a_former_name_is_accepted_everywhere(monkeypatch: pytest.MonkeyPatch) -
 def test_other_services_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENLOOM_HTTP_LISTEN", "127.0.0.1:1")
     load()
+
+
+def test_a_secret_among_the_flags_is_warned_of_without_showing_it() -> None:
+    (warning,) = Guarded.exposed(["--model", "m", "--key", "abc123"])
+    assert "--key" in warning
+    assert "list of processes" in warning
+    assert "TOKENLOOM_KEY, or pass --key-file, instead" in warning
+    assert "abc123" not in warning
+    assert len(Guarded.exposed(["--former-key=abc123", "--pin", "1"])) == 2
+    assert Guarded.exposed(["--model", "--key-file", "/k"]) == []
+
+
+def test_settings_do_not_show_their_secrets() -> None:
+    settings = Guarded.load(["--model", "m", "--key", "abc123", "--pin", "x77,x88"])
+    assert settings.key == "abc123"
+    for text in (repr(settings), str(settings), f"{settings!r}"):
+        assert "key=…" in text
+        assert "pin=…" in text
+        assert "model='m'" in text
+        assert not {"abc123", "x77", "x88"} & set(text.replace("'", " ").replace(",", " ").split())
+    assert "key=''" in repr(Guarded.load(["--model", "m"]))
+
+
+@pytest.mark.parametrize("text", ["model: [m\nkey: abc123 : abc123\n", 'model: m\nkey: "abc123\n', "key: abc123\x00"])
+def test_a_file_that_cannot_be_parsed_is_not_repeated(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        Guarded.load(["--config", str(path)])
+    shown = capsys.readouterr().err
+    assert "settings.yaml cannot be parsed" in shown
+    assert "abc123" not in shown

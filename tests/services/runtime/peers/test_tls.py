@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tokenloom.certificates import make_certificates
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.service import running
 from tokenloom.services.runtime.host.service_settings import ServiceSettings
-from tokenloom.services.runtime.peers.tls import CertificateFiles, MeshTLS, dns_name, public_credentials, service_of
+from tokenloom.services.runtime.peers.certificate import CertificateFiles
+from tokenloom.services.runtime.peers.tls import MeshTLS, PublicTLS, dns_name, service_of
 from tokenloom.supervisor.part_health import is_serving
 
 
@@ -70,9 +73,22 @@ async def test_probes_and_scrapes_of_a_part_with_a_certificate(socket_dir: Path,
             extensions = {"sni_hostname": "engine.tokenloom.internal"}
             answer = await scraper.get(f"https://127.0.0.1:{port}/metrics", extensions=extensions)
             assert "process_resident_memory_bytes" in answer.text
+            expiries = _expiries(answer.text)
+            assert expiries.keys() == {"mesh", "authority"}
+            assert 29 * 86400 < expiries["mesh"] - time.time() < 31 * 86400
         with pytest.raises(httpx.TransportError):
             async with httpx.AsyncClient() as stranger:
                 await stranger.get(f"http://127.0.0.1:{port}/metrics")
+
+
+def _expiries(page: str) -> dict[str, float]:
+    name = "tokenloom_certificate_expiry_timestamp_seconds"
+    return {
+        sample.labels["certificate"]: sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name
+    }
 
 
 class Nothing:
@@ -87,7 +103,7 @@ class Nothing:
 
 def test_files_that_do_not_belong_together_are_refused(certificates: Path) -> None:
     mixed = CertificateFiles(certificates / "ca.crt", certificates / "engine.crt", certificates / "gateway.key")
-    with pytest.raises(InvalidArgument, match=r"engine\.crt, gateway\.key"):
+    with pytest.raises(InvalidArgument, match=r"engine\.crt and gateway\.key"):
         MeshTLS(mixed)
     with pytest.raises(InvalidArgument, match="public_tls_cert"):
-        public_credentials(certificates / "engine.crt", certificates / "gateway.key")
+        PublicTLS(CertificateFiles(None, certificates / "engine.crt", certificates / "gateway.key", "public_tls_cert"))

@@ -1,0 +1,55 @@
+"""Secrets on their way from ``tokenloom serve`` to the parts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tokenloom.cli.main import app
+from tokenloom.cli.mesh import serve
+from tokenloom.supervisor.layout import MeshOptions, parts_of
+from tokenloom.supervisor.ports import GatewayPorts
+from tokenloom.supervisor.run import Outcome
+
+SECRET = "a-secret-that-nobody-sees"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[MeshOptions]:
+    """Take the place of the mesh; holds what it would start with."""
+    started: list[MeshOptions] = []
+
+    async def run_mesh(options: MeshOptions, *_: Any) -> Outcome:
+        started.append(options)
+        return Outcome(interrupted=True, clean=True)
+
+    monkeypatch.setattr(serve, "run_mesh", run_mesh)
+    return started
+
+
+@pytest.mark.parametrize("where", ["flag", "variable", "file", "table"])
+@pytest.mark.parametrize("option", ["api_key", "admin_api_key"])
+def test_keys_reach_the_gateway_only_and_no_command_line(
+    started: list[MeshOptions], tmp_path: Path, where: str, option: str
+) -> None:
+    arguments, environment = ["serve"], {}
+    file = tmp_path / "mesh.toml"
+    if where == "flag":
+        arguments += [f"--{option.replace('_', '-')}", SECRET]
+    elif where == "variable":
+        environment = {f"TOKENLOOM_{option.upper()}": SECRET}
+    else:
+        table = "[gateway]\n" if where == "table" else ""
+        file.write_text(f'{table}{option} = "{SECRET}"\n')
+        arguments += ["--config", str(file)]
+    result = CliRunner().invoke(app, arguments, env=environment)
+    assert result.exit_code == 0, result.output
+    assert ("can read this secret" in result.output) == (where == "flag")
+    assert SECRET not in result.output
+    parts = parts_of(started[0], tmp_path, [GatewayPorts(8000, 9000)])
+    variable = f"TOKENLOOM_{option.upper()}"
+    assert {part.service for part in parts if SECRET in part.environment.values()} == {"gateway"}
+    for part in parts:
+        assert variable in part.withheld
+        assert not any(SECRET in argument for argument in part.command)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
@@ -17,6 +17,7 @@ from tokenloom.services.runtime.peers.tls import PublicTLS
 from .app import App
 from .byte_budget import ByteBudget
 from .connections import Connections
+from .tls_front import TlsFronts
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
@@ -48,7 +49,7 @@ class HttpServer:
         is_closed = insecure or tls is not None
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
-        server = _Server(_config(app, _protocol(budget, connections)))
+        server = _Server(_config(app, _protocol(budget, connections)), connections)
         self._tls = tls
         self._path = address.path
         self._socket = _bind(address)
@@ -78,6 +79,8 @@ class HttpServer:
             task.cancel()
         for connection in list(state.connections):
             connection.transport.abort()
+        if self._server.fronts is not None:
+            await self._server.fronts.close()
         self._socket.close()
         if self._path:
             with contextlib.suppress(FileNotFoundError):
@@ -119,6 +122,27 @@ def _protocol(budget: ByteBudget, connections: Connections) -> type[asyncio.Prot
 
 
 class _Server(uvicorn.Server):
+    """Runs uvicorn, except for signals and TLS.
+
+    Attributes:
+        fronts: Completes handshakes; None before the start, and in plain text.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self.fronts: TlsFronts | None = None
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. uvicorn itself would count a connection only after its handshake, and wait a minute for it."""
+        config = self.config
+        if config.ssl is not None:
+            make = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)
+            self.fronts = TlsFronts(config.ssl, self._connections, make)
+            config.http_protocol_class = cast(type[asyncio.Protocol], self.fronts)
+            config.ssl = None
+        await super().startup(sockets)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process."""

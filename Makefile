@@ -127,6 +127,9 @@ soak: install ## run random schedules of faults, random JSON schemas, expensive 
 	$(BIN)/python -m tests.soak.bombs
 	$(BIN)/python -m tests.soak.fuzz --requests 20000
 
+attack: install ## attack running meshes while another key's stream runs, and print what it noticed (20 minutes, nothing else running)
+	$(BIN)/python -m tests.attack
+
 soak-memory: install ## run four engines of one host under full load for five minutes, and compare their memory with the plan
 	$(BIN)/python -m tests.soak.memory
 
@@ -161,4 +164,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images soak soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images soak attack soak-memory clients browser containers metrics-check gpu-check bench house help

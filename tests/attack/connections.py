@@ -17,7 +17,7 @@ FEW = Setup(descriptors=1024)
 """Few descriptors, so that an attack needs few connections to use them all."""
 OTHER_PEER = "127.0.0.2"
 """The attacker's address; the canary and the neighbour have another one."""
-MAX_STREAMS = 1000
+MAX_STREAMS = 1024
 """More than this is not a bound of streams on one connection."""
 MAX_THREADS = 64
 MAX_LOG_LINES = 500

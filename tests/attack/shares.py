@@ -15,6 +15,8 @@ from tokenloom.v1 import inference_pb2, types_pb2
 PROBES = 100
 MAX_RATIO = 2.0
 """p99 of the time to the first token, beside what it is without the attack."""
+MIN_RUNNING = 32
+"""With fewer, there is no load."""
 _STREAMS_A_CONNECTION = 100
 
 
@@ -79,15 +81,16 @@ def samples(target: Target, requests: int = 8, probes: int = PROBES) -> Outcome:
     calm, _ = _p99(target, probes)
     with many_samples(target, requests) as statuses:
         time.sleep(1.0)
+        running = target.running_requests()
         loaded, wrong = _p99(target, probes)
-    served = statuses.count(200)
-    told = f"{served} answered, {len(statuses) - served} refused"
+    assert running > MIN_RUNNING, f"only {running} requests ran, and the answers were {statuses}"
+    told = f"{running} run, {len(statuses) - statuses.count(200)} refused"
     return _compare(calm, loaded, told, wrong)
 
 
 def large_answer(target: Target) -> Outcome:
     """Wait for one whole answer of 128 samples with 20 log probabilities, not streamed."""
-    body = {"model": MODEL, "prompt": "Once", "n": 128, "logprobs": 20, "max_tokens": 250, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": "Once", "n": 128, "logprobs": 20, "max_tokens": 1200, "ignore_eos": True}
     with Wire(target) as wire:
         wire.send(post(target, json.dumps(body).encode(), key=target.key))
         status, answer = wire.answer()

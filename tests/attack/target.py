@@ -80,18 +80,18 @@ class Target:
         """Return what the mesh has logged."""
         return self._served.log.read_text(errors="replace")
 
+    def running_requests(self) -> int:
+        """Return how many requests the engines compute in their batches."""
+        return self._engine_sum("vllm:num_requests_running")
+
     def prefix_cache(self) -> tuple[int, int]:
         """Return how many prompt tokens all engines have found in their own caches, and how many they looked up."""
-        pages = [_get(part["metrics"]) for part in self._ps if part["service"] == "engine"]
-        hits, queries = (
-            sum(
-                float(value)
-                for page in pages
-                for value in re.findall(rf"(?m)^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", page)
-            )
-            for name in ("hits", "queries")
-        )
-        return int(hits), int(queries)
+        return self._engine_sum("vllm:prefix_cache_hits_total"), self._engine_sum("vllm:prefix_cache_queries_total")
+
+    def _engine_sum(self, metric: str) -> int:
+        pattern = re.compile(rf"^{metric}{{.*}} (\S+)$", re.MULTILINE)
+        engines = [part["metrics"] for part in self._ps if part["service"] == "engine"]
+        return sum(int(float(value)) for engine in engines for value in pattern.findall(_get(engine)))
 
 
 def _get(address: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.attack.target import Target
 
-SECONDS = 60.0
+SECONDS = 120.0
 """What takes longer hangs."""
 _SEND_BUFFER = 64 << 10
 """Small, so that bytes that were sent are bytes that the server took, but for so many and its own buffer."""

@@ -140,6 +140,12 @@ class Mesh:
     def http(self, **options: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=SOON, **options)
 
+    def _observer(self) -> httpx.AsyncClient:
+        """A client that has a key if one is needed."""
+        settings = self.gateway.settings
+        assert isinstance(settings, GatewaySettings)
+        return self.http(headers={"Authorization": f"Bearer {settings.api_key[0]}"} if settings.api_key else None)
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text).ids
         return ids
@@ -150,25 +156,25 @@ class Mesh:
 
     async def gauge(self, name: str, engine: str = "engine-0") -> float:
         """One of ``tokenloom_engine_…``, as the gateway shows it."""
-        async with self.http() as http:
+        async with self._observer() as http:
             return (await self._gauges(http, name))[engine]
 
     async def until_running(self, number: int = 1) -> None:
         """The engines run this many requests."""
-        async with asyncio.timeout(SOON), self.http() as http:
+        async with asyncio.timeout(SOON), self._observer() as http:
             while sum((await self._gauges(http, "requests_running")).values()) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     async def until_missing(self, *parts: str) -> None:
         """``/health`` tells that exactly these parts are missing."""
-        async with asyncio.timeout(SOON), self.http() as http:
+        async with asyncio.timeout(SOON), self._observer() as http:
             while (await http.get("/health")).json().get("missing", []) != list(parts):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             assert (await http.get("/health")).status_code == (503 if parts else 200)
 
     async def until_idle(self) -> None:
         """Wait until every engine has given back all it held."""
-        async with asyncio.timeout(SOON), self.http() as http:
+        async with asyncio.timeout(SOON), self._observer() as http:
             while any((await self._gauges(http, *_HELD)).values()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

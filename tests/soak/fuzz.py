@@ -1,4 +1,8 @@
-"""``python -m tests.soak.fuzz``: nonsense over HTTP and gRPC at a whole mesh, beside requests that must not notice."""
+"""``python -m tests.soak.fuzz``: nonsense over HTTP and gRPC at a whole mesh, while requests of two tenants run.
+
+The nonsense comes from both tenants. Each of them must get the tokens of its own prompts, and must not see that the
+other one has sent a prompt before.
+"""
 
 import argparse
 import asyncio
@@ -10,8 +14,9 @@ from collections import Counter
 from pathlib import Path
 
 import grpc
+import httpx
 
-from tests.mesh.harness import MODEL, Mesh
+from tests.mesh.harness import MODEL, VOCAB_SIZE, Mesh
 from tests.soak.nonsense import Nonsense, nonsense, torn
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, types_pb2
@@ -21,6 +26,8 @@ AT_ONCE = 8
 ANSWER_SECONDS = 30.0
 """What takes longer hangs."""
 CANARY_TOKENS = 100
+KEYS = ("sk-a", "sk-b")
+"""Of two tenants."""
 _OURS = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED})
 """What a call ends with when the fault is ours."""
 
@@ -33,31 +40,61 @@ async def fuzz(directory: Path, seeds: range) -> Counter[str]:
     async def some(mesh: Mesh, channel: grpc.aio.Channel) -> None:
         for seed in waiting:
             rng = random.Random(seed)
-            seen[await (_call(channel, rng, seed) if seed % 5 == 4 else _ask(mesh, nonsense(rng, MODEL), seed))] += 1
+            key = KEYS[seed % 2]
+            is_call = seed % 5 == 4
+            seen[
+                await (_call(channel, rng, key, seed) if is_call else _ask(mesh, nonsense(rng, MODEL, key), seed))
+            ] += 1
 
-    async with Mesh(directory, engine={"hash_step_seconds": 0.002}).running() as mesh:
+    async with Mesh(directory, engine={"hash_step_seconds": 0.002}, gateway={"api_key": KEYS}).running() as mesh:
         async with open_channel(mesh.gateway.settings.listen) as channel:
-            canaries = asyncio.create_task(_canaries(mesh))
+            neighbours = [_canaries(mesh, KEYS[0], [5, 6]), _canaries(mesh, KEYS[1], [7, 8]), _same_prompts(mesh, seen)]
+            canaries = [asyncio.create_task(neighbour) for neighbour in neighbours]
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(AT_ONCE):
                         group.create_task(some(mesh, channel))
-                assert not canaries.done(), canaries.exception()
+                for canary in canaries:
+                    assert not canary.done(), canary.exception()
             finally:
-                canaries.cancel()
-                await asyncio.wait([canaries])
+                for canary in canaries:
+                    canary.cancel()
+                await asyncio.wait(canaries)
         await mesh.until_idle()
     return seen
 
 
-async def _canaries(mesh: Mesh) -> None:
-    body = {"model": MODEL, "prompt": [5, 6], "max_tokens": CANARY_TOKENS, "ignore_eos": True, "return_token_ids": True}
-    expected = mesh.expected([5, 6], CANARY_TOKENS)
-    async with mesh.http() as http:
+async def _canaries(mesh: Mesh, key: str, prompt: list[int]) -> None:
+    """Send one prompt of a tenant again and again."""
+    async with mesh.http(headers=_header(key)) as http:
         while True:
-            response = await http.post("/v1/completions", json=body)
-            assert response.status_code == 200, response.text
-            assert response.json()["choices"][0]["token_ids"] == expected
+            await _complete(mesh, http, prompt, CANARY_TOKENS)
+
+
+async def _same_prompts(mesh: Mesh, seen: Counter[str]) -> None:
+    """Send new prompts of four blocks with one tenant's key, and then with the other's: none is cached for both."""
+    rng = random.Random(0)
+    async with mesh.http(headers=_header(KEYS[0])) as first, mesh.http(headers=_header(KEYS[1])) as second:
+        while True:
+            prompt = [rng.randrange(5, VOCAB_SIZE) for _ in range(65)]
+            for http in (first, second):
+                assert await _complete(mesh, http, prompt, 2) == 0, "a tenant sees another one's prompt in the cache"
+            seen["own prompts found"] += await _complete(mesh, second, prompt, 2) > 0
+
+
+async def _complete(mesh: Mesh, http: httpx.AsyncClient, prompt: list[int], tokens: int) -> int:
+    """Generate and check tokens. Returns how many of the prompt's were cached."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "return_token_ids": True}
+    response = await http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert answer["choices"][0]["token_ids"] == mesh.expected(prompt, tokens)
+    cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def _header(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 async def _ask(mesh: Mesh, request: Nonsense, seed: int) -> str:
@@ -86,17 +123,17 @@ async def _ask(mesh: Mesh, request: Nonsense, seed: int) -> str:
     return str(status)
 
 
-async def _call(channel: grpc.aio.Channel, rng: random.Random, seed: int) -> str:
+async def _call(channel: grpc.aio.Channel, rng: random.Random, key: str, seed: int) -> str:
     """The status of a call whose message is torn."""
     method, message = rng.choice(_messages())
     call = channel.unary_stream(method) if method.endswith("Generate") else channel.unary_unary(method)
-    data = torn(rng, message)
+    data, metadata = torn(rng, message), (("authorization", f"Bearer {key}"),)
     try:
         if method.endswith("Generate"):
-            async for _ in call(data, timeout=ANSWER_SECONDS):
+            async for _ in call(data, timeout=ANSWER_SECONDS, metadata=metadata):
                 pass
         else:
-            await call(data, timeout=ANSWER_SECONDS)
+            await call(data, timeout=ANSWER_SECONDS, metadata=metadata)
     except grpc.aio.AioRpcError as error:
         if error.code() in _OURS:
             raise AssertionError(f"seed {seed}: {method} {data!r}") from error
@@ -135,7 +172,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as directory:
         seen = asyncio.run(fuzz(Path(directory), range(arguments.seed, arguments.seed + arguments.requests)))
     seconds = time.monotonic() - started
-    print(f"{arguments.requests} requests, {seconds:.0f} s: none hung, none failed by our fault, none disturbed others")
+    print(
+        f"{arguments.requests} requests, {seconds:.0f} s: none hung, failed by our fault, disturbed others or crossed"
+    )
     print(", ".join(f"{count} {name}" for name, count in sorted(seen.items())))
 
 

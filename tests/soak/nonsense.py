@@ -58,16 +58,16 @@ def good_bodies(model: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def nonsense(rng: random.Random, model: str) -> Nonsense:
-    """One request."""
+def nonsense(rng: random.Random, model: str, key: str) -> Nonsense:
+    """One request. ``key``: an API key, which most requests present."""
     if rng.random() < 0.1:
-        return _request(rng, rng.choice(_METHODS), rng.choice(OTHER_ROUTES), b"")
+        return _request(rng, rng.choice(_METHODS), rng.choice(OTHER_ROUTES), b"", key)
     path, good = rng.choice(list(good_bodies(model).items()))
     body = _encoded(rng, _mutated(rng, path, good))
     if rng.random() < 0.25:
         body = _torn(rng, body)
     method = "POST" if rng.random() < 0.95 else rng.choice(_METHODS)
-    return _request(rng, method, path, body)
+    return _request(rng, method, path, body, key)
 
 
 def torn(rng: random.Random, data: bytes) -> bytes:
@@ -82,13 +82,24 @@ def _mutated(rng: random.Random, path: str, good: dict[str, Any]) -> dict[str, A
     body = dict(good)
     for _ in range(rng.randint(1, 3)):
         body[rng.choice(names)] = _value(rng)
+    if rng.random() < 0.1:
+        body["structured_outputs"] = {rng.choice(("json", "grammar", "regex", "structural_tag")): _repetitive(rng)}
     if "messages" in body and rng.random() < 0.5:
         turn = {rng.choice(("role", "content", "name", "tool_calls", "tool_call_id")): _value(rng)}
         body["messages"] = [{"role": rng.choice(("user", "assistant", "tool")), "content": "a"} | turn]
     return body
 
 
+def _repetitive(rng: random.Random) -> str:
+    """Return a text of up to 64 KB that costs a careless parser the square of its length."""
+    start = rng.choice(("", '{"a": "', 'root ::= "', "<think>", "<tool_call>", "[TOOL_CALLS]"))
+    piece = rng.choice(('\\"', '"', "{", "[", "(", "\\", "/", "{}", '{"a":', "<tool_call>", "a|", "# ", " "))
+    return start + piece * (rng.choice((1_000, 30_000, 60_000)) // len(piece))
+
+
 def _value(rng: random.Random, depth: int = 0) -> Any:
+    if rng.random() < 0.05:
+        return _repetitive(rng)
     plain = (
         *(None, True, False, 0, 1, -1, 2, 5, 2**31, 2**32, 2**63, -(2**63), 2**64, 10**30, 0.5, -0.0, 1e308, 5e-324),
         *(
@@ -150,7 +161,29 @@ def _torn(rng: random.Random, data: bytes) -> bytes:
     return data[:start] + new + data[end:]
 
 
-def _request(rng: random.Random, method: str, path: str, body: bytes) -> Nonsense:
+def _fields(rng: random.Random) -> tuple[bytes, bool]:
+    """Return lines of a head or of trailers, often more or longer ones than a server should accept, and whether they
+    leave no doubt where the request ends."""
+    kind = rng.random()
+    if kind < 0.3:
+        return b"X-Sum: 1\r\n", True
+    if kind < 0.6:
+        return b"a: b\r\n" * rng.choice((50, 99, 101, 1000, 20_000)), True
+    if kind < 0.9:
+        return b"X-Long: %s\r\n" % (b"a" * rng.choice((1000, 65_000, 66_000, 200_000))), True
+    wrong = (b"Content-Length: 5\r\n", b"broken\r\n", b": \r\n", b"Transfer-Encoding: chunked\r\n", b"\0: a\r\n")
+    return rng.choice(wrong), False
+
+
+def _key_line(rng: random.Random, key: str) -> str:
+    if rng.random() < 0.95:
+        return f"Authorization: Bearer {key}"
+    return rng.choice(
+        ("Authorization: Basic x", "Authorization: Bearer", f"Authorization: Bearer {key}x", "X-Key: none")
+    )
+
+
+def _request(rng: random.Random, method: str, path: str, body: bytes, key: str) -> Nonsense:
     query = rng.choice(("", "", "", "?a=b", "?%ff=%00", "?" + "a" * 2000))
     content_type = rng.choice(_TYPES) if rng.random() < 0.3 else _TYPES[0]
     lines = [
@@ -158,15 +191,18 @@ def _request(rng: random.Random, method: str, path: str, body: bytes) -> Nonsens
         "Host: localhost",
         f"Content-Type: {content_type}",
         "Connection: close",
+        _key_line(rng, key),
     ]
     if rng.random() < 0.1:
         lines.append(
-            rng.choice(("X-Request-Id: é", "Accept: nothing/*", "Traceparent: 00-zz-1", "Authorization: Basic x"))
+            rng.choice(("X-Request-Id: é", "Accept: nothing/*", "Traceparent: 00-zz-1", "Origin: http://other.example"))
         )
     framing, whole = rng.random(), True
     if framing < 0.1:
         lines.append("Transfer-Encoding: chunked")
-        body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in _pieces(rng, body)) + b"0\r\n\r\n"
+        body = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in _pieces(rng, body)) + b"0\r\n"
+        trailers, whole = _fields(rng) if rng.random() < 0.5 else (b"", True)
+        body += trailers + b"\r\n"
     elif framing < 0.2:
         lines.append(f"Content-Length: {len(body) + rng.choice((1, 100, -1, 10**30))}")
         whole = False
@@ -177,7 +213,8 @@ def _request(rng: random.Random, method: str, path: str, body: bytes) -> Nonsens
         whole = False
     else:
         lines.append(f"Content-Length: {len(body)}")
-    data = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+    more, is_clear = _fields(rng) if rng.random() < 0.1 else (b"", True)
+    data, whole = "\r\n".join(lines).encode("latin-1") + b"\r\n" + more + b"\r\n" + body, whole and is_clear
     if rng.random() < 0.05:
         data, whole = data[: rng.randrange(1, len(data))], False
     half_closed = not whole or rng.random() < 0.1

@@ -143,9 +143,10 @@ class Exchange:
         :class:`.request_body.BodyTimeout` and :class:`.request_body.ClientDisconnected`.
         """
         headers = self.headers
-        if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != JSON:
+        kind = headers.get(b"content-type", b"")
+        if kind != JSON and kind.partition(b";")[0].strip().lower() != JSON:
             raise UnsupportedMediaType("the body must be JSON; set the header Content-Type: application/json")
-        if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        if b"content-encoding" in headers and headers[b"content-encoding"].strip().lower() != b"identity":
             raise UnsupportedEncoding("Content-Encoding is not supported; send the body uncompressed")
         digits = headers.get(b"content-length", b"")
         length = int(digits) if digits.isdigit() else None  # the parser has refused a length of more than 64 bits

@@ -1,0 +1,42 @@
+"""Small forms of the attacks; ``make attack`` runs them in full, and judges times too."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.attack import bodies, browsers, shares, tenants, trailers
+from tests.attack.attack import MIB, Attack, run_attack
+from tests.attack.canary import Canary, running_canary
+from tests.attack.target import Setup, Target, attacked
+
+CANARY_TOKENS = 30
+ATTACKS = [
+    Attack("trailer-fields", partial(trailers.trailer_fields_with_key, total=4 * MIB), max_growth=5),
+    Attack("trailer-value", partial(trailers.trailer_value_with_key, total=4 * MIB), max_growth=5),
+    Attack("trailer-without-key", partial(trailers.trailer_fields, total=4 * MIB), max_growth=5),
+    Attack("head-bytes", trailers.big_head),
+    Attack("head-fields", trailers.many_fields),
+    Attack("cached-tokens", tenants.usage),
+    Attack("content-types", browsers.content_types),
+    Attack("idle-sessions", partial(shares.idle_sessions, num=300, probes=1)),
+    Attack("logit-bias", partial(bodies.send_at_once, body=partial(bodies.logit_bias, 100_000), num=2)),
+    Attack("stops", partial(bodies.send_at_once, body=partial(bodies.stops, 200_000), num=2)),
+    Attack(
+        "messages",
+        partial(
+            bodies.send_at_once, body=partial(bodies.empty_objects, "messages", MIB), path="/v1/chat/completions", num=2
+        ),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[tuple[Target, Canary]]:
+    with attacked(Setup()) as target, running_canary(target, CANARY_TOKENS) as canary:
+        yield target, canary
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+def test_an_attack_disturbs_no_other_key(mesh: tuple[Target, Canary], attack: Attack) -> None:
+    assert run_attack(attack, *mesh).outcome.wrong == []

@@ -1,5 +1,7 @@
 """Large gRPC messages are counted before they are decoded, and their lists before they are narrowed."""
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -11,7 +13,7 @@ from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 from tokenloom.v1.kserve import grpc_service_pb2
 
-GENERATE = inference_pb2.GenerateRequest.DESCRIPTOR
+GENERATE: Any = inference_pb2.GenerateRequest.DESCRIPTOR
 SIZE = 7 << 20
 EMPTY_MESSAGE, EMPTY_STOP = b"\x0a\x00", inference_pb2.GenerateRequest(stop=[""]).SerializeToString()
 
@@ -59,8 +61,8 @@ def test_what_cannot_be_decoded_is_left_to_the_decoder(data: bytes) -> None:
 async def test_the_gateway_refuses_them(mesh: FakeMesh) -> None:
     async with open_channel(mesh.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        send = channel.unary_stream("/tokenloom.v1.Inference/Generate")
-        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        send: Any = channel.unary_stream("/tokenloom.v1.Inference/Generate")
+        infer: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         tensors = grpc_service_pb2.ModelInferRequest(raw_input_contents=[b""]).SerializeToString()
         messages = [inference_pb2.ChatMessage()] * (chat_prompt.MAX_MESSAGES + 1)
         chat = inference_pb2.GenerateRequest(chat=inference_pb2.ChatPrompt(messages=messages))

@@ -124,8 +124,11 @@ async def test_a_large_body_is_decoded_exactly(
 def test_parts_are_counted_exactly_wherever_slices_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a count of the decoded value; texts are made of what could confuse it."""
     draw = random.Random(3)
+
+    def text() -> str:
+        return "".join(draw.choices('"\\,[{a:é', k=draw.randrange(12)))
+
     for _ in range(300):
-        text = lambda: "".join(draw.choices('"\\,[{a:é', k=draw.randrange(12)))  # noqa: E731
         value = [{text(): [text() for _ in range(draw.randrange(4))]} for _ in range(draw.randrange(5))]
         data = msgspec.json.encode(value)
         monkeypatch.setattr(json_body, "SLICE_BYTES", draw.randrange(2, 30))

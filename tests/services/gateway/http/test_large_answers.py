@@ -13,7 +13,7 @@ import pytest
 from tests.services.gateway.fakes import MODEL, FakeMesh, FakeRequest
 from tokenloom.services.gateway.http import endpoint
 from tokenloom.services.gateway.http.exchange import Exchange
-from tokenloom.services.gateway.openai import chat, completions, openai_logprobs
+from tokenloom.services.gateway.openai import chat, openai_logprobs
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
 
@@ -91,7 +91,7 @@ async def most_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Count
 
     original = Exchange.write
     monkeypatch.setattr(chat, "chat_entry", counted(openai_logprobs.chat_entry))
-    monkeypatch.setattr(completions.CompletionLogprobs, "add", counted(openai_logprobs.CompletionLogprobs.add))
+    monkeypatch.setattr(openai_logprobs.CompletionLogprobs, "add", counted(openai_logprobs.CompletionLogprobs.add))
     monkeypatch.setattr(Exchange, "write", write)
 
     async def watch() -> None:

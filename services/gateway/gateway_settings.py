@@ -13,6 +13,7 @@ from tokenloom.services.runtime.host.service_settings import Address, Count, Ser
 from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
+from .generation.request_cost import DEFAULT_MAX_VALUES
 from .tenants.tenant import TenantLimits
 
 
@@ -111,6 +112,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048
+    max_request_values: Annotated[
+        Count,
+        "Largest n * max_tokens * (1 + logprobs) of a request, for all its prompts; without max_tokens, the default is "
+        "lowered to fit.",
+    ] = DEFAULT_MAX_VALUES
     tenant_live_outputs: Annotated[
         Count | None,
         "Outputs (prompts times n) of one tenant in work. Default with several tenants: half of --max-live-requests.",

@@ -11,14 +11,15 @@ from tokenloom.services.runtime.peers.addresses import parse
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
 from tokenloom.services.runtime.peers.tls import MeshTLS
-from tokenloom.v1 import inference_pb2_grpc
-from tokenloom.v1.kserve import grpc_service_pb2_grpc
+from tokenloom.v1 import inference_pb2, inference_pb2_grpc
+from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.admission import Admission
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
+from .grpc.message_bounds import bounded
 from .health import MeshHealth
 from .http.admin_routes import AdminRoutes
 from .http.app import App, Routes
@@ -27,6 +28,7 @@ from .http.byte_budget import ByteBudget
 from .http.connections import Connections
 from .http.endpoint import Endpoint
 from .http.http_server import HttpServer
+from .http.json_body import BodyParser
 from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .kserve.kserve_servicer import KServeServicer
@@ -36,7 +38,7 @@ from .mesh.tokenizer_client import TokenizerClient
 from .metrics import GatewayMetrics, MeshGauges
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
-from .openai.openai_models import BodyReader
+from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
 from .openapi.openapi_routes import document_routes
 from .tenants.api_keys import ApiKeys
 from .tenants.cache_salts import CacheSalts
@@ -71,6 +73,7 @@ class GatewayService:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         self._started: tuple[_Mesh, HttpServer] | None = None
+        self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self.http_address = ""
 
     async def start(self, host: Host) -> None:
@@ -81,7 +84,7 @@ class GatewayService:
         host.metrics.register(TenantMetrics(shares))
         mesh = await _connect(settings, host, shares)
         http = HttpServer(
-            await _open_edges(settings, host, mesh, keys, shares),
+            await _open_edges(settings, host, mesh, keys, shares, self._parser),
             settings.http_listen,
             budget=ByteBudget(settings.max_body_bytes_in_flight),
             connections=Connections(
@@ -109,6 +112,7 @@ class GatewayService:
         if self._started is not None:
             await self._started[1].stop()
             self._started = None
+        self._parser.close()
 
 
 def _load_keys(settings: GatewaySettings) -> ApiKeys:
@@ -152,6 +156,7 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         Admission(shares),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
+        max_request_values=settings.max_request_values,
         tracer=host.tracer,
         model=model,
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
@@ -167,7 +172,9 @@ async def _marks(reasoning: ReasoningFormat, tokenizers: TokenizerClient) -> Rea
     return marks_of(reasoning, tokens.__getitem__) if all(tokens.values()) else None
 
 
-async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, keys: ApiKeys, shares: TenantShares) -> App:
+async def _open_edges(
+    settings: GatewaySettings, host: Host, mesh: _Mesh, keys: ApiKeys, shares: TenantShares, parser: BodyParser
+) -> App:
     """Add the gRPC services to the host's server and return the HTTP application. Waits for the operator's certificate
     where the admin routes need one."""
     admin_keys = ApiKeys.load_admin(settings.admin_api_key, settings.admin_api_key_file)
@@ -175,10 +182,12 @@ async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, keys: 
     completions = CompletionsApi(reader, mesh.model)
     host.authorize_calls(admit_calls(keys))
     inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, shares, settings.request_timeout)
-    host.add_servicer(inference_pb2_grpc.add_InferenceServicer_to_server, inference)
+    generates = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
+    host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
-    host.add_servicer(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, kserve)
-    routes = _routes(settings, host, mesh, reader, completions)
+    infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)
+    host.add_servicer(bounded(grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server, infers), kserve)
+    routes = _routes(settings, host, mesh, parser, reader, completions)
     guard = BrowserGuard(parse(settings.http_listen), settings.allowed_hosts, settings.cors_origins)
     return App(
         routes, keys, await _admin_routes(settings, host, mesh), admin_keys, guard, shares, settings.cors_origins
@@ -186,16 +195,21 @@ async def _open_edges(settings: GatewaySettings, host: Host, mesh: _Mesh, keys: 
 
 
 def _routes(
-    settings: GatewaySettings, host: Host, mesh: _Mesh, reader: BodyReader, completions: CompletionsApi
+    settings: GatewaySettings,
+    host: Host,
+    mesh: _Mesh,
+    parser: BodyParser,
+    reader: BodyReader,
+    completions: CompletionsApi,
 ) -> Routes:
     limit, timeout = settings.max_body_bytes, settings.request_timeout
     chats = ChatApi(reader, mesh.model, mesh.plans)
-    tokenize = TokenizeRoutes(reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
+    tokenize = TokenizeRoutes(parser, reader, mesh.tokenizers, mesh.health, mesh.model, limit, timeout)
     return {
         **StatusRoutes(mesh.health, mesh.view, mesh.generator, host.metrics, mesh.model).routes(),
         **document_routes(mesh.health, admin=settings.has_admin),
-        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, limit)},
-        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, limit)},
+        "/v1/chat/completions": {"POST": Endpoint(chats, mesh.generator, mesh.model, parser, limit)},
+        "/v1/completions": {"POST": Endpoint(completions, mesh.generator, mesh.model, parser, limit)},
         **tokenize.routes(),
     }
 

@@ -15,7 +15,13 @@ from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
 from .output_constraints import narrow_structured_outputs
-from .sampling_params import GenerationFields, RepetitionDetectionParams, SamplingFields
+from .sampling_params import (
+    MAX_LOGIT_BIASES,
+    MAX_TOKEN_IDS,
+    GenerationFields,
+    RepetitionDetectionParams,
+    SamplingFields,
+)
 
 (MIN_TEMPERATURE,) = struct.unpack("<f", struct.pack("<f", 1e-5))
 """Dividing logits by a lower temperature would overflow float32; 0 is greedy. Rounded to the wire's float32."""
@@ -51,10 +57,13 @@ def narrow_int(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def narrow_token_ids(name: str, value: object) -> list[int]:
-    """Return ``value`` as token ids that the wire can carry; they are compared with the vocabulary later."""
+def narrow_token_ids(name: str, value: object, most: int | None = None) -> list[int]:
+    """Return ``value`` as token ids that the wire can carry, at most so many; they are compared with the vocabulary
+    later."""
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise InvalidArgument(f"{name} must be a list of token ids, not {_kind(value)}", name)
+    if most is not None and len(value) > most:
+        raise InvalidArgument(f"{name} may hold at most {most} ids, not {len(value)}", name)
     return [item if type(item) is int and 0 <= item <= _U32 else _narrow_token_id(name, item) for item in value]
 
 
@@ -80,8 +89,8 @@ def _narrow_bool(name: str, value: object) -> bool:
     return value
 
 
-def _narrow_some_token_ids(name: str, value: object) -> list[int]:
-    token_ids = narrow_token_ids(name, value)
+def _narrow_some_token_ids(name: str, value: object, most: int | None = None) -> list[int]:
+    token_ids = narrow_token_ids(name, value, most)
     if not token_ids:
         raise InvalidArgument(f"{name} is empty, so nothing could be generated; leave it out to allow everything", name)
     return token_ids
@@ -102,6 +111,7 @@ def _narrow_logprobs(name: str, value: object) -> int | None:
 def _narrow_logit_bias(name: str, value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidArgument(f"{name} must be an object of token ids and numbers, not {_kind(value)}", name)
+    check_bias_count(len(value), name)
     biases = {}
     for key, bias in value.items():
         # The keys of JSON objects are strings.
@@ -111,6 +121,12 @@ def _narrow_logit_bias(name: str, value: object) -> dict[int, float]:
             raise InvalidArgument(f"{name} must have token ids as keys, not {key!r:.40}", name)
         biases[token_id] = _narrow_float(name, bias)
     return biases
+
+
+def check_bias_count(num_biases: int, name: str = "logit_bias") -> None:
+    """Check the number of biased tokens, before they are looked at."""
+    if num_biases > MAX_LOGIT_BIASES:
+        raise InvalidArgument(f"{name} may hold at most {MAX_LOGIT_BIASES} tokens, not {num_biases}", name)
 
 
 def _narrow_repetition_detection(name: str, value: object) -> types_pb2.RepetitionDetection | None:
@@ -168,7 +184,9 @@ def _narrower(row: inspect.Type) -> Callable[[str, Any], Any]:
         case inspect.ListType(item_type=inspect.StrType()):
             return partial(_narrow_strings, one=False)
         case inspect.ListType():
-            return _narrow_some_token_ids if row.min_length else narrow_token_ids
+            return partial(
+                _narrow_some_token_ids if row.min_length else narrow_token_ids, most=row.max_length or MAX_TOKEN_IDS
+            )
         case inspect.DictType():
             return _narrow_logit_bias
     raise TypeError(f"no conversion for rows of type {row}")

@@ -4,7 +4,6 @@ The limits bound the cost of compilation; only the engine's compiler finds out w
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from tokenloom.v1 import types_pb2
 
 from .errors import InvalidArgument
 from .sampling_params import StructuredOutputsParams
-from .structural_tags import check_structural_tag, current_form, schemas
+from .structural_tags import check_structural_tag, current_form, has_depth, schemas
 
 FIELD = "structured_outputs"
 MAX_SOURCE_BYTES = 32 << 10
@@ -32,7 +31,6 @@ KINDS = tuple(name for name in StructuredOutputsParams.__struct_fields__ if name
 _WITH_BLANKS = ("json", "json_object")
 _IGNORED = ("disable_additional_properties", "disable_fallback")
 """Other members of vLLM's ``structured_outputs``, accepted when they have no effect."""
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def narrow_structured_outputs(value: object, field: str = FIELD) -> types_pb2.StructuredOutputs:
@@ -140,17 +138,16 @@ def _check_options(constraint: types_pb2.StructuredOutputs, kind: str, field: st
 
 
 def _check_schema(source: str, field: str) -> None:
-    depth = 0
-    for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", source)):
-        depth += 1 if bracket in "[{" else -1
-        if depth > MAX_DEPTH:
-            raise _too_deep(field)
     try:
         schema = json.loads(source)
+    except RecursionError:
+        raise _too_deep(field) from None
     except ValueError as error:
         raise InvalidArgument(f"{field}: the schema is not JSON: {error}", field) from None
     if not isinstance(schema, dict):
         raise InvalidArgument(f"{field}: a JSON schema must be an object", field)
+    if not has_depth(schema, MAX_DEPTH):
+        raise _too_deep(field)
     _check_enums(schema, field)
 
 
@@ -172,11 +169,15 @@ def _enums(value: Any) -> Iterator[list[Any]]:
 
 
 def _check_choices(texts: Sequence[str], field: str) -> None:
-    if not 1 <= len(texts) <= MAX_ENUM:
-        raise InvalidArgument(f"{field}: choice must have 1 to {MAX_ENUM} texts, not {len(texts)}", field)
+    _check_num_choices(len(texts), field)
     if not all(texts):
         raise InvalidArgument(f"{field}: choice must not hold an empty text", field)
     _check_size(sum(len(text.encode()) for text in texts), "choice", field)
+
+
+def _check_num_choices(num_texts: int, field: str) -> None:
+    if not 1 <= num_texts <= MAX_ENUM:
+        raise InvalidArgument(f"{field}: choice must have 1 to {MAX_ENUM} texts, not {num_texts}", field)
 
 
 def _check_size(num_bytes: int, kind: str, field: str) -> None:
@@ -187,6 +188,7 @@ def _check_size(num_bytes: int, kind: str, field: str) -> None:
 def _choices(value: object, field: str) -> types_pb2.Choices:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
         raise InvalidArgument(f"{field}: choice must be a list of texts", field)
+    _check_num_choices(len(value), field)
     return types_pb2.Choices(texts=[_text(text, "choice", field) for text in value])
 
 

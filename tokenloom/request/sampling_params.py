@@ -22,6 +22,10 @@ MAX_SAMPLES = 128
 """Limits the samples of one prompt."""
 MAX_REPETITION = 1024
 """Limits the sizes and the count of repetition_detection, because the cost of each token grows with them."""
+MAX_LOGIT_BIASES = 4096
+"""Limits the tokens of logit_bias: each takes a microsecond or more to check, and is copied for each prompt."""
+MAX_TOKEN_IDS = 1 << 20
+"""Limits lists of token ids that have no limit of their own; no vocabulary has as many tokens."""
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 PatternSize = Annotated[int, Meta(ge=0, le=MAX_REPETITION)]
@@ -108,7 +112,8 @@ class SamplingFields(Struct, kw_only=True):
         Sequence[TokenId] | None, Meta(description="With logprobs: tokens to return whatever their rank.")
     ] = None
     logit_bias: Annotated[
-        Mapping[TokenId, Bias] | None, Meta(description="Token id to what is added to its logit, from -100 to 100.")
+        Mapping[TokenId, Bias] | None,
+        Meta(description="At most 4,096 token ids, each with what is added to its logit, from -100 to 100."),
     ] = None
     allowed_token_ids: Annotated[
         Annotated[Sequence[TokenId], Meta(min_length=1)] | None, Meta(description="The only tokens that may be drawn.")

@@ -63,7 +63,8 @@ def _read(source: str, field: str) -> Any:
         raise _too_deep(field) from None
     except ValueError as error:
         raise InvalidArgument(f"{field}: structural_tag is not JSON: {error}", field) from None
-    _check_depth(tag, field)
+    if not has_depth(tag, MAX_DEPTH):
+        raise _too_deep(field)
     if not isinstance(tag, dict) or tag.get("type", "structural_tag") != "structural_tag":
         raise InvalidArgument(f'{field}: a structural_tag must be an object of type "structural_tag"', field)
     if ("format" in tag) == ("structures" in tag):
@@ -128,9 +129,10 @@ def _check_triggers(found: Mapping[str, Any], field: str) -> None:
     triggers = found.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(each, str) and each for each in triggers):
         raise InvalidArgument(f"{field}: triggers must be a list of texts that are not empty", field)
+    known, lengths = set(triggers), set(map(len, triggers))  # few lengths: comparing every pair would be quadratic
     for tag in _list_of(found, "triggered_tags", "tags", field):
         begin = tag.get("begin") if isinstance(tag, dict) else None
-        if not isinstance(begin, str) or not begin.startswith(tuple(triggers)):
+        if not isinstance(begin, str) or known.isdisjoint(begin[:length] for length in lengths):
             raise InvalidArgument(f"{field}: begin of each tag must start with one of the triggers", field)
 
 
@@ -141,12 +143,13 @@ def _list_of(found: Mapping[str, Any], kind: str, name: str, field: str) -> Sequ
     return items
 
 
-def _check_depth(value: object, field: str, depth: int = 0) -> None:
-    if isinstance(value, dict | list):
-        if depth == MAX_DEPTH:
-            raise _too_deep(field)
-        for part in value.values() if isinstance(value, dict) else value:
-            _check_depth(part, field, depth + 1)
+def has_depth(value: object, most: int) -> bool:
+    """Return whether the objects and arrays of a JSON value are nested at most ``most`` levels deep."""
+    if not isinstance(value, dict | list):
+        return True
+    return most > 0 and all(
+        has_depth(part, most - 1) for part in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _too_deep(field: str) -> InvalidArgument:

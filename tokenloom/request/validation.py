@@ -16,7 +16,7 @@ from tokenloom.v1.types_pb2 import ModelLimits as Limits
 from tokenloom.v1.types_pb2 import SamplingParams as Params
 
 from .errors import InvalidArgument
-from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE, rows
+from .narrowing import ALL_LOGPROBS, MIN_TEMPERATURE, check_bias_count, rows
 from .output_constraints import check_structured_outputs
 from .sampling_params import MAX_REPETITION, MAX_SAMPLES, SamplingFields
 
@@ -129,10 +129,15 @@ def check_text(text: output_processor_pb2.TextOptions) -> None:
             raise InvalidArgument("stop needs detokenize: stop strings are found in the text", "stop")
 
 
+def check_stop_count(num_strings: int) -> None:
+    """Check the number of stop strings, before they are looked at."""
+    if num_strings > MAX_STOP_STRINGS:
+        raise InvalidArgument(f"stop may hold at most {MAX_STOP_STRINGS} strings, not {num_strings}", "stop")
+
+
 def check_stop(strings: Sequence[str]) -> None:
     """Check stop strings."""
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidArgument(f"stop may hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}", "stop")
+    check_stop_count(len(strings))
     for string in strings:
         if not string:
             raise InvalidArgument("stop must not hold an empty string", "stop")
@@ -140,11 +145,13 @@ def check_stop(strings: Sequence[str]) -> None:
             raise InvalidArgument(f"a stop string may have at most {MAX_STOP_STRING_CHARS} characters", "stop")
 
 
-def fill_max_tokens(params: Params, prompt_len: int, limits: Limits, *, chat: bool, default: int = 0) -> None:
-    """Set ``max_tokens`` if the client did not, to at most what is left of the context: to ``default`` (the model's
-    own; 0: it has none), otherwise to all that is left for a chat and to 16 for a completion."""
+def fill_max_tokens(
+    params: Params, prompt_len: int, limits: Limits, *, chat: bool, default: int = 0, most: int = _U32
+) -> None:
+    """Set ``max_tokens`` if the client did not, to at most ``most`` and what is left of the context: to ``default``
+    (the model's own; 0: it has none), otherwise to all that is left for a chat and to 16 for a completion."""
     if not params.HasField("max_tokens"):
-        rest = max(limits.max_model_len - prompt_len, 1)
+        rest = max(min(limits.max_model_len - prompt_len, most), 1)
         params.max_tokens = min(default or (rest if chat else DEFAULT_MAX_TOKENS), rest)
 
 
@@ -188,6 +195,7 @@ def _check_logprob_token_ids(params: Params, limits: Limits, field: str) -> None
 
 
 def _check_logit_bias(params: Params, limits: Limits, field: str) -> None:
+    check_bias_count(len(params.logit_bias), field)
     _check_token_ids(params.logit_bias.keys(), limits, field)
     low, high, words = _BIAS_BOUNDS
     for bias in params.logit_bias.values():

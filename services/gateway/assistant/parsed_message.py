@@ -7,6 +7,9 @@ from ..reasoning.think import ThinkParser
 from ..tools.tool_parser import ToolParser
 from .message_parts import CallArguments, CallBegin, Content, Part, Reasoning
 
+MAX_PIECE = 4096
+"""Characters that parsers are given at a time: they copy the rest of a piece for each mark in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class MessagePlan:
@@ -60,7 +63,14 @@ class ParsedMessage:
     def feed(self, text: str, *, ends: bool) -> MessageDelta:
         """Return what more text adds. ``ends``: it is the last text."""
         delta = MessageDelta()
-        for part in self._parts(text, ends=ends):
+        while len(text) > MAX_PIECE:
+            self._add(delta, self._parts(text[:MAX_PIECE], ends=False))
+            text = text[MAX_PIECE:]
+        self._add(delta, self._parts(text, ends=ends))
+        return delta
+
+    def _add(self, delta: MessageDelta, parts: Sequence[Part]) -> None:
+        for part in parts:
             match part:
                 case Content(words):
                     delta.content += words
@@ -70,7 +80,6 @@ class ParsedMessage:
                     self._begin_call(delta.calls, name)
                 case CallArguments(more):
                     self._add_arguments(delta.calls, more)
-        return delta
 
     def _parts(self, text: str, *, ends: bool) -> Sequence[Part]:
         parts: list[Part] = []

@@ -24,6 +24,7 @@ from .beam_run import BeamRun
 from .job import Job
 from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared, Preparer
+from .request_cost import DEFAULT_MAX_VALUES
 from .request_trace import traced
 
 
@@ -173,19 +174,21 @@ class Generator:
         *,
         default_timeout: float,
         most_urgent_priority: int = 0,
+        max_request_values: int = DEFAULT_MAX_VALUES,
         tracer: Tracer | None = None,
         model: str = "",
         reasoning_marks: ReasoningMarks | None = None,
     ) -> None:
         """Args:
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
+        max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
         model: Its name in traces.
         reasoning_marks: The marks around the model's reasoning; None: they are not known.
         """
         self._tracer = tracer
         self._model = model
         self._reasoning_marks = reasoning_marks
-        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority)
+        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, max_request_values)
         self._mesh = mesh
         self._outputs = outputs
         self._texts = BeamTexts(tokenizers)
@@ -215,11 +218,13 @@ class Generator:
         with self._admission.admit(job) as place, tracing as trace:
             try:
                 async with asyncio.timeout(timeout):
+                    is_search = job.beam_search is not None
                     generation = await self._begin(job, place)
+                    del job  # the client's texts, which may be large, must not live as long as its answer
                     if trace is not None:
                         trace.outcome = generation
                     try:
-                        if job.beam_search is None:
+                        if not is_search:
                             generation.submit(self._outputs, timeout=timeout)
                         else:
                             generation.search(self._outputs, self._texts, timeout=timeout)

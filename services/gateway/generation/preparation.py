@@ -17,6 +17,7 @@ from ..mesh.mesh_view import MeshView
 from ..mesh.tokenizer_client import TokenizerClient
 from .beam_plan import BeamPlan, plan_beams
 from .job import Chat, EmbedsPrompt, Job
+from .request_cost import DEFAULT_MAX_VALUES, RequestCost, check_copies
 
 EncodedPrompt: TypeAlias = tokenizer_pb2.TokenizedPrompt | types_pb2.Prompt
 """The latter for prompts with embeddings."""
@@ -45,11 +46,21 @@ class Prepared:
 class Preparer:
     """Prepares jobs with a tokenizer's help."""
 
-    def __init__(self, tokenizers: TokenizerClient, mesh: MeshView, most_urgent_priority: int) -> None:
-        """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for."""
+    def __init__(
+        self,
+        tokenizers: TokenizerClient,
+        mesh: MeshView,
+        most_urgent_priority: int,
+        max_values: int = DEFAULT_MAX_VALUES,
+    ) -> None:
+        """Args:
+        most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
+        max_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
+        """
         self._tokenizers = tokenizers
         self._mesh = mesh
         self._most_urgent_priority = most_urgent_priority
+        self._max_values = max_values
 
     async def prepare(self, job: Job) -> Prepared:
         """Raises ``Unavailable``, and ``InvalidArgument`` for what cannot run, if possible before it is encoded."""
@@ -65,9 +76,14 @@ class Preparer:
             await self._forbid(job.bad_words, sampling, limits)
         tokenize_ns = time.monotonic_ns() - started_ns
         priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
-        submits = []
-        for prompt in prompts:
-            submits.append(_submit(job, prompt, sampling, limits, info.default_sampling_params.max_tokens, priority))
+        check_copies(sampling, prompts)
+        cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), self._max_values)
+        default = info.default_sampling_params.max_tokens
+        submits = [_submit(job, prompt, sampling, limits, default, priority, cost) for prompt in prompts[:1]]
+        for prompt in prompts[1:]:
+            await asyncio.sleep(0)
+            submits.append(_submit(job, prompt, sampling, limits, default, priority, cost))
+        cost.check(submits, limits)
         texts = await self._texts(job, prompts) if job.echo else ()
         is_constrained = sampling.HasField("structured_outputs") and limits.reasoning != types_pb2.REASONING_MODE_FREE
         return Prepared(submits, texts, _opens_reasoning(prompts[0]), is_constrained, started_ns, tokenize_ns, beams)
@@ -80,14 +96,18 @@ class Preparer:
         contexts = 1 if keep is None else _TRUNCATED_CONTEXTS
         _check_sizes(job, contexts * max_token_bytes * limits.max_model_len)
         salt = job.tenant.cache_salt
-        prompts: Sequence[EncodedPrompt]
+        prompts: list[EncodedPrompt] | Sequence[EncodedPrompt]
         if isinstance(job.prompts, Chat):
             prompts = [(await self._tokenizers.encode_chat(job.prompts, hash_salt=salt)).prompt]
         elif texts := [prompt for prompt in job.prompts if isinstance(prompt, str)]:
             encoding = self._tokenizers.encode(texts, add_special_tokens=job.add_special_tokens, hash_salt=salt)
             prompts = (await encoding).prompts
         else:
-            prompts = [_read(prompt, keep, job.prompt_field, limits) for prompt in job.prompts]
+            prompts = []
+            for prompt in job.prompts:
+                if prompts:
+                    await asyncio.sleep(0)
+                prompts.append(_read(prompt, keep, job.prompt_field, limits))
             keep = None
         if keep is not None:
             prompts = [_truncated(prompt, keep) for prompt in prompts]
@@ -144,6 +164,7 @@ def _submit(
     limits: types_pb2.ModelLimits,
     default_max_tokens: int,
     priority: int,
+    cost: RequestCost,
 ) -> output_processor_pb2.Submit:
     """Return one prompt's request, checked; its ids and its timeout are filled in later."""
     submit = output_processor_pb2.Submit(
@@ -160,7 +181,9 @@ def _submit(
     submit.prompt.cache_salt = job.tenant.cache_salt
     params = submit.sampling_params
     is_chat = isinstance(job.prompts, Chat)
-    validation.fill_max_tokens(params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens)
+    validation.fill_max_tokens(
+        params, len(prompt.token_ids), limits, chat=is_chat, default=default_max_tokens, most=cost.default_tokens
+    )
     validation.check_prompt(prompt.token_ids, params, limits, field=job.prompt_field)
     if isinstance(prompt, types_pb2.Prompt):
         check_embeds(submit.prompt, params, limits)

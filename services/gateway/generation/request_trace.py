@@ -36,6 +36,7 @@ def traced(tracer: Tracer, job: Job, headers: Headers, model: str) -> Iterator[R
     """Make the span of a request. ``headers``: of the client's trace. Gives None when the request is not sampled."""
     operation = "chat" if isinstance(job.prompts, Chat) else "text_completion"
     attributes = _request_attributes(operation, job, model)
+    del job  # its texts may be large, and this block lasts as long as the answer
     span = tracer.start(f"{operation} {model}", headers, kind="server", attributes=attributes)
     if span is None:
         yield None

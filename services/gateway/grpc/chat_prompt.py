@@ -11,8 +11,10 @@ from tokenloom.v1 import inference_pb2
 
 from ..generation.job import Chat
 from ..openai.chat_messages import read_chat
-from ..tools.tool_request import ToolRequest, read_tool_request
+from ..tools.tool_request import MAX_TOOLS, ToolRequest, read_tool_request
 
+MAX_MESSAGES = 4096
+"""Limits the turns of a chat, which are read in the event loop."""
 _MODES = {
     inference_pb2.TOOL_CHOICE_MODE_NONE: "none",
     inference_pb2.TOOL_CHOICE_MODE_AUTO: "auto",
@@ -22,6 +24,8 @@ _MODES = {
 
 def read_chat_prompt(chat: inference_pb2.ChatPrompt) -> tuple[Chat, ToolRequest]:
     """Return the conversation and its tools. Raises ``InvalidArgument`` naming the field."""
+    _check_count("tools", len(chat.tools), MAX_TOOLS)
+    _check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
     tools = [_tool(f"tools[{index}].function", tool.function) for index, tool in enumerate(chat.tools)]
     parallel = chat.parallel_tool_calls if chat.HasField("parallel_tool_calls") else None
     request = read_tool_request(tools, _choice(chat), parallel)
@@ -33,6 +37,11 @@ def read_chat_prompt(chat: inference_pb2.ChatPrompt) -> tuple[Chat, ToolRequest]
         where="chat.messages",
     )
     return conversation, request
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidArgument(f"{field} may hold at most {most}, not {count}", field)
 
 
 def _message(message: inference_pb2.ChatMessage) -> Mapping[str, object]:

@@ -7,6 +7,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from tokenloom.request.errors import InvalidArgument
+from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
 from ..assistant.message_plans import MessagePlans
@@ -49,6 +50,7 @@ def _job(
     tenant: Tenant,
     timeout: float | None,
 ) -> Job:
+    check_stop_count(len(request.stop))
     text = output_processor_pb2.TextOptions(
         stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output,

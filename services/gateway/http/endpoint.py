@@ -1,24 +1,36 @@
 """An endpoint that generates: reads a body, runs the request and writes JSON or a stream of events."""
 
+import asyncio
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
 
 from ..generation.generation import Generation, Generator
+from ..generation.job import Job
 from ..mesh.collector import Delta
 from ..openai.chat import ChatAnswer, ChatApi
 from ..openai.completions import CompletionAnswer, CompletionsApi
+from ..openai.openai_models import Body, Options
+from ..tenants.tenant import Tenant
 from . import orca, sse
-from .exchange import Exchange, decode_object
+from .exchange import JSON, Exchange
 from .exchange import Headers as HeaderPairs
+from .json_body import BodyParser
 
 log = logging.getLogger(__name__)
 
 Api = ChatApi | CompletionsApi
 Answer = ChatAnswer | CompletionAnswer
+
+VALUES_PER_SLICE = 4096
+"""Log probabilities that one request may shape in one turn of the event loop: a few milliseconds."""
+PIECE_BYTES = 256 << 10
+"""Bytes of an answer that are shaped or written in one turn of the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +40,15 @@ class Endpoint:
     api: Api
     generator: Generator
     model: str
+    parser: BodyParser
     max_body_bytes: int
 
     async def __call__(self, exchange: Exchange) -> None:
-        with await exchange.read_body(self.max_body_bytes) as received:
-            body = decode_object(received.data)
-        check_model(body.get("model"), self.model)
-        job, options = self.api.read(body, exchange.tenant)
+        jobs = [await self._read(exchange)]  # a list: this frame must not keep the prompts while the model generates
+        options = jobs[0][1]
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
-            async with self.generator.open(job, headers) as generation:
+            async with self.generator.open(jobs.pop()[0], headers) as generation:
                 if log.isEnabledFor(logging.DEBUG):
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
@@ -46,8 +57,16 @@ class Endpoint:
                     await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
                     await _stream(exchange, generation, answer, deltas)
                 else:
-                    whole = await _whole(generation, answer)
-                    await exchange.respond(200, whole, headers=self._load_headers(exchange))
+                    await _whole(exchange, generation, answer, self._load_headers(exchange))
+
+    async def _read(self, exchange: Exchange) -> tuple[Job, Options]:
+        """Return what the body asks for."""
+        with await exchange.read_body(self.max_body_bytes) as received:
+            return await self.parser.read(received.data, partial(self._job, exchange.tenant))
+
+    def _job(self, tenant: Tenant, body: Body) -> tuple[Job, Options]:
+        check_model(body.get("model"), self.model)
+        return self.api.read(body, tenant)
 
     def _load_headers(self, exchange: Exchange) -> HeaderPairs:
         """Return the mesh's present load, if the client asks for it."""
@@ -81,13 +100,19 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer, de
         """Write output without waking this task, if the connection can take it."""
         if direct is None or not direct.is_open:
             return False
+        if delta.logprobs and answer.is_large(delta):
+            return False
         generation.count(delta)
         if events := answer.events(delta):
             direct.write(events)
         return True
 
+    slices = Slices()
     while True:
-        events += b"".join(map(answer.events, deltas))
+        for delta in deltas:
+            if delta.logprobs and answer.is_large(delta):
+                await slices.run(answer.shape(delta))
+            events += answer.events(delta)
         if generation.done:
             await exchange.finish(events + answer.last_events() + sse.DONE)
             return
@@ -97,8 +122,45 @@ async def _stream(exchange: Exchange, generation: Generation, answer: Answer, de
         deltas = await generation.take(write_now)
 
 
-async def _whole(generation: Generation, answer: Answer) -> bytes:
+async def _whole(exchange: Exchange, generation: Generation, answer: Answer, headers: HeaderPairs) -> None:
+    """Collect the output, shape it and write it, in slices between which the event loop runs."""
+    slices = Slices()
     while not generation.done:
         for delta in await generation.take():
-            answer.add(delta)
-    return answer.body()
+            if (steps := answer.add(delta)) is not None:
+                await slices.run(steps)
+    pieces: list[bytes] = []
+    blocks, size = [], 0
+    for block in answer.body():
+        blocks.append(block)
+        size += len(block)
+        if size > PIECE_BYTES:
+            pieces.append(b"".join(blocks))
+            blocks, size = [], 0
+            await asyncio.sleep(0)
+    if not pieces:
+        await exchange.respond(200, b"".join(blocks), headers=headers)
+        return
+    pieces.append(b"".join(blocks))
+    length = str(sum(map(len, pieces))).encode()
+    await exchange.start(200, [(b"content-type", JSON), (b"content-length", length), *headers])
+    pieces.reverse()  # what was written is dropped
+    while pieces:
+        await exchange.write(pieces.pop())
+        await asyncio.sleep(0)
+    await exchange.finish()
+
+
+class Slices:
+    """Counts the log probabilities that a request has shaped since the event loop last ran."""
+
+    def __init__(self) -> None:
+        self._num_values = 0
+
+    async def run(self, steps: Iterator[int]) -> None:
+        """Run the steps, each of which yields how many values it has shaped; let the event loop run in between."""
+        for num_values in steps:
+            self._num_values += num_values
+            if self._num_values >= VALUES_PER_SLICE:
+                self._num_values = 0
+                await asyncio.sleep(0)

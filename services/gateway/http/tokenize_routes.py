@@ -1,9 +1,10 @@
 """``/tokenize`` and ``/detokenize``, in vLLM's form."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from tokenloom.request import errors
 from tokenloom.request.narrowing import narrow_token_ids
@@ -17,14 +18,18 @@ from ..openapi.request_schemas import DetokenizeRequest, TokenizeRequest
 from ..tools.tool_request import read_tools
 from .app import Handler
 from .endpoint import check_model
-from .exchange import Exchange, decode_object
+from .exchange import Exchange
+from .json_body import BodyParser
 from .sse import encode_json
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRoutes:
     """Turns text into token ids as for requests, and back."""
 
+    parser: BodyParser
     reader: BodyReader
     tokenizers: TokenizerClient
     health: MeshHealth
@@ -37,7 +42,7 @@ class TokenizeRoutes:
         return {"/tokenize": {"POST": self.tokenize}, "/detokenize": {"POST": self.detokenize}}
 
     async def tokenize(self, exchange: Exchange) -> None:
-        fields = self.reader.read(await self._body(exchange), TokenizeRequest)
+        fields = await self._read(exchange, self._tokenize_request)
         async with self._limited():
             prompt = await self._encode(fields)
         limits = self.health.limits()
@@ -50,8 +55,7 @@ class TokenizeRoutes:
         await exchange.respond(200, encode_json(answer))
 
     async def detokenize(self, exchange: Exchange) -> None:
-        fields = self.reader.read(await self._body(exchange), DetokenizeRequest)
-        token_ids = narrow_token_ids("tokens", fields.tokens)
+        token_ids = await self._read(exchange, self._token_ids)
         async with self._limited():
             text = (await self.tokenizers.decode(token_ids, skip_special_tokens=False)).text
         await exchange.respond(200, encode_json({"prompt": text}))
@@ -76,11 +80,17 @@ class TokenizeRoutes:
         )
         return encoded.prompts[0]
 
-    async def _body(self, exchange: Exchange) -> Body:
+    async def _read(self, exchange: Exchange, read: Callable[[Body], T]) -> T:
         with await exchange.read_body(self.max_body_bytes) as received:
-            body = decode_object(received.data)
+            return await self.parser.read(received.data, read)
+
+    def _tokenize_request(self, body: Body) -> TokenizeRequest:
         check_model(body.get("model"), self.model)
-        return body
+        return self.reader.read(body, TokenizeRequest)
+
+    def _token_ids(self, body: Body) -> list[int]:
+        check_model(body.get("model"), self.model)
+        return narrow_token_ids("tokens", self.reader.read(body, DetokenizeRequest).tokens)
 
     @asynccontextmanager
     async def _limited(self) -> AsyncIterator[None]:

@@ -22,6 +22,8 @@ MAX_HEAD_BYTES = 64 * 1024
 """Limit on the request line and headers of a request, and on its trailers; the parser itself has none."""
 MAX_FIELDS = 100
 """Limit on the number of a request's headers, and of its trailers."""
+MAX_CHUNK_OVERHEAD = 64 * 1024
+"""Limit on the bytes of a chunked message beyond twice its body: each chunk of a byte costs as much as a large one."""
 MAX_PIPELINED = 16
 """Limit on the requests of a connection that wait for the response to an earlier one."""
 HEAD_SECONDS = 10.0
@@ -87,6 +89,8 @@ class GatewayProtocol(HttpToolsProtocol):
     _in_head = False
     _framing_bytes = 0
     """Bytes since the last byte of a body or message; what follows that byte in the same slice is not counted."""
+    _overhead_bytes = 0
+    """Bytes of the message since its head, less twice those of its body."""
     _framing_timer: asyncio.TimerHandle | None = None
     _body: RequestBody | None = None
     """Of the request that is being received, or was received last."""
@@ -120,7 +124,7 @@ class GatewayProtocol(HttpToolsProtocol):
         """For how long no request has been received or answered; infinity before the first; None while one is."""
         if self._in_head or self._framing_bytes or self.pipeline or self._is_leaving:
             return None
-        if self.cycle is None:
+        if self._body is None:
             return math.inf
         if not self.cycle.response_complete or self.timeout_keep_alive_task is None:
             return None
@@ -160,7 +164,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self._abandon()
             raise _Refused
         self._in_head = False
-        self._framing_bytes = 0
+        self._framing_bytes = self._overhead_bytes = 0
         super().on_headers_complete()
         scope, cycle = cast(dict[str, Any], self.scope), self.cycle
         self.headers = []  # trailers are counted, but never become headers of the request
@@ -173,19 +177,21 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes = 0
+        self._overhead_bytes -= 2 * len(body)
         assert self._body is not None
         self._body.arrive(body)
 
     def on_message_complete(self) -> None:
         if self._framing_bytes > EXACT_BYTES or len(self.headers) > MAX_FIELDS:
             self._check_fields()
-        self._framing_bytes = 0
+        self._framing_bytes = self._overhead_bytes = 0
         super().on_message_complete()
 
     def _parse(self, data: "bytes | memoryview") -> None:
         if self._is_leaving:
             return
         self._framing_bytes += len(data)
+        self._overhead_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -197,6 +203,8 @@ class GatewayProtocol(HttpToolsProtocol):
         else:
             if self._framing_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_FIELDS:
                 self._refuse_fields()
+            elif self._overhead_bytes > MAX_CHUNK_OVERHEAD:
+                self._refuse(b"400 Bad Request", b"the chunks of the body are too small")
 
     def _check_fields(self) -> None:
         """Refuse a complete head, or complete trailers, above the limits."""
@@ -261,9 +269,7 @@ class GatewayProtocol(HttpToolsProtocol):
         """Close the connection as soon as the client does, or after a short time. What it sends is not parsed."""
         self._is_leaving = True
         self._stop_framing_timer()
-        if not self.transport.can_write_eof():  # TLS
-            self.transport.close()
-            return
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # not over TLS, where the client closes after the response
+            self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

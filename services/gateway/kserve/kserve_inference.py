@@ -9,7 +9,7 @@ from tokenloom.request.narrowing import narrow_int
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 
 from ..generation.job import Job
-from ..http.exchange import decode_object
+from ..http.json_body import decode_object
 from ..openai.completions import CompletionsApi
 from ..tenants.tenant import Tenant
 from .kserve_tensors import read_inputs
@@ -21,6 +21,8 @@ OUTPUTS = ("text_output", "finish_reason")
 _NOT_IN_TENSORS = ("logprobs", "prompt_logprobs", "return_token_ids", "return_timeline", "stream_options")
 _OF_TRITON = frozenset({"triton_enable_empty_final_response"})
 _MAX_TIMEOUT_US = 2**62
+_MAX_PARAMETER_BYTES = 128 << 10
+"""Limits the JSON of sampling parameters, which is decoded in the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,9 @@ def _values(json: Sequence[object] | None, request: pb.ModelInferRequest) -> dic
     if json:
         data = _single("sampling_parameters", json)
         assert isinstance(data, bytes)
+        if len(data) > _MAX_PARAMETER_BYTES:
+            message = f"sampling_parameters has {len(data)} bytes; at most {_MAX_PARAMETER_BYTES} are allowed"
+            raise InvalidArgument(message, "sampling_parameters")
         values |= decode_object(data)
     for name, parameter in request.parameters.items():
         kind = parameter.WhichOneof("parameter_choice")

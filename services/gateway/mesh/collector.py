@@ -24,6 +24,8 @@ class Delta(msgspec.Struct):
     """For the prompt; with or before the first tokens of its first sample."""
 
 
+Parts = Sequence[output_processor_pb2.SlotTextLogprobs]
+
 Outlet = Callable[[Delta], bool]
 """Sends output to the client at once and returns True, or returns False while the client is slow."""
 
@@ -71,7 +73,7 @@ class Collector:
             delta.text += text
             delta.token_ids += token_ids
             if logprobs:
-                delta.logprobs = [*delta.logprobs, *logprobs]
+                delta.logprobs = _extended(delta.logprobs, logprobs)
             return
         delta = Delta(index, token_index, text, token_ids, None, logprobs)
         if ends or self._pending or self._outlet is None or not self._pour(delta, self._outlet):
@@ -81,7 +83,7 @@ class Collector:
     def put_prompt(self, index: int, logprobs: output_processor_pb2.SlotTextLogprobs) -> None:
         """Add log probabilities of an index's prompt."""
         delta = self._pending.setdefault(index, Delta(index, self._num_tokens[index]))
-        delta.prompt_logprobs = [*delta.prompt_logprobs, logprobs]
+        delta.prompt_logprobs = _extended(delta.prompt_logprobs, [logprobs])
         self._wake()
 
     def finish(self, index: int, finished: output_processor_pb2.RequestFinished) -> None:
@@ -138,3 +140,11 @@ class Collector:
         self._outlet = None  # output that arrives before the reader runs is left to the reader
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _extended(held: Parts, more: Parts) -> Parts:
+    """Return both, in the list that a delta holds already: a copy for each token would take quadratic time."""
+    if not isinstance(held, list):
+        return list(more)
+    held += more
+    return held

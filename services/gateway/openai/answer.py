@@ -1,7 +1,7 @@
 """Reads a generation for answers: what chats and completions have in common."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tokenloom.v1 import inference_pb2, output_processor_pb2
 
@@ -9,8 +9,14 @@ from ..generation.generation import Generation
 from ..http import sse
 from ..mesh.collector import Delta
 from ..metrics import FINISH_REASONS
-from .openai_logprobs import Position, positions, prompt_object
+from .json_blocks import joined
+from .openai_logprobs import Position, positions, prompt_entries
 from .openai_models import Options
+
+VALUES_PER_STEP = 512
+"""Log probabilities that are shaped at a time, less than a millisecond."""
+MANY_PARTS = 64
+"""Log probabilities of more tokens are shaped in steps before the event that holds them."""
 
 
 class AnswerBase:
@@ -82,11 +88,36 @@ class AnswerBase:
         top = parts[0].logprobs.top if parts else 0
         return positions(parts, self.generation.prompt_of(index), 0, top)
 
-    def prompt_logprobs(self, index: int) -> dict[str, object]:
-        """Return the same in vLLM's form, when the client asked for ``prompt_logprobs``."""
-        if self.options.num_prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": prompt_object(self.prompt_positions(index))}
+    def prompt_logprobs(self, index: int) -> Iterator[bytes]:
+        """Return the same in vLLM's form as a member, with a comma before it; nothing unless the client asked for
+        ``prompt_logprobs``."""
+        if self.options.num_prompt_logprobs is not None:
+            yield b',"prompt_logprobs":['
+            yield from joined(prompt_entries(self.prompt_positions(index)))
+            yield b"]"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the whole response has neither log probabilities nor many outputs, and is written at once."""
+        options = self.options
+        return options.num_logprobs is None and options.num_prompt_logprobs is None and self.generation.num_outputs <= 4
+
+    def plain_body(self, object_name: str, choices: list[dict[str, object]], own: dict[str, object]) -> bytes:
+        """Return the whole JSON response. ``own``: members after the choices."""
+        return sse.encode_json(self.head(object_name) | {"choices": choices} | own | self.tail())
+
+    def body(self, object_name: str, choices: Iterable[Iterator[bytes]], own: Iterable[bytes]) -> Iterator[bytes]:
+        """Return the whole JSON response in blocks. ``own``: members after the choices, with a comma before each."""
+        yield sse.encode_json(self.head(object_name))[:-1] + b',"choices":['
+        is_first = True
+        for blocks in choices:
+            if not is_first:
+                yield b","
+            is_first = False
+            yield from blocks
+        yield b"]"
+        yield from own
+        yield sse.members(self.tail()) + b"}"
 
     def stop_reason(self, finished: output_processor_pb2.RequestFinished) -> str | int | None:
         """Return the client's stop string or stop token id that matched; None at an end of sequence."""
@@ -94,6 +125,15 @@ class AnswerBase:
         if reason in self.options.stop:
             return reason
         return int(reason) if reason.isdecimal() and int(reason) in self.options.stop_token_ids else None
+
+
+def choice_blocks(choice: dict[str, object], logprobs: Iterator[bytes]) -> Iterator[bytes]:
+    """Return the JSON of a choice in blocks, without the closing brace. ``logprobs``: their JSON in blocks."""
+    names = list(choice)
+    after = names.index("logprobs")
+    yield sse.encode_json({name: choice[name] for name in names[:after]})[:-1] + b',"logprobs":'
+    yield from logprobs if choice["logprobs"] is not None else (b"null",)
+    yield sse.members({name: choice[name] for name in names[after + 1 :]})
 
 
 def finish_reason(finished: output_processor_pb2.RequestFinished) -> str:

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: reads bodies and shapes answers."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from ..mesh.collector import Delta
 from ..openapi.request_schemas import ChatCompletionRequest
 from ..tenants.tenant import Tenant
 from ..tools.tool_request import NO_TOOLS, read_tool_request
-from .answer import AnswerBase, finish_reason
+from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
 from .chat_messages import read_chat
-from .openai_logprobs import chat_content
+from .json_blocks import JsonBlocks
+from .openai_logprobs import chat_entry
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
 
@@ -87,21 +89,49 @@ class ChatAnswer:
         """Return the events after all output, without ``[DONE]``."""
         return self._base.last_events()
 
-    def add(self, delta: Delta) -> None:
-        """Keep some output for :meth:`body`."""
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
+        return len(delta.logprobs) > MANY_PARTS
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+        turn, as_ids = self._turns[delta.index], self._base.options.tokens_as_ids
+        num_values = 0
+        for at in self._base.positions(delta):
+            turn.logprobs.add(chat_entry(at, as_ids=as_ids))
+            num_values += 1 + len(at.ids)
+            if num_values >= VALUES_PER_STEP:
+                yield num_values
+                num_values = 0
+        yield num_values
+
+    def add(self, delta: Delta) -> Iterator[int] | None:
+        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
         turn = self._turns[delta.index]
         turn.feed(delta.text, ends=delta.finished is not None)
         turn.token_ids += delta.token_ids
-        if delta.logprobs:
-            turn.logprobs += self._content(delta)
+        return self.shape(delta) if delta.logprobs else None
 
-    def body(self) -> bytes:
-        """Return the whole JSON response."""
-        choices = [self._choice(index, turn) for index, turn in enumerate(self._turns)]
-        response = self._base.head("chat.completion") | {"choices": choices} | self._base.prompt_logprobs(0)
-        if self._base.options.return_token_ids:
-            response["prompt_token_ids"] = list(self._base.generation.prompts[0])
-        return sse.encode_json(response | self._base.tail())
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response, in blocks."""
+        if not self._base.is_plain:
+            choices = (self._blocks(index, turn) for index, turn in enumerate(self._turns))
+            return self._base.body("chat.completion", choices, self._own_blocks())
+        plain = [self._choice(index, turn) for index, turn in enumerate(self._turns)]
+        return iter((self._base.plain_body("chat.completion", plain, self._own_members()),))
+
+    def _own_members(self) -> dict[str, object]:
+        if not self._base.options.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._base.generation.prompts[0])}
+
+    def _own_blocks(self) -> Iterator[bytes]:
+        yield from self._base.prompt_logprobs(0)
+        yield sse.members(self._own_members())
+
+    def _blocks(self, index: int, turn: "_Turn") -> Iterator[bytes]:
+        yield from choice_blocks(self._choice(index, turn), _logprobs(turn.logprobs))
+        yield b"}"
 
     def _content_event(self, delta: Delta, turn: "_Turn") -> bytes:
         """Return the event of a delta's content; empty when it has none to send."""
@@ -109,7 +139,7 @@ class ChatAnswer:
         if not (any(added.values()) or (self._base.has_details and delta.token_ids)):
             return b""
         ids = sse.token_ids_member(delta.token_ids) if self._base.options.return_token_ids else b""
-        logprobs = sse.encode_json(_logprobs(self._content(delta))) if delta.logprobs else b"null"
+        logprobs = b"".join(_logprobs(self._content(delta, turn))) if delta.logprobs else b"null"
         choice = sse.choice(delta.index, b'"delta":%b' % sse.encode_json(added), extra=ids, logprobs=logprobs)
         return self._writer.event(choice, usage=self._base.usage_of(delta.index))
 
@@ -123,11 +153,12 @@ class ChatAnswer:
         return self._writer.event(choice, timeline, self._base.usage_of(index))
 
     def _choice(self, index: int, turn: "_Turn") -> dict[str, object]:
+        """Return a choice; its log probabilities are only marked."""
         finished = self._base.generation.finished[index]
         choice: dict[str, object] = {
             "index": index,
             "message": turn.message(),
-            "logprobs": None if self._base.options.num_logprobs is None else _logprobs(turn.logprobs),
+            "logprobs": self._base.options.num_logprobs,
             "finish_reason": self._finish_reason(index, finished),
             "stop_reason": self._base.stop_reason(finished),
         }
@@ -140,8 +171,12 @@ class ChatAnswer:
         reason = finish_reason(finished)
         return "tool_calls" if reason == "stop" and self._turns[index].calls else reason
 
-    def _content(self, delta: Delta) -> list[dict[str, object]]:
-        return chat_content(self._base.positions(delta), as_ids=self._base.options.tokens_as_ids)
+    def _content(self, delta: Delta, turn: "_Turn") -> JsonBlocks:
+        """Return a delta's log probabilities, which may be shaped already."""
+        if not turn.logprobs:
+            for _ in self.shape(delta):
+                pass
+        return turn.logprobs
 
 
 class _Turn:
@@ -156,14 +191,15 @@ class _Turn:
         generation = base.generation
         self.head, self.tail = base.writer.text_ends(index, b'"delta":{"content":', b"}")
         self.token_ids: list[int] = []
-        self.logprobs: list[dict[str, object]] = []
+        self.logprobs = JsonBlocks()
         self.calls: list[dict[str, Any]] = []
         self._parser = None
         if plan is not None:
             is_open, may_reason = generation.opens_reasoning, generation.may_reason
             self._parser = ParsedMessage(plan, reasoning_is_open=is_open, may_reason=may_reason)
-        self._content = ""
-        self._reasoning = ""
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._arguments: list[list[str]] = []
 
     def feed(self, text: str, *, ends: bool) -> dict[str, object]:
         """Return what more text adds, as a ``delta``; without values while nothing is certain.
@@ -171,8 +207,10 @@ class _Turn:
         ``ends``: it is the last text.
         """
         delta = MessageDelta(text) if self._parser is None else self._parser.feed(text, ends=ends)
-        self._content += delta.content
-        self._reasoning += delta.reasoning
+        if delta.content:
+            self._content.append(delta.content)
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
         added: dict[str, object] = {"content": delta.content} if delta.content or self._parser is None else {}
         added |= _reasoning(delta.reasoning)
         if delta.calls:
@@ -181,18 +219,21 @@ class _Turn:
 
     def message(self) -> dict[str, object]:
         """Return all of it, as a ``message``."""
-        content = None if self.calls and not self._content else self._content
-        message = {"role": "assistant", "content": content} | _reasoning(self._reasoning)
+        content = None if self.calls and not self._content else "".join(self._content)
+        message = {"role": "assistant", "content": content} | _reasoning("".join(self._reasoning))
+        for call, arguments in zip(self.calls, self._arguments, strict=True):
+            call["function"]["arguments"] = "".join(arguments)
         return message | {"tool_calls": self.calls} if self.calls else message
 
     def _add_call(self, call: CallDelta) -> dict[str, object]:
         """Return a call's delta; only the first one holds its id and name."""
         if not call.call_id:
-            self.calls[call.index]["function"]["arguments"] += call.arguments
+            self._arguments[call.index].append(call.arguments)
             return {"index": call.index, "function": {"arguments": call.arguments}}
         function = {"name": call.name, "arguments": call.arguments}
         whole = {"id": call.call_id, "type": "function", "function": function}
         self.calls.append(whole)
+        self._arguments.append([call.arguments])
         return {"index": call.index, **whole, "function": dict(function)}
 
 
@@ -220,5 +261,7 @@ def _reasoning(text: str) -> dict[str, object]:
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
-def _logprobs(content: list[dict[str, object]]) -> dict[str, object]:
-    return {"content": content, "refusal": None}
+def _logprobs(content: JsonBlocks) -> Iterator[bytes]:
+    yield b'{"content":['
+    yield from content.take()
+    yield b'],"refusal":null}'

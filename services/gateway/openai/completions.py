@@ -1,6 +1,6 @@
 """``/v1/completions``: reads bodies and shapes answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tokenloom.request import errors
@@ -12,8 +12,8 @@ from ..http import sse
 from ..mesh.collector import Delta
 from ..openapi.request_schemas import CompletionRequest
 from ..tenants.tenant import Tenant
-from .answer import AnswerBase, finish_reason
-from .openai_logprobs import CompletionLogprobs
+from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
+from .openai_logprobs import CompletionLogprobs, Position
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
 
@@ -58,7 +58,7 @@ class CompletionAnswer:
         self._base = base
         self._writer = base.writer
         outputs = range(base.generation.num_outputs)
-        self._texts = [""] * len(outputs)
+        self._texts: list[list[str]] = [[] for _ in outputs]
         self._token_ids: list[list[int]] = [[] for _ in outputs]
         self._logprobs = [CompletionLogprobs(as_ids=base.options.tokens_as_ids) for _ in outputs]
         self._live = len(outputs)
@@ -79,9 +79,12 @@ class CompletionAnswer:
             _drop_output(delta)
         if not (delta.text or delta.finished is not None or (self._has_details and delta.token_ids)):
             return b""
+        if self._base.options.num_logprobs is not None and not self._logprobs[delta.index]:
+            for _ in self._columns(delta):
+                pass
         is_first = delta.index not in self._begun
         self._begun.add(delta.index)
-        text = self._take(delta, is_first=is_first)
+        text = self._echoed(delta.index) + delta.text if is_first else delta.text
         extra, finish, timeline = self._ids(delta, is_first=is_first), b"null", b""
         if delta.finished is not None:
             self._live -= 1
@@ -91,7 +94,7 @@ class CompletionAnswer:
                 timeline = sse.members(self._base.timeline())
         logprobs = b"null"
         if self._base.options.num_logprobs is not None:
-            logprobs = sse.encode_json(self._logprobs[delta.index].take())
+            logprobs = b"".join(self._logprobs[delta.index].take())
         choice = sse.choice(delta.index, b'"text":' + sse.encode_json(text), finish, extra, logprobs)
         return self._writer.event(choice, timeline, self._base.usage_of(delta.index))
 
@@ -99,34 +102,61 @@ class CompletionAnswer:
         """Return the events after all output, without ``[DONE]``."""
         return self._base.last_events()
 
-    def add(self, delta: Delta) -> None:
-        """Keep some output for :meth:`body`."""
+    def is_large(self, delta: Delta) -> bool:
+        """Return whether :meth:`shape` should go before :meth:`events`, which would take long otherwise."""
+        return len(delta.logprobs) > MANY_PARTS or (self._base.options.echo and delta.index not in self._begun)
+
+    def shape(self, delta: Delta) -> Iterator[int]:
+        """Shape a delta's log probabilities, step by step; yield how many were shaped in each step."""
+        if self._base.options.echo_only:
+            _drop_output(delta)
+        return self._columns(delta)
+
+    def add(self, delta: Delta) -> Iterator[int] | None:
+        """Keep some output for :meth:`body`; return the steps of :meth:`shape`, or None without any."""
         if self._base.options.echo_only:
             _drop_output(delta)
         if not (delta.token_ids or delta.text or delta.finished is not None):
-            return
-        is_first = delta.index not in self._begun
-        self._begun.add(delta.index)
-        self._texts[delta.index] += self._take(delta, is_first=is_first)
+            return None
+        texts = self._texts[delta.index]
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            texts.append(self._echoed(delta.index))
+        texts.append(delta.text)
         self._token_ids[delta.index] += delta.token_ids
+        return None if self._base.options.num_logprobs is None else self._columns(delta)
 
-    def body(self) -> bytes:
-        """Return the whole JSON response."""
-        choices = [self._choice(index) for index in range(len(self._texts))]
-        return sse.encode_json(self._base.head("text_completion") | {"choices": choices} | self._base.tail())
+    def body(self) -> Iterator[bytes]:
+        """Return the whole JSON response, in blocks."""
+        indices = range(len(self._texts))
+        if self._base.is_plain:
+            return iter((self._base.plain_body("text_completion", list(map(self._choice, indices)), {}),))
+        return self._base.body("text_completion", map(self._blocks, indices), ())
 
-    def _take(self, delta: Delta, *, is_first: bool) -> str:
-        """Return a delta's text and keep its log probabilities; the first delta comes after the prompt's, if echoed."""
-        options, generation, columns = self._base.options, self._base.generation, self._logprobs[delta.index]
-        echoed = ""
-        if is_first and options.echo:
-            echoed = generation.prompt_texts[delta.index // generation.num_samples]
-            if options.num_logprobs is not None:
-                parts = generation.prompt_logprobs[delta.index // generation.num_samples]
-                columns.add_first(generation.prompt_of(delta.index)[0], parts[0].first_text if parts else b"")
-                columns.add(self._base.prompt_positions(delta.index))
-        columns.add(self._base.positions(delta))
-        return echoed + delta.text
+    def _columns(self, delta: Delta) -> Iterator[int]:
+        """Add log probabilities to the columns, step by step; first those of a prompt that is echoed."""
+        columns, num_values = self._logprobs[delta.index], 0
+        for at in self._positions(delta, columns):
+            columns.add(at)
+            num_values += 1 + len(at.ids)
+            if num_values >= VALUES_PER_STEP:
+                yield num_values
+                num_values = 0
+        yield num_values
+
+    def _positions(self, delta: Delta, columns: CompletionLogprobs) -> Iterator[Position]:
+        options, generation = self._base.options, self._base.generation
+        if options.echo and options.num_logprobs is not None and not columns.has_begun:
+            parts = generation.prompt_logprobs[delta.index // generation.num_samples]
+            columns.add_first(generation.prompt_of(delta.index)[0], parts[0].first_text if parts else b"")
+            yield from self._base.prompt_positions(delta.index)
+        if delta.logprobs:
+            yield from self._base.positions(delta)
+
+    def _echoed(self, index: int) -> str:
+        """Return the prompt before an output's text; empty if it is not echoed."""
+        generation = self._base.generation
+        return generation.prompt_texts[index // generation.num_samples] if self._base.options.echo else ""
 
     def _ids(self, delta: Delta, *, is_first: bool) -> bytes:
         """Return the token ids when asked for, with the prompt's in an output's first event."""
@@ -138,18 +168,24 @@ class CompletionAnswer:
         return ids
 
     def _choice(self, index: int) -> dict[str, object]:
+        """Return a choice; its log probabilities are only marked."""
         finished = self._base.generation.finished[index]
         choice: dict[str, object] = {
             "index": index,
-            "text": self._texts[index],
-            "logprobs": None if self._base.options.num_logprobs is None else self._logprobs[index].take(),
+            "text": "".join(self._texts[index]),
+            "logprobs": self._base.options.num_logprobs,
             "finish_reason": finish_reason(finished),
             "stop_reason": self._base.stop_reason(finished),
         }
         if self._base.options.return_token_ids:
             choice["token_ids"] = self._token_ids[index]
             choice["prompt_token_ids"] = list(self._base.generation.prompt_of(index))
-        return choice | self._base.prompt_logprobs(index)
+        return choice
+
+    def _blocks(self, index: int) -> Iterator[bytes]:
+        yield from choice_blocks(self._choice(index), self._logprobs[index].take())
+        yield from self._base.prompt_logprobs(index)
+        yield b"}"
 
 
 def _drop_output(delta: Delta) -> None:
@@ -170,7 +206,7 @@ def _prompts(prompt: object) -> Sequence[str | Sequence[object]]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        kinds = set(map(type, prompt))  # values decoded from JSON have no subtypes
+        kinds = {type(item) for item in prompt}  # values decoded from JSON have no subtypes
         if kinds in ({str}, {list}):
             return prompt
         if not kinds & {str, list, dict, type(None)}:

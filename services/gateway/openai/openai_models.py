@@ -11,11 +11,19 @@ import msgspec
 
 from tokenloom.request import errors
 from tokenloom.request.narrowing import SAMPLING_NAMES, narrow, narrow_int, narrow_sampling
+from tokenloom.request.validation import check_stop_count
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..assistant.parsed_message import MessagePlan
 from ..generation.job import BeamOptions, Chat, EmbedsPrompt, Job
-from ..openapi.request_schemas import CommonFields, StreamOptions
+from ..openapi.request_schemas import (
+    ChatCompletionRequest,
+    CommonFields,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from ..tenants.tenant import Tenant
 from .response_format import read_response_format
 
@@ -67,6 +75,20 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Known fields that have no effect here."""
+
+READ_FIELDS = frozenset(
+    {
+        *(
+            name
+            for model in (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+            for name in model.__struct_fields__
+        ),
+        *_SAMPLING_FIELDS,
+        *NOT_SUPPORTED_YET,
+        *RENAMED,
+    }
+)
+"""The fields whose values some endpoint reads."""
 
 
 Fields = TypeVar("Fields", bound=msgspec.Struct)
@@ -149,9 +171,10 @@ class BodyReader:
                 continue
             if self._strict:
                 raise errors.InvalidArgument(f"{name[:64]}: unknown field", name[:64])
+            name = name[:64]
             if name not in self._warned and len(self._warned) < 256:
                 self._warned.add(name)
-                log.warning("ignoring the unknown request field %r", name[:64])
+                log.warning("ignoring the unknown request field %r", name)
 
 
 def sampling_params(body: Body, **own: object) -> types_pb2.SamplingParams:
@@ -214,7 +237,9 @@ def _beam_search(fields: CommonFields) -> BeamOptions | None:
 def stop_strings(fields: CommonFields) -> list[str]:
     if fields.stop is None:
         return []
-    return [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    strings = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    check_stop_count(len(strings))
+    return strings
 
 
 @functools.cache  # once for each endpoint

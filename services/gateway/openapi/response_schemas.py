@@ -15,6 +15,7 @@ class ErrorObject(msgspec.Struct):
     type: Annotated[str, Meta(description="Kind of error: invalid_request_error, server_error, …")]
     param: Annotated[str | None, Meta(description="The field that is wrong.")]
     code: Annotated[str, Meta(description="Machine-readable code of the error.")]
+    limit: Annotated[str | None, Meta(description="The limit of the tenant that was reached; only with 429.")] = None
 
 
 class ErrorResponse(msgspec.Struct):

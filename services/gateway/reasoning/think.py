@@ -16,9 +16,14 @@ class ThinkParser:
         self._begun = False
         self._trims = inside  # space that follows is dropped
         self._text = ""
+        self._blanks: list[str] = []  # held until something else follows
 
     def feed(self, text: str) -> list[TextPart]:
         """Return what is certain after more text."""
+        if (self._inside or not self._begun) and not text.strip():
+            self._blanks.append(text)
+            return []
+        self._take_blanks()
         self._text += text
         if not self._begun and not self._begin():
             return []
@@ -36,10 +41,16 @@ class ThinkParser:
 
     def finish(self) -> list[TextPart]:
         """Return the rest at the output's end."""
+        self._take_blanks()
         text, self._text = self._text, ""
         if self._inside:
             return self._reasoning(text)
         return [Content(text)] if text and not self._trims else []
+
+    def _take_blanks(self) -> None:
+        if self._blanks:
+            self._text += "".join(self._blanks)
+            self._blanks = []
 
     def _begin(self) -> bool:
         """Return whether it is clear how the output begins."""

@@ -1,7 +1,8 @@
 """Reads a call written as ``{"name": …, "arguments": {…}}`` while it is written."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import groupby
 
 from ..assistant.message_parts import CallArguments, CallBegin, Content, ToolPart
 from .json_extent import JsonExtent
@@ -23,11 +24,11 @@ class CallObject:
         self.is_over = False
         self.began = False
         self._names = names
-        self._raw = mark
+        self._raw = [mark]
         self._step = self._open
         self._value = JsonExtent()
         self._key = ""
-        self._token = ""
+        self._token: list[str] = []
         self._arguments = ""  # held until the name is known, or until they end
         self._has_sent = False
         self._streams = False
@@ -39,7 +40,7 @@ class CallObject:
             if self.is_over:
                 return self._take(), text[at:]
             if not self.began:
-                self._raw += char
+                self._raw.append(char)
             self._step(char)
         return self._take(), ""
 
@@ -54,11 +55,11 @@ class CallObject:
     def _take(self) -> list[ToolPart]:
         """Return the parts, with adjacent arguments joined."""
         taken: list[ToolPart] = []
-        for part in self._parts:
-            if taken and isinstance(part, CallArguments) and isinstance(taken[-1], CallArguments):
-                taken[-1] = CallArguments(taken[-1].text + part.text)
+        for is_arguments, parts in groupby(self._parts, lambda part: isinstance(part, CallArguments)):
+            if is_arguments:
+                taken.append(CallArguments("".join(part.text for part in parts if isinstance(part, CallArguments))))
             else:
-                taken.append(part)
+                taken += parts
         self._parts = []
         return taken
 
@@ -79,7 +80,7 @@ class CallObject:
 
     def _in_key(self, char: str) -> None:
         self._value.takes(char)
-        self._token += char
+        self._token.append(char)
         if self._value.ended:
             key = _string(self._token)
             self._key = "" if key is None else key
@@ -100,7 +101,7 @@ class CallObject:
             self._end_value()
             self._before_key(char)
             return
-        self._token += char
+        self._token.append(char)
         if self._streams:
             self._parts.append(CallArguments(char))
         if self._value.ended:
@@ -109,7 +110,7 @@ class CallObject:
     def _begin_value(self, char: str) -> None:
         self._value = JsonExtent()
         self._value.takes(char)
-        self._token = char
+        self._token = [char]
 
     def _end_value(self) -> None:
         self._step = self._before_key
@@ -122,8 +123,8 @@ class CallObject:
             self._parts.append(CallBegin(name))
         elif self._key in _ARGUMENTS and not self._has_sent and not self._arguments:
             # Some models write the arguments as a string that holds JSON, as in OpenAI's API.
-            text = _string(self._token)
-            self._arguments = "{}" if self._token == "null" else self._token if text is None else text
+            token, text = "".join(self._token), _string(self._token)
+            self._arguments = "{}" if token == "null" else token if text is None else text
         if self.began and self._arguments and not self._has_sent:
             self._has_sent = True
             self._parts.append(CallArguments(self._arguments))
@@ -136,13 +137,13 @@ class CallObject:
     def _end(self) -> None:
         self.is_over = True
         if not self.began:
-            self._parts.append(Content(self._raw))
+            self._parts.append(Content("".join(self._raw)))
 
 
-def _string(token: str) -> str | None:
-    """Return the value of a JSON string; None for another value."""
+def _string(token: Iterable[str]) -> str | None:
+    """Return the value of a JSON string, given its characters; None for another value."""
     try:
-        value = json.loads(token)
+        value = json.loads("".join(token))
     except ValueError:
         return None
     return value if isinstance(value, str) else None

@@ -7,6 +7,8 @@ from ..assistant.message_parts import Content, ToolPart
 from .call_object import CallObject
 
 _TAG = "<|python_tag|>"
+_BLANKS = " \t\r\n"
+_SEPARATORS = "; \t\r\n"
 
 
 class Llama3JsonParser:
@@ -15,12 +17,17 @@ class Llama3JsonParser:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names  # an answer may be JSON too: only an object that names a tool is a call
         self._text = ""
+        self._blanks: list[str] = []  # held until something else follows
         self._call: CallObject | None = None
         self._may_call = True
         self._called = False
 
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []
+        if self._call is None and self._may_call and not text.strip(self._separators()):
+            self._blanks.append(text)
+            return parts
+        self._take_blanks()
         self._text += text
         while self._text:
             if self._call is not None:
@@ -39,13 +46,21 @@ class Llama3JsonParser:
     def finish(self) -> list[ToolPart]:
         if self._call is not None:
             return self._call.finish()
-        rest = self._text.lstrip("; \t\r\n") if self._called else self._text
+        self._take_blanks()
+        rest = self._text.lstrip(_SEPARATORS) if self._called else self._text
         return [Content(rest)] if rest else []
+
+    def _separators(self) -> str:
+        return _SEPARATORS if self._called else _BLANKS
+
+    def _take_blanks(self) -> None:
+        if self._blanks:
+            self._text += "".join(self._blanks)
+            self._blanks = []
 
     def _find_call(self) -> bool:
         """Return whether it is clear what follows: a call, or only text from here on."""
-        separators = "; \t\r\n" if self._called else " \t\r\n"
-        ahead = self._text.lstrip(separators)
+        ahead = self._text.lstrip(self._separators())
         mark = self._text[: len(self._text) - len(ahead)]
         if ahead.startswith(_TAG):
             mark += _TAG

@@ -58,13 +58,18 @@ class MistralParser:
 
     def __init__(self) -> None:
         self._text = ""
+        self._blanks: list[str] = []  # after a mark, held until something else follows
         self._words = Words()
         self._calls: CallList | _NamedCall | None = None
         self._marked = False
 
     def feed(self, text: str) -> list[ToolPart]:
         parts: list[ToolPart] = []
-        self._text += text
+        if self._marked and not text.strip():
+            self._blanks.append(text)
+            return parts
+        self._text += "".join(self._blanks) + text
+        self._blanks = []
         while self._text:
             if self._calls is not None:
                 found, self._text = self._calls.feed(self._text)
@@ -73,6 +78,7 @@ class MistralParser:
                     self._calls = None
             elif self._marked:
                 if not (ahead := self._text.lstrip()):
+                    self._blanks, self._text = [self._text], ""
                     break
                 self._marked = False
                 self._calls = CallList(START) if ahead[0] == "[" else _NamedCall()
@@ -89,5 +95,5 @@ class MistralParser:
         if self._calls is not None:
             return self._calls.finish()
         if self._marked:
-            return [Content(START + self._text)]
+            return [Content(START + "".join(self._blanks))]
         return self._words.add(self._text) + self._words.finish()

@@ -39,22 +39,24 @@ class Words:
     """Text around calls: space before a call is not content."""
 
     def __init__(self) -> None:
-        self._space = ""
+        self._space: list[str] = []
         self._after_call = False
 
     def add(self, text: str) -> list[ToolPart]:
-        whole = self._space + text
-        words = whole.rstrip()
-        self._space = whole[len(words) :]
+        words = text.rstrip()
         if not words:
+            if text:
+                self._space.append(text)
             return []
+        content = Content("".join(self._space) + words)
+        self._space = [text[len(words) :]] if len(words) < len(text) else []
         self._after_call = False
-        return [Content(words)]
+        return [content]
 
     def call(self) -> None:
         """Note that a call begins here."""
-        self._space = ""
+        self._space = []
         self._after_call = True
 
     def finish(self) -> list[ToolPart]:
-        return [Content(self._space)] if self._space and not self._after_call else []
+        return [Content("".join(self._space))] if self._space and not self._after_call else []

@@ -85,7 +85,6 @@ class Arrival:
     stop: tuple[int, ...]
     salt: bytes
     priority: int
-    tenant: str
 
 
 ARRIVALS = st.builds(
@@ -97,18 +96,18 @@ ARRIVALS = st.builds(
     stop=st.sampled_from([(), (), (1,), tuple(range(0, VOCAB_SIZE, 9))]),
     salt=st.sampled_from([b"", b"", b"tenant"]),
     priority=st.integers(-1, 2),
-    tenant=st.sampled_from(["", "", "a", "b"]),
 )
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """Uses pools that hold hardly more than one long request, so that preemption is frequent."""
+    """Uses pools that hold hardly more than one long request, so that preemption is frequent, and some in which all
+    seats are taken before all blocks."""
 
     requests = Bundle("requests")
 
     @initialize(
         block_size=st.sampled_from([1, 3, 4, 16]),
-        spare_blocks=st.integers(0, 8),
+        spare_blocks=st.integers(0, 8) | st.just(60),
         caching=st.sampled_from([True, True, False]),
         chunked=st.booleans(),
         max_num_seqs=st.integers(1, 6),
@@ -162,9 +161,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.live: dict[str, Expected] = {}
         self.num_added = 0
 
-    @rule(target=requests, arrivals=st.lists(ARRIVALS, min_size=1, max_size=6))
-    def add(self, arrivals: list[Arrival]) -> MultipleResults[str]:
-        return multiple(*(self._add(arrival) for arrival in arrivals))
+    @rule(target=requests, arrivals=st.lists(ARRIVALS, min_size=1, max_size=6), tenant=st.sampled_from(["", "a", "b"]))
+    def add(self, arrivals: list[Arrival], tenant: str) -> MultipleResults[str]:
+        return multiple(*(self._add(arrival, tenant) for arrival in arrivals))
 
     @rule(request_id=consumes(requests))
     def abort(self, request_id: str) -> None:
@@ -274,7 +273,7 @@ class CoreMachine(RuleBasedStateMachine):
         assert not self.live, "requests never ended"
         check_idle(self.core.scheduler)
 
-    def _add(self, arrival: Arrival) -> str:
+    def _add(self, arrival: Arrival, tenant: str) -> str:
         prompt = [7] * arrival.shared + arrival.tail
         expected = expect(prompt, arrival.max_tokens, arrival.stop)
         expected.received.extend(expected.tokens[: arrival.num_accepted])
@@ -290,7 +289,7 @@ class CoreMachine(RuleBasedStateMachine):
                 stop=arrival.stop,
                 salt=arrival.salt,
                 priority=arrival.priority if self.policy is SchedulingPolicy.PRIORITY else 0,
-                tenant=arrival.tenant,
+                tenant=tenant,
             )
         )
         return request_id

@@ -1,5 +1,6 @@
 """Tests how tenants share the seats of a batch, and that no request waits for ever."""
 
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -8,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.engine_core.helpers import make_request
+from tests.engine_core.executor.late import EXECUTORS
+from tests.engine_core.helpers import VOCAB_SIZE, finish, make_config, make_request, make_worker, tokens_of
+from tests.engine_core.invariants import check_idle, check_scheduler
 from tests.engine_core.scheduling.planned_steps import make_scheduler, step
+from tokenloom.engine_core.core import EngineCore
+from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.request import Request
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
 from tokenloom.engine_core.scheduling.seats import index_to_preempt
@@ -182,6 +187,41 @@ def test_the_oldest_request_never_gives_up_its_blocks_while_others_run() -> None
     assert [names[index_to_preempt(requests, start)] for start in range(4)] == ["b1", "b1", "b1", "c0"]
     del requests[2], names[2]
     assert [names[index_to_preempt(requests, start)] for start in range(3)] == ["c0", "c0", "c0"]
+
+
+@pytest.mark.parametrize("executor", list(EXECUTORS))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tokens_do_not_depend_on_lost_seats(policy: str, executor: str) -> None:
+    """Tenants come in bursts, so that seats and blocks are taken from one for the next, and some requests leave."""
+    rng = random.Random(1)
+    for num_blocks in (24, 200):
+        config = make_config(
+            max_num_seqs=4, num_blocks=num_blocks, policy=policy, async_scheduling=executor != "uniproc"
+        )
+        core = EngineCore(config, EXECUTORS[executor](make_worker(config)))
+        expected: dict[str, list[int]] = {}
+        received: dict[str, list[int]] = {}
+        for turn in range(300):
+            if turn % 15 in (0, 4) and turn < 250:
+                tenant, most = ("a", 9) if turn % 15 == 0 else (rng.choice("bc"), 2)
+                for number in range(rng.randint(1, most)):
+                    name, prompt, length = f"{tenant}{turn}.{number}", [7] * rng.randint(1, 20), rng.randint(1, 30)
+                    expected[name] = expected_tokens(prompt, length, VOCAB_SIZE)
+                    received[name] = []
+                    core.add_request(make_request(name, prompt, length, tenant=tenant))
+            if turn % 20 == 0 and core.scheduler.requests:
+                name = rng.choice(sorted(core.scheduler.requests))
+                core.abort_requests([name])
+                del expected[name]
+            for output in core.step().outputs:
+                received[output.request_id] += output.new_token_ids
+            check_scheduler(core.scheduler)
+        for outputs in finish(core).items():
+            received[outputs[0]] += tokens_of(outputs[1])
+        assert {name: received[name] for name in expected} == expected
+        assert core.scheduler.stats().num_preemptions > 5
+        check_idle(core.scheduler)
+        core.shutdown()
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

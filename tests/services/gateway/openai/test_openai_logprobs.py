@@ -1,13 +1,16 @@
 """The shapes of log probabilities, value by value."""
 
 import math
+from typing import Any
+
+import msgspec
 
 from tokenloom.services.gateway.openai.openai_logprobs import (
     CompletionLogprobs,
     Position,
-    chat_content,
+    chat_entry,
     positions,
-    prompt_object,
+    prompt_entries,
 )
 from tokenloom.v1.output_processor_pb2 import SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
@@ -31,15 +34,23 @@ def told() -> list[Position]:
     return list(positions([TOLD], [10, 77], 4, 2))
 
 
+def entry(at: Position, *, as_ids: bool = False) -> Any:
+    return msgspec.json.decode(chat_entry(at, as_ids=as_ids))
+
+
+def taken(columns: CompletionLogprobs) -> Any:
+    return msgspec.json.decode(b"".join(columns.take()))
+
+
 def test_positions_know_ranks_and_no_infinity() -> None:
-    (first, alternatives), (second, _) = told()
+    first, second = told()
     assert (first.token_id, first.logprob, first.rank) == (10, -0.5, 1)
     assert (second.token_id, second.logprob, second.rank) == (77, -9999.0, 9)
-    assert [each.rank for each in alternatives] == [1, 2, None]
+    assert list(first.ranks) == [1, 2, None]
 
 
 def test_a_chats_content() -> None:
-    first, second = chat_content(told(), as_ids=False)
+    first, second = map(entry, told())
     assert first == {
         "token": "a",
         "logprob": -0.5,
@@ -50,32 +61,42 @@ def test_a_chats_content() -> None:
             {"token": "c", "logprob": -8.0, "bytes": [99]},
         ],
     }
+    assert list(first) == ["token", "logprob", "bytes", "top_logprobs"]
     assert (second["token"], second["bytes"]) == ("\ufffd", [0xF0, 0x9F])
-    assert chat_content(told(), as_ids=True)[1]["token"] == "token_id:77"
+    named = entry(told()[1], as_ids=True)
+    assert (named["token"], named["bytes"]) == ("token_id:77", [0xF0, 0x9F])
+    assert [top["token"] for top in named["top_logprobs"]] == ["token_id:20", "token_id:10", "token_id:30"]
+
+
+def test_an_entry_without_alternatives() -> None:
+    told = SlotTextLogprobs(logprobs=Logprobs(sampled=[-0.5], rank=[3]), sampled_text=[b'"\n'])
+    (at,) = positions([told], [10], 0, 0)
+    assert entry(at) == {"token": '"\n', "logprob": -0.5, "bytes": [34, 10], "top_logprobs": []}
 
 
 def test_a_completions_columns_go_on_where_they_were() -> None:
     columns = CompletionLogprobs(as_ids=False)
     columns.add_first(3, b"The")
-    columns.add(told()[:1])
-    assert columns.take() == {
+    columns.add(told()[0])
+    assert taken(columns) == {
         "text_offset": [0, 3],
         "token_logprobs": [None, -0.5],
         "tokens": ["The", "a"],
         "top_logprobs": [None, {"a": -0.5, "b": -1.5, "c": -8.0}],
     }
-    columns.add(told()[1:])
-    assert columns.take() == {
+    assert not columns
+    columns.add(told()[1])
+    assert taken(columns) == {
         "text_offset": [4],
         "token_logprobs": [-9999.0],
         "tokens": ["\ufffd"],
         "top_logprobs": [{"b": -0.25, "a": -2.5, "c": -9999.0, "\ufffd": -9999.0}],
     }
-    assert columns.take()["tokens"] == []
+    assert taken(columns)["tokens"] == []
 
 
 def test_a_prompt_as_vllm_has_it() -> None:
-    first, second, third = prompt_object(told())
+    first, second, third = map(msgspec.json.decode, prompt_entries(told()))
     assert first is None
     assert second == {
         "10": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},

@@ -1,0 +1,145 @@
+"""No regular expression of the product takes more than linear time, whatever it is applied to.
+
+Every expression is found in the source and applied, with the method that the product uses, to texts made of its own
+characters: one or two of them repeated, with another one in front or behind.
+"""
+
+import ast
+import itertools
+import re
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.linear_time import grows_too_fast
+from tests.test_fields_are_read import PRODUCT, ROOT
+from tokenloom.services.gateway.openapi import constraints
+
+METHODS = frozenset({"match", "fullmatch", "search", "sub", "subn", "split", "findall", "finditer"})
+# Expressions that are put together when the product runs, with an example of the result.
+MADE_AT_RUN_TIME = {"engine_core/structured_output/structural_tag_lark.py": r"(<\|end\|>|<\|ends\|>|<\|e)"}
+
+
+class Use(NamedTuple):
+    """One expression, and one way in which the product applies it."""
+
+    path: str
+    pattern: str | bytes
+    flags: int
+    method: str
+
+
+def uses() -> Iterator[Use]:
+    """Yield every use of a regular expression."""
+    for path in PRODUCT:
+        source = path.read_text(encoding="utf-8")
+        if "import re\n" in source:
+            yield from _uses_in(str(path.relative_to(ROOT)), ast.parse(source))
+    for pattern in _schema_patterns(vars(constraints)):
+        yield Use("services/gateway/openapi/constraints.py", pattern, 0, "search")
+
+
+def _uses_in(path: str, module: ast.Module) -> Iterator[Use]:
+    methods = _methods_by_name(module)
+    for node in ast.walk(module):
+        if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("re.")):
+            continue
+        name = ast.unparse(node.func).removeprefix("re.")
+        if name not in METHODS and name != "compile":
+            continue
+        argument = node.args[0]
+        pattern = argument.value if isinstance(argument, ast.Constant) else MADE_AT_RUN_TIME[path]
+        assert isinstance(pattern, str | bytes)
+        flags = sum(_flag(keyword.value) for keyword in node.keywords if keyword.arg == "flags")
+        flags += sum(map(_flag, node.args[1:])) if name == "compile" else 0
+        for method in methods[_target(module, node)] if name == "compile" else [name]:
+            yield Use(path, pattern, flags, method)
+
+
+def _methods_by_name(module: ast.Module) -> dict[str, set[str]]:
+    """Return the methods that are called on each name or attribute."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and node.attr in METHODS:
+            found.setdefault(ast.unparse(node.value), set()).add(node.attr)
+    return found
+
+
+def _target(module: ast.Module, call: ast.Call) -> str:
+    """Return what a compiled expression is assigned to."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Assign) and any(part is call for part in ast.walk(node.value)):
+            return ast.unparse(node.targets[0])
+    raise AssertionError(f"a compiled expression has no name: {ast.unparse(call)}")
+
+
+def _flag(node: ast.expr) -> int:
+    return sum(int(re.RegexFlag[name.attr]) for name in ast.walk(node) if isinstance(name, ast.Attribute))
+
+
+def _schema_patterns(value: Any) -> set[str]:
+    """Return each ``pattern`` of JSON schemas."""
+    found: set[str] = set()
+    if isinstance(value, dict):
+        if isinstance(value.get("pattern"), str):
+            found.add(value["pattern"])
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            found |= _schema_patterns(part)
+    return found
+
+
+@cache
+def alphabet(pattern: str | bytes) -> tuple[str, ...]:
+    """Return characters that the expression may distinguish: the signs in its source, and one or two of each class."""
+    source = pattern if isinstance(pattern, str) else pattern.decode("latin-1")
+    return tuple(dict.fromkeys([*"a1 \n", *(char for char in source if not char.isalnum())]))
+
+
+def inputs(pattern: str | bytes) -> Iterator[tuple[str, str, str]]:
+    """Yield what stands before, is repeated, and stands behind."""
+    chars = alphabet(pattern)
+    for first, second in itertools.product(chars, repeat=2):
+        yield "", first + second, "\0"
+        yield first, second, "\0"
+        yield "", first, second
+
+
+def too_slow(use: Use, at_least: int | None = None) -> list[tuple[str, str, str]]:
+    """Return inputs for which an expression takes more than linear time: all, or the first ones of that number."""
+    compiled = re.compile(use.pattern, use.flags)
+    is_bytes = isinstance(use.pattern, bytes)
+
+    def applied(before: str, unit: str, behind: str, size: int) -> object:
+        text = before + unit * (size // len(unit)) + behind
+        value: Any = text.encode("latin-1") if is_bytes else text
+        if use.method in ("sub", "subn"):
+            return getattr(compiled, use.method)(b"" if is_bytes else "", value)
+        result = getattr(compiled, use.method)(value)
+        return list(result) if use.method == "finditer" else result
+
+    found = (parts for parts in inputs(use.pattern) if grows_too_fast(partial(applied, *parts)))
+    return list(itertools.islice(found, at_least))
+
+
+@pytest.mark.parametrize("use", sorted(set(uses()), key=repr), ids=lambda use: f"{use.path}-{use.method}")
+def test_every_expression_takes_linear_time(use: Use) -> None:
+    assert not too_slow(use)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "method"),
+    [
+        (r'"(?:[^"\\]|\\.)*"', "sub"),
+        (r"(a+)+$", "match"),
+        (r"(?:ab?|a)*$", "fullmatch"),
+        (r"\s+$", "sub"),
+        (r"\s*\s*x", "match"),
+    ],
+)
+def test_the_search_finds_expressions_that_take_more(pattern: str, method: str) -> None:
+    """The first one was applied to JSON schemas, where 32 KB took 5 s; the next two take exponential time."""
+    assert too_slow(Use("", pattern, 0, method), at_least=1)

@@ -11,7 +11,7 @@ from tests.attack.target import Setup, Target
 from tests.e2e.test_busy import BUSY_SECONDS
 
 HOOKED = Setup(hook=True)
-STOPPED_SECONDS = 2.0
+STOPPED_SECONDS = 1.0
 """Less than the time after which a stopped process counts as dead."""
 PARTS = ("gateway", "output_processor", "engine", "tokenizer", "coordinator")
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from tests.attack import bodies, browsers, shares, tenants, trailers
+from tests.attack import bodies, browsers, shares, tenants, trailers, validators
 from tests.attack.attack import MIB, Attack, run_attack
 from tests.attack.canary import Canary, running_canary
 from tests.attack.target import Setup, Target, attacked
@@ -17,6 +17,7 @@ ATTACKS = [
     Attack("trailer-without-key", partial(trailers.trailer_fields, total=4 * MIB), max_growth=5),
     Attack("head-bytes", trailers.big_head),
     Attack("head-fields", trailers.many_fields),
+    Attack("quadratic-string", partial(validators.quadratic_string, sizes=(64 << 10,))),
     Attack("cached-tokens", tenants.usage),
     Attack("content-types", browsers.content_types),
     Attack("idle-sessions", partial(shares.idle_sessions, num=300, probes=1)),

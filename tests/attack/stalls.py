@@ -7,8 +7,7 @@ from functools import partial
 import psutil
 
 from tests.attack.attack import Attack, Outcome
-from tests.attack.target import Setup, Target
-from tests.e2e.test_busy import BUSY_SECONDS
+from tests.attack.target import BUSY_SECONDS, Setup, Target
 
 HOOKED = Setup(hook=True)
 STOPPED_SECONDS = 1.0

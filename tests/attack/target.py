@@ -16,6 +16,8 @@ from tests.e2e.test_busy import HOOK
 MODEL = "tokenloom-demo"
 KEYS = ("attacker-key", "neighbour-key")
 STEP_SECONDS = 0.01
+BUSY_SECONDS = 5.0
+"""For so long does SIGUSR2 keep an event loop busy."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def attacked(setup: Setup) -> Iterator[Target]:
         if setup.keys:
             environment["TOKENLOOM_API_KEY"] = ",".join(KEYS)
         if setup.hook:
+            environment["TEST_BUSY_SECONDS"] = str(BUSY_SECONDS)
             environment["PYTHONPATH"] = os.pathsep.join((str(HOOK), *filter(None, (os.environ.get("PYTHONPATH"),))))
         wrapper = () if setup.descriptors is None else _limited(setup.descriptors)
         yield Target(serve("--worker", "hash", *setup.flags, wrapper=wrapper, **environment), setup)

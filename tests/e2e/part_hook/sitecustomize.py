@@ -1,6 +1,6 @@
 """Imported by every Python process of a mesh that has this folder in PYTHONPATH.
 
-SIGUSR2 keeps the process's event loop busy. TEST_DESCRIPTORS limits its open descriptors.
+SIGUSR2 keeps the process's event loop busy for TEST_BUSY_SECONDS. TEST_DESCRIPTORS limits its open descriptors.
 """
 
 import os
@@ -8,11 +8,9 @@ import resource
 import signal
 import time
 
-BUSY_SECONDS = 5.0
-
 
 def _be_busy(*_: object) -> None:
-    end = time.monotonic() + BUSY_SECONDS
+    end = time.monotonic() + float(os.environ["TEST_BUSY_SECONDS"])
     while time.monotonic() < end:
         pass
 

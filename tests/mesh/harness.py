@@ -11,6 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
+from tests.plain_text import PLAIN_TEXT
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
@@ -138,7 +139,7 @@ class Mesh:
         return f"http://{service.http_address}"
 
     def http(self, **options: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=self.url, timeout=SOON, **options)
+        return httpx.AsyncClient(**{"base_url": self.url, "timeout": SOON, "verify": PLAIN_TEXT, **options})
 
     def _observer(self) -> httpx.AsyncClient:
         """A client that has a key if one is needed."""

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import httpx
 
+from tests.plain_text import PLAIN_TEXT
 from tokenloom.request import errors
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.service import GatewayService
@@ -280,7 +281,8 @@ class FakeMesh:
         return f"unix:{self.directory}/{name}"
 
     def http(self, **options: Any) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=f"http://{self.http_address}", timeout=SOON, **options)
+        address = f"http://{self.http_address}"
+        return httpx.AsyncClient(**{"base_url": address, "timeout": SOON, "verify": PLAIN_TEXT, **options})
 
     @asynccontextmanager
     async def inference(self) -> "AsyncIterator[inference_pb2_grpc.InferenceAsyncStub]":

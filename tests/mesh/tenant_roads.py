@@ -86,10 +86,10 @@ def ids_of(seed: int, length: int = LENGTH) -> list[int]:
 
 def text_of(mesh: Mesh, seed: int) -> str:
     """Return a text of about :data:`LENGTH` tokens."""
-    words = random.Random(seed).choices(["bridge", "lantern", "river", "orchard", "signal", "harbour"], k=400)
-    while len(mesh.encode(" ".join(words))) > LENGTH:
-        del words[-1]
-    return " ".join(words)
+    words = random.Random(seed).choices(["bridge", "lantern", "river", "orchard", "signal", "harbour"], k=LENGTH)
+    text = " ".join(words)
+    beyond, _ = mesh.tokenizer.encode(text).offsets[LENGTH]
+    return text[:beyond].strip()
 
 
 def _request(**prompt: Any) -> inference_pb2.GenerateRequest:

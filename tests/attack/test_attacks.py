@@ -10,7 +10,7 @@ from tests.attack.attack import MIB, Attack, run_attack
 from tests.attack.canary import Canary, running_canary
 from tests.attack.target import Setup, Target, attacked
 
-CANARY_TOKENS = 30
+CANARY_TOKENS = 10
 ATTACKS = [
     Attack("trailer-fields", partial(trailers.trailer_fields_with_key, total=4 * MIB), max_growth=5),
     Attack("trailer-value", partial(trailers.trailer_value_with_key, total=4 * MIB), max_growth=5),

@@ -28,7 +28,7 @@ from tokenloom.v1 import inference_pb2_grpc
 HOOK = Path(__file__).parent / "part_hook"
 STEP_SECONDS = 0.02
 CANARIES = 4
-CANARY_TOKENS = 64
+CANARY_TOKENS = 32
 PROMPT = list(range(100, 120))
 STREAMS_PER_CHANNEL = 2000
 _HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: gateway\r\nX-Slow: "

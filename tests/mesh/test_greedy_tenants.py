@@ -18,7 +18,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 GREEDY, CANARY = {"authorization": "Bearer greedy-key"}, {"authorization": "Bearer canary-key"}
 PROMPT = list(range(1, 40))
-NUM_SESSIONS, NUM_CHANNELS = 1200, 12
+NUM_SESSIONS, NUM_CHANNELS = 492, 6
 ADMITTED = 256
 """Sessions of one tenant, by default."""
 

@@ -25,8 +25,8 @@ BUSY_SECONDS = 3.0
 BUSY_TOGETHER = (("gateway",), ("output_processor", "tokenizer"), ("engine",), ("coordinator",))
 """Parts that are connected are busy one after the other: a busy part would not see that the other one is silent."""
 PROMPT = list(range(100, 120))
-STREAMS = 4
-TOKENS = 900
+STREAMS = 2
+TOKENS = 750
 STEP_SECONDS = 0.02
 NOTICED_WITHIN = 10.0
 """Seconds after which a stopped part's requests have their error, on a loaded machine too."""

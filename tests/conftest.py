@@ -25,7 +25,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 # The dear ones first: what begins late must be short, or one of two workers ends long before the other.
-FIRST = ("tests/e2e", "tests/parity", "tests/soak", "tests/benchmarks", "tests/gpu_worker", "tests/mesh")
+FIRST = (
+    "tests/e2e",
+    "tests/parity",
+    "tests/attack",
+    "tests/soak",
+    "tests/benchmarks",
+    "tests/gpu_worker",
+    "tests/mesh",
+)
 # By the beginning of a test's id, tests that one worker must run because they share a mesh or a reference.
 GROUPS = {"tests/e2e/test_identical.py": "parity", "tests/e2e": "e2e", "tests/parity": "parity"}
 

@@ -111,8 +111,7 @@ LARGE_IDS = list(range(100_000, 400_000))
     ],
     ids=["escapes", "unicode", "texts", "ids", "lists", "mixed", "nested", "chat"],
 )
-@pytest.mark.parametrize("indent", [None, 1])
-@pytest.mark.parametrize("is_ascii", [True, False])
+@pytest.mark.parametrize(("indent", "is_ascii"), [(None, False), (1, True)])
 async def test_a_large_body_is_decoded_exactly(
     parser: BodyParser, body: dict[str, Any], indent: int | None, is_ascii: bool
 ) -> None:

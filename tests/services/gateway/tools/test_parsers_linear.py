@@ -16,8 +16,8 @@ from tokenloom.services.gateway.tools.forced import RequiredCalls
 
 SMALL, LARGE = 1 << 12, 1 << 17
 """Characters. Copying a text is so fast that quadratic copying shows only in texts of this length."""
-PIECE = 4
-"""Characters in a streamed piece, about a token's."""
+PIECE = 8
+"""Characters in a streamed piece, about two tokens'."""
 CASES = [
     *[("hermes", "", unit) for unit in (" ", "<tool_call>", "<tool_call>{}", "<")],
     *[("hermes", "<tool_call>", unit) for unit in (" ", "</tool_call>", "{")],

@@ -1,12 +1,15 @@
 """Completes TLS handshakes: a connection counts from its acceptance, not only from the end of its handshake."""
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.peers.accepted_socket import take_socket
 
 from .connections import Connections
 
@@ -36,7 +39,7 @@ class TlsFronts:
 
 
 class TlsFront(asyncio.Protocol):
-    """Holds a connection during its handshake, then gives it to the protocol of HTTP."""
+    """Counts a connection during its handshake; the protocol of HTTP gets it afterwards."""
 
     def __init__(
         self,
@@ -51,7 +54,8 @@ class TlsFront(asyncio.Protocol):
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
-        self._transport: asyncio.Transport | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        self._is_begun = self._is_open = False
 
     @property
     def idle_seconds(self) -> float:
@@ -60,32 +64,50 @@ class TlsFront(asyncio.Protocol):
 
     def close_idle(self) -> None:
         """Close the connection; its handshake fails."""
-        assert self._transport is not None
-        self._transport.abort()
+        assert self._handshake is not None
+        self._handshake.cancel()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         if not self._connections.admit(self, str(peer[0]) if isinstance(peer, tuple) else ""):
-            self._transport.abort()
+            cast(asyncio.Transport, transport).abort()
             return
-        # Its first step runs before the loop reads from the socket.
-        self._tasks.spawn(self._shake_hands(self._transport), name="tls handshake")
+        accepted = take_socket(transport)
+        self._handshake = self._tasks.spawn(self._shake_hands(accepted), name="tls handshake")
+        self._handshake.add_done_callback(partial(self._ended, accepted))
 
-    async def _shake_hands(self, transport: asyncio.Transport) -> None:
-        protocol = self._make()
-        try:
-            encrypted = await self._loop.start_tls(
-                transport, protocol, self._context, server_side=True, ssl_handshake_timeout=HANDSHAKE_SECONDS
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        self._is_begun = True
+        with contextlib.suppress(OSError):  # also a wrong or late handshake
+            await self._loop.connect_accepted_socket(
+                partial(_Opening, self._open), accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_SECONDS
             )
-        except OSError:  # also a wrong or late handshake
-            transport.abort()
+
+    def _ended(self, accepted: socket.socket, _: asyncio.Task[None]) -> None:
+        """Close the connection of a handshake that failed, or was cancelled at any time."""
+        if self._is_open:
             return
-        except asyncio.CancelledError:
-            transport.abort()
-            raise
-        finally:
-            self._connections.remove(self)
-        if encrypted is None:  # the connection was closed meanwhile
+        self._connections.remove(self)
+        if not self._is_begun:
+            accepted.close()
             return
-        protocol.connection_made(encrypted)  # it counts from now on as one of HTTP
+        with contextlib.suppress(OSError):  # a transport owns the socket, and closes it when it reads the end
+            accepted.shutdown(socket.SHUT_RDWR)
+
+    def _open(self, encrypted: asyncio.Transport) -> None:
+        """Give the connection to HTTP, as one of whose connections it counts from now on."""
+        self._is_open = True
+        self._connections.remove(self)
+        protocol = self._make()
+        encrypted.set_protocol(protocol)
+        protocol.connection_made(encrypted)
+
+
+class _Opening(asyncio.Protocol):
+    """Holds an encrypted connection until its handshake has ended."""
+
+    def __init__(self, opened: Callable[[asyncio.Transport], None]) -> None:
+        self._opened = opened
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._opened(cast(asyncio.Transport, transport))

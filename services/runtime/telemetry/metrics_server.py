@@ -1,13 +1,14 @@
 """Serves /metrics from a thread of its own, with bounds on connections, time and log lines."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from tokenloom.request.errors import Unavailable
 
 from ..peers import addresses
+from ..peers.accepted_socket import take_socket
 from ..peers.addresses import Address
 from ..peers.tls import MeshTLS
 
@@ -59,7 +61,7 @@ class MetricsServer:
         self._socket = socket.create_server((address.host, address.port), family=family, backlog=MAX_CONNECTIONS)
         self._app = make_wsgi_app(registry)
         self._tls = tls
-        self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first; bounded by MAX_CONNECTIONS
+        self._open: dict[asyncio.Task[None], None] = {}  # oldest first; bounded by MAX_CONNECTIONS
         self._logged_at = -LOG_SECONDS
         self._loop = uvloop.new_event_loop()
         self._stopping = asyncio.Event()
@@ -79,35 +81,39 @@ class MetricsServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._answer, sock=self._socket, limit=MAX_HEAD_BYTES)
+        server = await self._loop.create_server(lambda: _Accepted(self._accept), sock=self._socket)
         await self._stopping.wait()
-        server.close()
-        for writer in self._open:
-            writer.transport.abort()
+        server.close()  # the runner cancels what is open
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. Never raises: what a client does is no reason for a traceback."""
+    def _accept(self, accepted: socket.socket) -> None:
         if len(self._open) >= MAX_CONNECTIONS:
             oldest = next(iter(self._open))
             del self._open[oldest]
-            oldest.transport.abort()
-        self._open[writer] = None
-        try:
-            async with asyncio.timeout(REQUEST_SECONDS):
-                if self._tls is not None:
-                    await writer.start_tls(self._tls)
-                head = await reader.readuntil(b"\r\n\r\n")
-                writer.transport.set_write_buffer_limits(0)  # drain waits until the client has received everything
-                writer.write(self._response(head))
-                await writer.drain()
-        except _SILENT_LOSS:
-            writer.transport.abort()
-        except Exception as error:
-            self._log(error)
-            writer.transport.abort()
-        finally:
-            self._open.pop(writer, None)
-            writer.close()
+            oldest.cancel()
+        task = self._loop.create_task(self._answer(accepted), name="scrape")
+        self._open[task] = None
+        task.add_done_callback(lambda done: self._open.pop(done, None))
+
+    async def _answer(self, accepted: socket.socket) -> None:
+        """Serve one connection. Raises only when cancelled: what a client does is no reason for a traceback."""
+        with contextlib.ExitStack() as at_end:
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    reader = asyncio.StreamReader(limit=MAX_HEAD_BYTES)
+                    protocol = asyncio.StreamReaderProtocol(reader)
+                    connected = await self._loop.connect_accepted_socket(lambda: protocol, accepted, ssl=self._tls)
+                    writer = asyncio.StreamWriter(cast(asyncio.Transport, connected[0]), protocol, reader, self._loop)
+                    at_end.callback(writer.transport.abort)
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.transport.set_write_buffer_limits(0)  # drain waits until the client has received everything
+                    writer.write(self._response(head))
+                    await writer.drain()
+                    at_end.pop_all()
+                    writer.close()
+            except _SILENT_LOSS:
+                pass
+            except Exception as error:
+                self._log(error)
 
     def _response(self, head: bytes) -> bytes:
         """Return what the library's application answers; heads that are not HTTP, and other paths, get an error."""
@@ -136,6 +142,16 @@ class MetricsServer:
         if now - self._logged_at >= LOG_SECONDS:
             self._logged_at = now
             log.warning("/metrics: %s", error, exc_info=error)
+
+
+class _Accepted(asyncio.Protocol):
+    """Hands on the socket of a connection before anything is read from it."""
+
+    def __init__(self, accept: Callable[[socket.socket], None]) -> None:
+        self._accept = accept
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._accept(take_socket(transport))
 
 
 def _field(line: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from tests.mesh.harness import Mesh
 from tests.mesh.split import SplitMesh
-from tests.mesh.tenant_roads import LOADED, ROADS, Client, Road, counted, token_ids
+from tests.mesh.tenants.roads import LOADED, ROADS, Client, Road, counted, token_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.mesh.asking import ask
 from tests.mesh.harness import MODEL, SOON
-from tests.mesh.test_greedy_tenants import CANARY, GREEDY, PROMPT, running_mesh
+from tests.mesh.tenants.test_greedy_tenants import CANARY, GREEDY, PROMPT, running_mesh
 
 NUM_BOMBS = 128
 _MANY = httpx.Limits(max_connections=None)

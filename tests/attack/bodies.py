@@ -60,10 +60,10 @@ def send_at_once(
         answers = list(pool.map(ask, range(num)))
     statuses = sorted({status for status, _ in answers})
     slowest = max(seconds for _, seconds in answers)
-    told = "/".join(map(str, statuses))
-    wrong = [] if set(statuses) <= _REFUSED else [f"answered with {told}"]
+    summary = "/".join(map(str, statuses))
+    wrong = [] if set(statuses) <= _REFUSED else [f"answered with {summary}"]
     late = [f"an answer took {slowest * 1e3:.0f} ms"] if slowest > MAX_SECONDS else []
-    return Outcome(f"{told} in {slowest * 1e3:.0f} ms", wrong, late)
+    return Outcome(f"{summary} in {slowest * 1e3:.0f} ms", wrong, late)
 
 
 def held_streams(target: Target, streams: int = 8, size: int = LARGEST - 1024) -> Outcome:
@@ -85,9 +85,9 @@ def held_streams(target: Target, streams: int = 8, size: int = LARGEST - 1024) -
     finally:
         for wire in wires:
             wire.close()
-    told = f"{statuses.count(200)} of {streams} held in {held:.0f} MiB, others {set(statuses) - {200} or 'none'}"
+    summary = f"{statuses.count(200)} of {streams} held in {held:.0f} MiB, others {set(statuses) - {200} or 'none'}"
     assert 200 in statuses, f"no stream was served, so none was held: {statuses}"
-    return Outcome(told, wrong=[] if set(statuses) <= _REFUSED | {200} else [f"answered with {statuses}"])
+    return Outcome(summary, wrong=[] if set(statuses) <= _REFUSED | {200} else [f"answered with {statuses}"])
 
 
 ATTACKS = [

@@ -75,8 +75,8 @@ def _flood(target: Target, address: tuple[str, int]) -> Outcome:
         wrong.append("a traceback is in the log")
     if (lines := log.count("\n")) > MAX_LOG_LINES:
         wrong.append(f"the log has {lines} lines")
-    told = f"{states['connected']} open, {states['closed']} closed, {states['waiting']} wait"
-    return Outcome(f"{told}; {descriptors} fds, {threads} threads", wrong)
+    summary = f"{states['connected']} open, {states['closed']} closed, {states['waiting']} wait"
+    return Outcome(f"{summary}; {descriptors} fds, {threads} threads", wrong)
 
 
 def _state(link: socket.socket) -> str:

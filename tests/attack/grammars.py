@@ -43,9 +43,9 @@ def abandoned_bombs(target: Target, num: int = 256) -> Outcome:
     if status == 200 and not re.fullmatch(CODE, answer["choices"][0]["text"]):
         wrong.append(f"the neighbour got {answer['choices'][0]['text']!r}")
     late = [f"the neighbour waited {seconds:.1f} s"] if seconds > MAX_SECONDS else []
-    told = f"{refused} of {num} refused; neighbour {seconds:.1f} s"
+    summary = f"{refused} of {num} refused; neighbour {seconds:.1f} s"
     assert refused < num, "every bomb was refused at once"
-    return Outcome(f"{told} (a bomb: {alone:.1f} s)", wrong, late)
+    return Outcome(f"{summary} (a bomb: {alone:.1f} s)", wrong, late)
 
 
 def _lone_bomb_seconds(target: Target) -> float:

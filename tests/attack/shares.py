@@ -39,11 +39,11 @@ def _p99(target: Target, probes: int) -> tuple[float, list[str]]:
     return sorted(seconds for _, seconds in answers)[int(probes * 0.99) - 1], wrong
 
 
-def _compare(calm: float, loaded: float, told: str, wrong: list[str]) -> Outcome:
+def _compare(calm: float, loaded: float, summary: str, wrong: list[str]) -> Outcome:
     late = []
     if loaded > MAX_RATIO * calm:
         late.append(f"p99 TTFT of the other key rose from {calm * 1e3:.0f} to {loaded * 1e3:.0f} ms")
-    return Outcome(f"{told}; p99 TTFT {calm * 1e3:.0f} to {loaded * 1e3:.0f} ms", wrong, late)
+    return Outcome(f"{summary}; p99 TTFT {calm * 1e3:.0f} to {loaded * 1e3:.0f} ms", wrong, late)
 
 
 @contextmanager
@@ -84,8 +84,8 @@ def samples(target: Target, requests: int = 8, probes: int = PROBES) -> Outcome:
         running = target.running_requests()
         loaded, wrong = _p99(target, probes)
     assert running > MIN_RUNNING, f"only {running} requests ran, and the answers were {statuses}"
-    told = f"{running} run, {len(statuses) - statuses.count(200)} refused"
-    return _compare(calm, loaded, told, wrong)
+    summary = f"{running} run, {len(statuses) - statuses.count(200)} refused"
+    return _compare(calm, loaded, summary, wrong)
 
 
 def large_answer(target: Target) -> Outcome:

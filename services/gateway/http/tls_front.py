@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.accepted_socket import take_socket
 
 from .connections import Connections
+
+log = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
 """Limit on the time of a handshake."""
@@ -27,7 +30,8 @@ class TlsFronts:
         self._context = context
         self._connections = connections
         self._make = make
-        self._tasks = Tasks(lambda _: None)  # a handshake ends with its connection, not with an error
+        # What clients cause, a wrong or late handshake, is no failure of the task.
+        self._tasks = Tasks(lambda error: log.error("a TLS handshake failed", exc_info=error))
 
     def __call__(self, **named: Any) -> "TlsFront":
         """Called by uvicorn, in place of the protocol's class."""

@@ -30,7 +30,7 @@ TOLD = SlotTextLogprobs(
 """Two tokens, of each the two best and token 30."""
 
 
-def told() -> list[Position]:
+def reported() -> list[Position]:
     return list(positions([TOLD], [10, 77], 4, 2))
 
 
@@ -43,14 +43,14 @@ def taken(columns: CompletionLogprobs) -> Any:
 
 
 def test_positions_know_ranks_and_no_infinity() -> None:
-    first, second = told()
+    first, second = reported()
     assert (first.token_id, first.logprob, first.rank) == (10, -0.5, 1)
     assert (second.token_id, second.logprob, second.rank) == (77, -9999.0, 9)
     assert list(first.ranks) == [1, 2, None]
 
 
 def test_a_chats_content() -> None:
-    first, second = map(entry, told())
+    first, second = map(entry, reported())
     assert first == {
         "token": "a",
         "logprob": -0.5,
@@ -63,21 +63,21 @@ def test_a_chats_content() -> None:
     }
     assert list(first) == ["token", "logprob", "bytes", "top_logprobs"]
     assert (second["token"], second["bytes"]) == ("\ufffd", [0xF0, 0x9F])
-    named = entry(told()[1], as_ids=True)
+    named = entry(reported()[1], as_ids=True)
     assert (named["token"], named["bytes"]) == ("token_id:77", [0xF0, 0x9F])
     assert [top["token"] for top in named["top_logprobs"]] == ["token_id:20", "token_id:10", "token_id:30"]
 
 
 def test_an_entry_without_alternatives() -> None:
-    told = SlotTextLogprobs(logprobs=Logprobs(sampled=[-0.5], rank=[3]), sampled_text=[b'"\n'])
-    (at,) = positions([told], [10], 0, 0)
+    reported = SlotTextLogprobs(logprobs=Logprobs(sampled=[-0.5], rank=[3]), sampled_text=[b'"\n'])
+    (at,) = positions([reported], [10], 0, 0)
     assert entry(at) == {"token": '"\n', "logprob": -0.5, "bytes": [34, 10], "top_logprobs": []}
 
 
 def test_a_completions_columns_go_on_where_they_were() -> None:
     columns = CompletionLogprobs(as_ids=False)
     columns.add_first(3, b"The")
-    columns.add(told()[0])
+    columns.add(reported()[0])
     assert taken(columns) == {
         "text_offset": [0, 3],
         "token_logprobs": [None, -0.5],
@@ -85,7 +85,7 @@ def test_a_completions_columns_go_on_where_they_were() -> None:
         "top_logprobs": [None, {"a": -0.5, "b": -1.5, "c": -8.0}],
     }
     assert not columns
-    columns.add(told()[1])
+    columns.add(reported()[1])
     assert taken(columns) == {
         "text_offset": [4],
         "token_logprobs": [-9999.0],
@@ -96,7 +96,7 @@ def test_a_completions_columns_go_on_where_they_were() -> None:
 
 
 def test_a_prompt_as_vllm_has_it() -> None:
-    first, second, third = map(msgspec.json.decode, prompt_entries(told()))
+    first, second, third = map(msgspec.json.decode, prompt_entries(reported()))
     assert first is None
     assert second == {
         "10": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},

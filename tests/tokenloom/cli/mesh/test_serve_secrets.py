@@ -12,7 +12,7 @@ from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.ports import GatewayPorts
 from tokenloom.supervisor.run import Outcome
 
-SECRET = "a-secret-that-nobody-sees"
+SECRET = "a-secret-that-stays-secret"
 
 
 @pytest.fixture

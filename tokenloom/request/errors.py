@@ -14,6 +14,7 @@
     ├── ResourceExhausted      503  full; ``retry_after`` says when to retry
     │   └── RateLimitExceeded  429  the tenant is at a limit of its own, named by ``limit``
     ├── Unavailable            503  down or shutting down; ``retry_after`` says when to retry
+    │   └── TryElsewhere       503  another part of the same kind may take the request, or the rest of it
     ├── DeadlineExceeded       504
     └── Internal               500  a bug; only the log has its cause
 
@@ -143,6 +144,12 @@ class Unavailable(TokenloomError, code=_Code.UNAVAILABLE, http=503):
 
     def __init__(self, message: str, field: str | None = None, *, retry_after: float | None = 1.0) -> None:
         super().__init__(message, field, retry_after=retry_after)
+
+
+class TryElsewhere(Unavailable):
+    """The part that was asked cannot run the request, or the rest of it (it drains, is full, or its core died), but
+    another part of the same kind may. The caller within the mesh places the request again; a client sees this error
+    only when no other part is left."""
 
 
 class DeadlineExceeded(TokenloomError, code=_Code.DEADLINE_EXCEEDED, http=504, openai="timeout_error"):

@@ -25,7 +25,7 @@ class ProcessInput(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "accepted_token_ids", "emitted_text_bytes", "engine_deaths", "sampling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers")
+    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "accepted_token_ids", "emitted_text_bytes", "engine_deaths", "sampling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,9 @@ class Submit(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     TRACE_HEADERS_FIELD_NUMBER: _ClassVar[int]
+    JOURNALS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     prompt: _types_pb2.Prompt
@@ -61,7 +64,22 @@ class Submit(_message.Message):
     num_samples: int
     timeout: _duration_pb2.Duration
     trace_headers: _containers.ScalarMap[str, str]
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    journals: _containers.RepeatedCompositeFieldContainer[SampleJournal]
+    num_prompt_logprobs: int
+    take_over: bool
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ...) -> None: ...
+
+class SampleJournal(_message.Message):
+    __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    emitted_text_bytes: int
+    finished: bool
+    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., finished: _Optional[bool] = ...) -> None: ...
 
 class TextOptions(_message.Message):
     __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize", "stream_interval")
@@ -80,21 +98,29 @@ class TextOptions(_message.Message):
     def __init__(self, stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., detokenize: _Optional[bool] = ..., stream_interval: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("slot", "request_id", "tenant", "token_index", "emitted_text_bytes")
+    __slots__ = ("slot", "request_id", "tenant", "positions")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
-    EMITTED_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     request_id: str
     tenant: str
-    token_index: int
+    positions: _containers.RepeatedCompositeFieldContainer[SamplePosition]
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., positions: _Optional[_Iterable[_Union[SamplePosition, _Mapping]]] = ...) -> None: ...
+
+class SamplePosition(_message.Message):
+    __slots__ = ("sample_index", "num_tokens", "emitted_text_bytes")
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EMITTED_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    sample_index: int
+    num_tokens: int
     emitted_text_bytes: int
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token_index: _Optional[int] = ..., emitted_text_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, sample_index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., emitted_text_bytes: _Optional[int] = ...) -> None: ...
 
 class ProcessFrame(_message.Message):
-    __slots__ = ("hello", "slot", "text", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "engine_death_slots", "sample_index")
+    __slots__ = ("hello", "slot", "text", "token_index", "num_tokens", "token_ids", "finished", "logprobs", "engine_death_slots", "sample_index", "leaving")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +131,7 @@ class ProcessFrame(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DEATH_SLOTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     slot: _containers.RepeatedScalarFieldContainer[int]
     text: _containers.RepeatedScalarFieldContainer[str]
@@ -115,7 +142,8 @@ class ProcessFrame(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[SlotTextLogprobs]
     engine_death_slots: _containers.RepeatedScalarFieldContainer[int]
     sample_index: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., slot: _Optional[_Iterable[int]] = ..., text: _Optional[_Iterable[str]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[RequestFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotTextLogprobs, _Mapping]]] = ..., engine_death_slots: _Optional[_Iterable[int]] = ..., sample_index: _Optional[_Iterable[int]] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., slot: _Optional[_Iterable[int]] = ..., text: _Optional[_Iterable[str]] = ..., token_index: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finished: _Optional[_Iterable[_Union[RequestFinished, _Mapping]]] = ..., logprobs: _Optional[_Iterable[_Union[SlotTextLogprobs, _Mapping]]] = ..., engine_death_slots: _Optional[_Iterable[int]] = ..., sample_index: _Optional[_Iterable[int]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class RequestFinished(_message.Message):
     __slots__ = ("slot", "reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "attempts", "timeline", "error", "sample_index")

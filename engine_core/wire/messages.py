@@ -217,6 +217,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens, not found in the pool, that were looked up in another engine or tier (counter)."""
     external_prefix_cache_hits: int = 0
     """The part of those tokens that was loaded (counter)."""
+    num_prefilled_requests: int = 0
+    """Requests whose prompt was computed: they have their first token (counter)."""
+    num_prefilled_tokens: int = 0
+    """Prompt tokens of those requests, cached ones included (counter)."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):

@@ -100,6 +100,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self) -> None:
         self.state = coordinator_pb2.ENGINE_STATE_SERVING
+        self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self._changed = asyncio.Condition()
 
     async def set_state(self, state: coordinator_pb2.EngineState) -> None:
@@ -112,8 +113,8 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             identity = coordinator_pb2.EngineIdentity(
                 engine_id="engine-0", fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
             )
-            report = coordinator_pb2.EngineReport(state=self.state, running=3, waiting=2, kv_usage=0.25)
-            entry = coordinator_pb2.EngineEntry(identity=identity, report=report)
+            entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
+            entry.report.state = self.state
             yield coordinator_pb2.Snapshot(complete=True, engines=[entry])
             async with self._changed:
                 await self._changed.wait()

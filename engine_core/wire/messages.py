@@ -43,6 +43,8 @@ class ErrorKind(enum.IntEnum):
     """The engine is at a limit; a retry may succeed later."""
     TENANT_FULL = 3
     """The request's tenant is at a limit of its own on this engine; a retry may succeed later."""
+    DEADLINE_EXCEEDED = 4
+    """The request's time ran out before it began."""
 
 
 class RequestType(enum.Enum):
@@ -85,6 +87,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Spans in order and without overlap, over prompt tokens only."""
     tenant: str = ""
     """Waiting requests share seats and grammar compilers fairly between tenants. "" is a tenant like any other."""
+    timeout_ns: int = 0
+    """How long after its arrival the request may still begin, or begin again; 0: at any time. The caller ends requests
+    that run."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):

@@ -119,7 +119,7 @@ def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
     busy.add(29, 29)
     times = []
     for _ in range(100):
-        with pytest.raises(ResourceExhausted, match="would wait about 20 s .* may wait 10 s") as refusal:
+        with pytest.raises(ResourceExhausted, match=r"would wait about 20 s .* may wait 10 s") as refusal:
             busy.check(Claim(0, HOUR))
         assert refusal.value.retry_after is not None
         times.append(refusal.value.retry_after)

@@ -1,10 +1,10 @@
 """Runs the output processor as a service: connects its parts, and starts, drains and stops them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -24,19 +24,30 @@ from .request.requests import Requests
 from .stream.gateway_session import Session
 from .text.vocabulary import Vocabulary
 
+Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]
+"""Reads what an output processor needs of a checkpoint."""
+
 
 class OutputProcessorService:
-    """Serves ``OutputProcessor.Process``."""
+    """Serves ``OutputProcessor.Process``.
 
-    def __init__(self, settings: OutputProcessorSettings) -> None:
+    Attributes:
+        requests: The requests in work, once started.
+    """
+
+    requests: Requests
+
+    def __init__(self, settings: OutputProcessorSettings, load: Load | None = None) -> None:
+        """``load`` reads what is needed of the checkpoint; None for :func:`load_checkpoint`."""
         self._settings = settings
+        self._load = load or load_checkpoint
         self._draining = AsyncExitStack()
         self._closing = AsyncExitStack()
 
     async def start(self, host: Host) -> None:
         settings = self._settings
         path = await asyncio.to_thread(resolve, settings.model)
-        info, vocabulary, fingerprint = await asyncio.to_thread(_load, path, settings)
+        info, vocabulary, fingerprint = await asyncio.to_thread(self._load, path, settings)
 
         def greet(engine: EngineIdentity) -> Hello:
             return make_hello(
@@ -51,13 +62,14 @@ class OutputProcessorService:
         links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
         placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
         self._closing.push_async_callback(placer.close)
-        requests = Requests(
+        requests = self.requests = Requests(
             placer,
             vocabulary,
             frozenset(info.eos_token_ids),
             Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
             max_requests=settings.max_requests,
             tracer=host.tracer,
+            clock=host.clock.nanoseconds,
         )
         self._draining.push_async_callback(requests.drain)
         host.spawn(placer.run(), name="coordinator")
@@ -82,7 +94,8 @@ class _Servicer(OutputProcessorServicer):
         await Session(self._hello, self._requests).run(request_iterator, context.write)
 
 
-def _load(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:
+def load_checkpoint(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:
+    """Return what the checkpoint of this directory says, its vocabulary, and what identifies both to peers."""
     name = settings.served_model_name or served_name(path, settings.model)
     fingerprint = Fingerprint(model=name, tokenizer=tokenizer_fingerprint(path))
     return CheckpointInfo.load(path), Vocabulary(load_tokenizer(path)), fingerprint

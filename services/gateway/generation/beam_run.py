@@ -1,7 +1,5 @@
 """Runs beam searches in the mesh: each step sends one request of one token for every beam of every prompt."""
 
-import time
-
 from tokenloom.request import errors
 from tokenloom.request.beam_search import Beam, BeamSearch, BeamSettings, Candidates
 from tokenloom.v1 import output_processor_pb2, types_pb2
@@ -23,7 +21,7 @@ class BeamRun:
     def __init__(
         self, prepared: Prepared, request_id: str, pool: OutputPool, texts: BeamTexts, *, deadline_ns: int
     ) -> None:
-        """``deadline_ns``: when the whole request must have ended, on the monotonic clock."""
+        """``deadline_ns``: when the whole request must have ended, by the clock of ``prepared``."""
         assert prepared.beams is not None
         self._submits = prepared.submits
         self._num_candidates = prepared.beams.num_candidates
@@ -35,6 +33,7 @@ class BeamRun:
         self._pool = pool
         self._texts = texts
         self._deadline_ns = deadline_ns
+        self._clock = prepared.clock
         self._cached_tokens = [0] * len(prepared.submits)
         self._cancels: list[Cancel] = []  # of the present step
         self.num_steps = 0
@@ -78,7 +77,7 @@ class BeamRun:
         submit.CopyFrom(self._steps[number])
         submit.prompt.token_ids.extend(beam.token_ids)
         submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{len(self._cancels)}"
-        submit.timeout.FromNanoseconds(max(self._deadline_ns - time.monotonic_ns(), 0))
+        submit.timeout.FromNanoseconds(max(self._deadline_ns - self._clock(), 0))
         return submit
 
     async def _rows(self, collector: Collector) -> list[Row]:

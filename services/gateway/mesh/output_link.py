@@ -47,8 +47,14 @@ class OutputPool:
         self._turn = 0
 
     @property
-    def healthy(self) -> bool:
-        return any(link.stream for link in self._links)
+    def num_connected(self) -> int:
+        """Return how many output processors take requests."""
+        return sum(link.stream is not None and link.address in self._members for link in self._links)
+
+    @property
+    def num_known(self) -> int:
+        """Return how many output processors should take requests."""
+        return sum(link.address in self._members for link in self._links)
 
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
         """Connect to all of them, and keep them connected for as long as the host lives."""

@@ -98,6 +98,7 @@ class GatewayService:
         host.spawn(http.serve(), name="http server")
         host.publish(http=self.http_address, model=mesh.model)
         await _wait_whole(mesh.health)
+        host.spawn(mesh.health.publish(host.health), name="health of the mesh")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", mesh.model, scheme, self.http_address)
 

@@ -6,9 +6,9 @@ real: HTTP, tokenization, placement, tokens to text.
 
 import asyncio
 import contextlib
-import multiprocessing
-import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -30,6 +30,13 @@ from .overload_report import summarize
 _NAME = "bench"
 _SAMPLE_SECONDS = 5.0
 _NUM_BODIES = 128
+_SPIN = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(1_000_000):
+        pass
+"""
 _TEXT = "How much water does a river carry in spring, and where does all of it come from? "
 
 
@@ -116,22 +123,13 @@ def _bodies(case: OverloadCase) -> list[tuple[bytes, int]]:
 @contextlib.contextmanager
 def hogs(count: int) -> Iterator[None]:
     """Run processes that take all the CPU they get."""
-    processes = [multiprocessing.get_context("spawn").Process(target=_spin, daemon=True) for _ in range(count)]
-    for process in processes:
-        process.start()
+    processes = [subprocess.Popen([sys.executable, "-c", _SPIN]) for _ in range(count)]
     try:
         yield
     finally:
         for process in processes:
-            process.terminate()
-            process.join()
-
-
-def _spin() -> None:
-    parent = os.getppid()
-    while os.getppid() == parent:
-        for _ in range(1_000_000):
-            pass
+            process.kill()
+            process.wait()
 
 
 def _process_ids(mesh: Mesh) -> dict[str, int]:

@@ -115,6 +115,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
         "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
     ] = DEFAULT_QUEUE_SECONDS
+    max_kept_prompt_bytes: Annotated[
+        Count,
+        "Bytes of prompts kept while their requests run; a prompt beyond them is not kept, and its request ends with a "
+        "retryable error if its output processor is lost.",
+    ] = 1 << 30
     max_live_requests: Annotated[
         Count,
         "Outputs in work at the same time, a bound of the gateway's memory: --max-queue-seconds limits requests first.",

@@ -34,7 +34,7 @@ from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .kserve.kserve_servicer import KServeServicer
 from .mesh.mesh_view import MeshView
-from .mesh.output_link import OutputPool
+from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 from .metrics import GatewayMetrics, MeshGauges
 from .openai.chat import ChatApi
@@ -99,6 +99,7 @@ class GatewayService:
         host.spawn(http.serve(), name="http server")
         host.publish(http=self.http_address, model=mesh.model)
         await _wait_whole(mesh.health)
+        host.spawn(mesh.health.publish(host.health), name="health of the mesh")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", mesh.model, scheme, self.http_address)
 
@@ -140,7 +141,13 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
     tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
     view = MeshView(settings.coordinator, host.channels)
-    outputs = OutputPool(Members(settings.output_processors), settings.instance_id, host.epoch, host.channels)
+    outputs = OutputPool(
+        Members(settings.output_processors),
+        settings.instance_id,
+        host.epoch,
+        host.channels,
+        max_kept_bytes=settings.max_kept_prompt_bytes,
+    )
     health = MeshHealth(tokenizers, outputs, view)
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
@@ -163,6 +170,8 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         tracer=host.tracer,
         model=model,
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
+        random=host.random,
+        clock=host.clock.nanoseconds,
     )
     return _Mesh(model, plans, generator, tokenizers, view, health)
 

@@ -96,11 +96,13 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """Knows one engine, in whatever state the test says."""
+    """Knows one engine, or those that the test names, in whatever state the test says."""
 
     def __init__(self) -> None:
         self.state = coordinator_pb2.ENGINE_STATE_SERVING
         self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
+        self.engines: Sequence[str] = ["engine-0"]
+        self.is_away = False
         self._changed = asyncio.Condition()
 
     async def set_state(self, state: coordinator_pb2.EngineState) -> None:
@@ -108,16 +110,32 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self.state = state
             self._changed.notify_all()
 
+    async def set_engines(self, *names: str) -> None:
+        async with self._changed:
+            self.engines = names
+            self._changed.notify_all()
+
+    async def set_away(self, is_away: bool) -> None:
+        async with self._changed:
+            self.is_away = is_away
+            self._changed.notify_all()
+
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[coordinator_pb2.Snapshot]:
         while True:
-            identity = coordinator_pb2.EngineIdentity(
-                engine_id="engine-0", fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
-            )
-            entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
-            entry.report.state = self.state
-            yield coordinator_pb2.Snapshot(complete=True, engines=[entry])
+            if self.is_away:
+                await errors.abort(context, errors.Unavailable("the fake coordinator is away"))
+            entries = [self._entry(name) for name in self.engines]
+            yield coordinator_pb2.Snapshot(complete=True, engines=entries)
             async with self._changed:
                 await self._changed.wait()
+
+    def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
+        identity = coordinator_pb2.EngineIdentity(
+            engine_id=name, fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
+        )
+        entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
+        entry.report.state = self.state
+        return entry
 
 
 class FakeRequest:
@@ -127,18 +145,21 @@ class FakeRequest:
         self.submit = submit
         self.cancelled = asyncio.Event()
         self._session = session
-        self._num_tokens = 0
+        self._num_tokens = [0] * (submit.num_samples or 1)
+        for journal in submit.journals:
+            self._num_tokens[journal.sample_index] = len(journal.token_ids)
 
-    def send(self, text: str, token_ids: Sequence[int]) -> None:
+    def send(self, text: str, token_ids: Sequence[int], sample_index: int = 0) -> None:
         """A frame with some output."""
         frame = output_processor_pb2.ProcessFrame(
             slot=[self.submit.slot],
             text=[text],
-            token_index=[self._num_tokens],
+            token_index=[self._num_tokens[sample_index]],
             num_tokens=[len(token_ids)],
             token_ids=token_ids,
+            sample_index=[sample_index],
         )
-        self._num_tokens += len(token_ids)
+        self._num_tokens[sample_index] += len(token_ids)
         self._session.frames.put_nowait(frame)
 
     def finish(self, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "", sample_index: int = 0) -> None:
@@ -148,7 +169,7 @@ class FakeRequest:
             stop_reason=stop_reason,
             sample_index=sample_index,
             prompt_tokens=len(self.submit.prompt.token_ids),
-            completion_tokens=self._num_tokens,
+            completion_tokens=self._num_tokens[sample_index],
             cached_tokens=1,
             attempts=1,
             timeline=types_pb2.Timeline(queued_ns=2_000_000, prefill_engine="engine-0"),
@@ -236,6 +257,7 @@ class FakeMesh:
         self.second_tokenizer = FakeTokenizer()
         self.coordinator = FakeCoordinator()
         self.outputs = FakeOutputProcessor()
+        self.second_outputs = FakeOutputProcessor()
         self.service: GatewayService | None = None
         self.grpc_address = ""
 
@@ -251,6 +273,7 @@ class FakeMesh:
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self.second_tokenizer, second)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.coordinator, main)
         output_processor_pb2_grpc.add_OutputProcessorServicer_to_server(self.outputs, main)
+        output_processor_pb2_grpc.add_OutputProcessorServicer_to_server(self.second_outputs, second)
         main.add_insecure_port(self.address("mesh"))
         second.add_insecure_port(self.address("second"))
         await main.start()

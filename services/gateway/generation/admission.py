@@ -24,6 +24,9 @@ class Admission:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._num_places = 0
+        self._num_old: int | None = None
+        self._old_ended = asyncio.Event()
 
     @property
     def num_live(self) -> int:
@@ -41,7 +44,8 @@ class Admission:
             raise errors.Unavailable("the gateway is shutting down; retry")
         share = self._shares.of(job.tenant)
         share.add_outputs(num_outputs, self._shares.outputs)
-        place = Place(self, share, num_outputs)
+        place = Place(self, share, num_outputs, is_new=self._num_old is not None)
+        self._num_places += 1
         try:
             place.add_grammar(job)
         except errors.TokenloomError:
@@ -55,8 +59,19 @@ class Admission:
         self._draining = True
         await self._idle.wait()
 
-    def leave(self, share: TenantShare, num_outputs: int) -> None:
-        """Subtract the outputs of a request that has ended."""
+    async def end_of_present(self) -> None:
+        """Return when the requests that are in work now have ended; new ones are still admitted. To be called once."""
+        self._num_old = self._num_places
+        if self._num_old:
+            await self._old_ended.wait()
+
+    def leave(self, share: TenantShare, num_outputs: int, *, is_new: bool) -> None:
+        """Subtract the outputs of a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
+        self._num_places -= 1
+        if self._num_old and not is_new:
+            self._num_old -= 1
+            if not self._num_old:
+                self._old_ended.set()
         share.remove_outputs(num_outputs, self._shares.outputs)
         if not self.num_live:
             self._idle.set()
@@ -69,8 +84,9 @@ class Place:
         num_output_tokens: Tokens that were computed for the outputs; set before the place is closed.
     """
 
-    def __init__(self, admission: Admission, share: TenantShare, num_outputs: int) -> None:
+    def __init__(self, admission: Admission, share: TenantShare, num_outputs: int, *, is_new: bool = False) -> None:
         self.num_output_tokens = 0
+        self._is_new = is_new
         self._admission = admission
         self._share = share
         self._num_outputs = num_outputs
@@ -114,7 +130,7 @@ class Place:
         self.begin_output()
         if self._num_prompt_tokens:
             self._share.charge(self._reserved, self._num_prompt_tokens + self.num_output_tokens)
-        self._admission.leave(self._share, self._num_outputs)
+        self._admission.leave(self._share, self._num_outputs, is_new=self._is_new)
 
 
 def _num_outputs(job: Job) -> int:

@@ -87,6 +87,7 @@ class _End(asyncio.Protocol):
 
     def __init__(self, relays: "set[_End]") -> None:
         self.other: _End | None = None
+        self._early = b""
         self._transport: asyncio.Transport | None = None
         self._relays = relays
 
@@ -97,6 +98,8 @@ class _End(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.other is not None and self.other._transport is not None:
             self.other._transport.write(data)
+        else:  # uvloop reads once even if reading was paused in `connection_made`
+            self._early += data
 
     def pause_writing(self) -> None:
         if self.other is not None and self.other._transport is not None:
@@ -146,5 +149,8 @@ class _Outer(_End):
         if self._transport is None:
             other.abort()
             return
+        if self._early:
+            self.data_received(self._early)
+            self._early = b""
         with contextlib.suppress(RuntimeError):  # the transport is closing
             self._transport.resume_reading()

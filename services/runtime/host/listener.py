@@ -47,8 +47,9 @@ class Listener:
             *settings.grpc_limits.options(),
             ("grpc.max_receive_message_length", settings.max_message_bytes),
         ]
-        shared = [("grpc.so_reuseport", 1)] if settings.held_listener is not None else []
-        self._grpc = grpc.aio.server(options=[*self._options, *shared], maximum_concurrent_rpcs=self._calls)
+        shared = {"grpc.so_reuseport": 1} if settings.held_listener is not None else {}
+        options = list({**dict(self._options), **shared}.items())  # of two values, gRPC would take the first
+        self._grpc = grpc.aio.server(options=options, maximum_concurrent_rpcs=self._calls)
         self._grpc.add_generic_rpc_handlers((edge,))
         self._local: LocalServer | None = None
         self._held: HeldPort | None = None

@@ -40,6 +40,7 @@ NUM_EDGES = 2
 MAX_STREAMS = 1024
 """gRPC calls of one connection; clients keep further ones back."""
 
+_Descriptor = Annotated[int, Meta(ge=3)]
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
@@ -50,6 +51,15 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "gateway"
 
     http_listen: Annotated[Address, "Address of the OpenAI API: host:port or unix:/path."] = "127.0.0.1:8000"
+    http_listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --http-listen. It keeps connections waiting while the "
+        "gateway restarts.",
+    ] = None
+    listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --listen and shares the port, as tokenloom serve opens it.",
+    ] = None
     tokenizers: Annotated[
         _Members,
         "Addresses of tokenizers, separated by commas; dns:///name:port stands for every address that "
@@ -172,6 +182,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def is_public(self) -> bool:
         return True
+
+    @property
+    def held_listener(self) -> int | None:
+        return self.listen_fd
 
     @property
     def tenant_limits(self) -> TenantLimits:

@@ -257,6 +257,10 @@ class Generator:
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
+    async def end_of_present(self) -> None:
+        """Return when the generations that are open now have ended; new ones are still admitted."""
+        await self._admission.end_of_present()
+
     async def drain(self) -> None:
         """Refuse new generations, and return when none is open."""
         await self._admission.drain()

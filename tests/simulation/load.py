@@ -1,17 +1,15 @@
 """What clients ask, and what they got."""
 
 import asyncio
-import functools
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
-from .mesh import VOCAB_SIZE, Mesh
+from .mesh import Mesh
 from .plan import Ask
 
 E = TypeVar("E", bound=BaseException)
@@ -42,6 +40,11 @@ class Answer:
     ended_at: float | None = None
     was_cancelled: bool = False
     lost_gateway: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long the client waited."""
+        return (self.ended_at or float("inf")) - self.began_at
 
     @property
     def is_complete(self) -> bool:
@@ -113,13 +116,3 @@ def make_job(ask: Ask) -> Job:
         num_samples=ask.num_samples,
         timeout=ask.timeout,
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _expected(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    return expected_tokens(prompt, num_tokens, VOCAB_SIZE)
-
-
-def expected(ask: Ask) -> list[int]:
-    """Return the tokens of each sample of the answer, if nothing ends it early."""
-    return _expected(tuple(ask.prompt), ask.max_tokens)

@@ -2,14 +2,12 @@
 
 import asyncio
 import functools
-import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 
-from tokenloom.checkpoint import DEMO_MODEL, CheckpointInfo, tokenizer_fingerprint
+from tokenloom.checkpoint import DEMO_MODEL, tokenizer_fingerprint
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.engine_settings import EngineSettings
@@ -19,10 +17,8 @@ from tokenloom.services.gateway import service as gateway_service
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.generation.generation import Generator
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
-from tokenloom.services.output_processor.service import OutputProcessorService, load_checkpoint
-from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.surroundings import Surroundings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -33,19 +29,11 @@ from .kv_memory import MemoryTransport, Pools
 from .network import Network
 from .parts import Make, Part
 from .plan import Plan
+from .reference import VOCAB_SIZE, load_once
 from .virtual_loop import Process
 
-VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 MAX_MODEL_LEN = 128
 LEASE_SECONDS = 3.0
-
-Loaded = tuple[CheckpointInfo, Vocabulary, Fingerprint]
-
-
-@functools.cache
-def load_once(path: Path, settings: OutputProcessorSettings) -> Loaded:
-    """Read the checkpoint as an output processor does, once for all seeds."""
-    return load_checkpoint(path, settings)
 
 
 class TokenizerStub(tokenizer_pb2_grpc.TokenizerServicer):
@@ -221,6 +209,3 @@ def _output_processor(
 
 def _gateway(settings: GatewaySettings, process: Process, world: Surroundings) -> SimulatedGateway:
     return SimulatedGateway(settings)
-
-
-__all__ = ["LEASE_SECONDS", "MAX_MODEL_LEN", "VOCAB_SIZE", "Mesh", "ServiceSettings", "load_once"]

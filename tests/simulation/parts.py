@@ -30,6 +30,8 @@ class Part:
         service: The service of the present process.
         frozen_seconds: How long it was frozen so far.
         failures: Why processes ended that nothing was done to.
+        is_faulty: A fault has it now.
+        expects_failure: A fault makes its next process fail.
     """
 
     def __init__(self, network: Network, seed: int, settings: ServiceSettings, make: Make) -> None:
@@ -39,6 +41,7 @@ class Part:
         self.host: Host | None = None
         self.frozen_seconds = 0.0
         self.failures: list[str] = []
+        self.is_faulty = self.expects_failure = False
         self._network = network
         self._loop = network.loop
         self._seed = seed
@@ -59,6 +62,7 @@ class Part:
     async def start(self) -> None:
         """Start a process and return when it serves."""
         assert self.process is None, f"{self.name} runs already"
+        self.expects_failure = False
         self._num_starts += 1
         process = self.process = Process(self.name)
         self._stop, self._ended = asyncio.Event(), asyncio.Event()
@@ -71,6 +75,10 @@ class Part:
     async def drain(self) -> None:
         """Send SIGTERM and return when the process has ended."""
         self._stop.set()
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Return when the process has ended."""
         await self._ended.wait()
 
     def kill(self) -> None:
@@ -107,7 +115,8 @@ class Part:
         except Exception as error:
             if not started.done():
                 started.set_exception(error)
-            self.failures.append(f"{self.name} failed: {error!r}")
+            if not self.expects_failure:
+                self.failures.append(f"{self.name} failed: {error!r}")
         self._exited(process)
 
     def _exited(self, process: Process) -> None:

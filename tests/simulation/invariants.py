@@ -7,7 +7,7 @@ from tests.engine_core.invariants import check_idle
 
 from .expectations import is_allowed, must_complete
 from .load import Answer
-from .mesh import Mesh, SimulatedEngine
+from .mesh import KEPT_BYTES, Mesh, SimulatedEngine
 from .plan import Fault
 
 SLACK_SECONDS = 0.2
@@ -87,8 +87,11 @@ def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
     elif kind == "gateway":
         generator = service.generator  # type: ignore[attr-defined]
         yield "outputs", generator.num_live
-        streams = [link.stream for link in generator._outputs._links if link.stream is not None]
+        pool = generator._outputs
+        streams = [link.stream for link in pool._links if link.stream is not None]
         yield "slots", sum(len(stream._slots) for stream in streams)
+        yield "waiting requests", len(pool._waiting)
+        yield "bytes of prompts", KEPT_BYTES - pool._kept._left
     elif kind == "coordinator":
         records = service.servicer._registry._records.values()  # type: ignore[attr-defined]
         yield "picks", sum(len(record._counted) for record in records)

@@ -34,6 +34,8 @@ from .virtual_loop import Process
 
 MAX_MODEL_LEN = 128
 LEASE_SECONDS = 3.0
+KEPT_BYTES = 1 << 20
+"""Room for the prompts that the gateway keeps."""
 
 
 class TokenizerStub(tokenizer_pb2_grpc.TokenizerServicer):
@@ -186,6 +188,7 @@ def _cached_gateway_settings(processors: tuple[str, ...]) -> GatewaySettings:
         tokenizers=[address("tokenizer-0")],
         output_processors=list(processors),
         coordinator=address("coordinator-0"),
+        max_kept_prompt_bytes=KEPT_BYTES,
     )
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from .bugs import BUGS, reintroduced
 from .faults import KINDS
 from .runner import Result, run_seed
 
@@ -20,6 +21,8 @@ _SHOWN = 6
 def main() -> int:
     arguments = _parse()
     logging.disable(logging.CRITICAL)
+    if arguments.bug:
+        return _hunt(arguments)
     started = time.monotonic()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     outcomes: Counter[str] = Counter()
@@ -46,8 +49,22 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
     parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (1)")
     parser.add_argument("--faults", nargs="+", choices=KINDS, default=KINDS, help="faults that may happen (all)")
+    parser.add_argument("--bug", choices=BUGS, help="put a bug back, and run until a seed finds it")
     parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
     return parser.parse_args()
+
+
+def _hunt(arguments: argparse.Namespace) -> int:
+    """Run seeds with a bug until one of them finds it."""
+    for number, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds), 1):
+        with reintroduced(arguments.bug):
+            result = run_seed(seed)
+        if result.violations:
+            _show(result)
+            print(f"{arguments.bug} was found by seed {seed}, the {number}. one")
+            return 0
+    print(f"{arguments.bug} was not found within {arguments.seeds} seeds")
+    return 1
 
 
 def _results(seeds: Sequence[int], kinds: Sequence[str], jobs: int) -> Iterator[Result]:

@@ -64,7 +64,7 @@ class Client:
         answer, gateway, loop = self.answer, self._mesh.gateway, self._mesh.network.loop
         answer.began_at = loop.time()
         process = gateway.process
-        if process is None or gateway.service is None:
+        if process is None or not hasattr(gateway.service, "generator"):
             answer.lost_gateway, answer.ended_at = True, loop.time()
             return
         asking = loop.create_task(self._ask(gateway.service.generator), context=process.context)

@@ -33,7 +33,10 @@ from .reference import VOCAB_SIZE, load_once
 from .virtual_loop import Process
 
 MAX_MODEL_LEN = 128
-LEASE_SECONDS = 3.0
+LEASE_SECONDS = 0.6
+"""Short, so that leases end while blocks are read."""
+HANG_SECONDS = 1.0
+"""After so long a step counts as hung at the output processors."""
 KEPT_BYTES = 1 << 20
 """Room for the prompts that the gateway keeps."""
 
@@ -112,7 +115,12 @@ class Mesh:
         self._add(CoordinatorSettings(**_common("coordinator-0"), settle_seconds=0.5, pd_threshold=24), _coordinator)
         self._add(TokenizerSettings(**_common("tokenizer-0")), _tokenizer)
         for name in plan.output_processors:
-            self._add(OutputProcessorSettings(**_common(name), coordinator=address("coordinator-0")), _output_processor)
+            self._add(
+                OutputProcessorSettings(
+                    **_common(name), coordinator=address("coordinator-0"), engine_hang_timeout=HANG_SECONDS
+                ),
+                _output_processor,
+            )
         for name, role in zip(plan.engines, plan.roles, strict=True):
             self._add(_engine_settings(name, role, plan.num_blocks), self._engine)
         self._add(_gateway_settings(plan), _gateway)
@@ -137,7 +145,7 @@ class Mesh:
         transports = [MemoryTransport(self.pools, process)] if settings.kv_transports else []
         config = _core_config(settings)
         return SimulatedEngine(
-            settings, CoreClient(config, VOCAB_SIZE, self.plan.step_seconds, Random(world.random.random()), transports)
+            settings, CoreClient(config, VOCAB_SIZE, self.plan, Random(world.random.random()), transports)
         )
 
 

@@ -58,6 +58,9 @@ class Plan:
     """Describes a run: the mesh, what clients ask, and what goes wrong.
 
     Attributes:
+        step_seconds: How long a step of an engine takes.
+        copy_seconds: How long a batch of KV blocks takes to copy.
+        num_blocks: KV blocks of each engine.
         spares: No fault takes away the last engine or output processor.
     """
 
@@ -66,6 +69,7 @@ class Plan:
     num_output_processors: int
     mean_delay: float
     step_seconds: float
+    copy_seconds: float
     num_blocks: int
     spares: bool
     asks: list[Ask] = field(default_factory=list)
@@ -98,19 +102,23 @@ _PROMPT_IDS = range(2, 400)
 
 
 def make_plan(seed: int, kinds: Sequence[str]) -> Plan:
-    """Return the plan of a seed, with faults of these kinds."""
+    """Return the plan of a seed, with faults of these kinds. In some runs blocks are so scarce that leases end early."""
     random = Random(f"plan {seed}")
+    is_tight = random.random() < 0.3
     plan = Plan(
         seed=seed,
         roles=random.choice(ROLES),
         num_output_processors=2,
         mean_delay=random.choice((0.0003, 0.001, 0.004)),
         step_seconds=random.choice((0.01, 0.02, 0.03)),
-        num_blocks=random.choice((24, 64)),
+        copy_seconds=0.2 if is_tight else random.choice((0.002, 0.05)),
+        num_blocks=10 if is_tight else random.choice((24, 64)),
         spares=random.random() < 0.8,
     )
     prefixes = [_draw_ids(random, 16) for _ in range(2)]
-    plan.asks.extend(_draw_ask(random, prefixes) for _ in range(random.randrange(6, 12)))
+    lengths = (24, 60) if is_tight else (1, 40)
+    count = random.randrange(10, 16) if is_tight else random.randrange(6, 12)
+    plan.asks.extend(_draw_ask(random, prefixes, lengths) for _ in range(count))
     plan.asks.sort(key=lambda ask: ask.at)
     plan.faults.extend(_draw_fault(random, plan, kinds) for _ in range(random.randrange(1, 4)))
     plan.faults.sort(key=lambda fault: fault.at)
@@ -121,10 +129,10 @@ def _draw_ids(random: Random, count: int) -> tuple[int, ...]:
     return tuple(random.choice(_PROMPT_IDS) for _ in range(count))
 
 
-def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]]) -> Ask:
+def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tuple[int, int]) -> Ask:
     at = random.uniform(0.0, SECONDS)
     prefix = random.choice(prefixes) if random.random() < 0.3 else ()
-    prompt = prefix + _draw_ids(random, random.randrange(1, 40))
+    prompt = prefix + _draw_ids(random, random.randrange(*lengths))
     max_tokens = random.randrange(1, 24)
     stop = _draw_stop(random, prompt, max_tokens) if random.random() < 0.25 else ()
     return Ask(

@@ -48,8 +48,10 @@ def run_seed(seed: int, kinds: tuple[str, ...] = KINDS) -> Result:
 
 
 def run_plan(plan: Plan) -> Result:
-    """Run a plan. The garbage collector waits until the end: it would end the tasks of dead processes."""
+    """Run a plan. The garbage collector waits until the end: it would end the tasks of dead processes. Then it looks
+    only at what the run has made."""
     result = Result(plan)
+    gc.freeze()
     gc.disable()
     with _reported(result):
         loop = _run_plan(plan, result)

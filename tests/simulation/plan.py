@@ -102,7 +102,7 @@ _PROMPT_IDS = range(2, 400)
 
 
 def make_plan(seed: int, kinds: Sequence[str]) -> Plan:
-    """Return the plan of a seed, with faults of these kinds. In some runs blocks are so scarce that leases end early."""
+    """Return the plan of a seed, with faults of these kinds. In some runs blocks are so scarce that leases end."""
     random = Random(f"plan {seed}")
     is_tight = random.random() < 0.3
     plan = Plan(

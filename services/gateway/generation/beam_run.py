@@ -31,7 +31,7 @@ class BeamRun:
         deadline_ns: int,
         clock: Callable[[], int],
     ) -> None:
-        """``deadline_ns``: when the whole request must have ended, by ``clock``."""
+        """``deadline_ns``: when the whole request must have ended, by ``clock``, which returns nanoseconds."""
         self._submits = submits
         self._num_candidates = plan.num_candidates
         self._steps = [_one_token(submit, self._num_candidates) for submit in submits]

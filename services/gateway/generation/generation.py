@@ -69,8 +69,8 @@ class Generation:
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self._submits, self._beams = submits, prepared.beams
-        self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._clock = prepared.clock
+        self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
         self._cancels: list[Cancel] = []
         num_prompt_tokens = sum(map(len, self.prompts))
@@ -133,7 +133,13 @@ class Generation:
         assert self._beams is not None
         deadline_ns = self._started_ns + round(timeout * 1e9)
         run = BeamRun(
-            self._submits, self._beams, self.request_id, pool, texts, deadline_ns=deadline_ns, clock=self._clock
+            self._submits,
+            self._beams,
+            self.request_id,
+            pool,
+            texts,
+            deadline_ns=deadline_ns,
+            clock=self._clock,
         )
         self._collector = run
         self._cancels.append(run.cancel)

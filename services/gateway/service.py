@@ -168,6 +168,8 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         tracer=host.tracer,
         model=model,
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
+        random=host.random,
+        clock=host.clock.nanoseconds,
     )
     return _Mesh(model, plans, generator, tokenizers, view, health)
 

@@ -1,7 +1,7 @@
 """Bugs that the mesh once had or could have, put back one at a time: the simulation must find each of them soon."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -19,13 +19,15 @@ def _no_retry(pool: OutputPool, stream: ProcessStream, submissions: list[Submiss
         submission.fail(Unavailable("the output processor became unavailable"))
 
 
-def _stale_frames(link: EngineLink, cause: BaseException) -> None:
-    """Report the attempts of an engine that fell silent as lost, but take what it sends of them later."""
-    if link.error is None:
-        link.error = Unavailable("The engine became unavailable; retry.")
-        link._opened.set()
-        for attempt in list(link._attempts.values()):
-            attempt.owner.on_lost(attempt)
+def _stale_frames(end: Callable[[EngineLink, BaseException], None]) -> Callable[[EngineLink, BaseException], None]:
+    def take(link: EngineLink, cause: BaseException) -> None:
+        """Report the attempts of an engine that hangs as lost, but take what it sends of them later."""
+        attempts, call = dict(link._attempts), link._call
+        link._call = None  # it is not cancelled
+        end(link, cause)
+        link._attempts, link._call = attempts, call
+
+    return take
 
 
 async def _never_renewed(reading: Reading) -> NoReturn:
@@ -41,7 +43,7 @@ async def _always_valid(reading: Reading) -> Verdict:
 
 _BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
     "no_retry": {(OutputPool, "on_lost"): _no_retry},
-    "stale_frames": {(EngineLink, "_end"): _stale_frames},
+    "stale_frames": {(EngineLink, "_end"): _stale_frames(EngineLink._end)},
     "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
 }
 BUGS = tuple(_BUGS)

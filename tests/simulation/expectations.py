@@ -1,4 +1,4 @@
-"""Which faults a request must survive. What is not listed may end a request in an error that says to retry."""
+"""Which faults a request must survive, and in which errors the others may end it."""
 
 from collections.abc import Sequence
 
@@ -9,33 +9,9 @@ from tokenloom.request.errors import TokenloomError
 from .load import Answer
 from .plan import Fault, Plan
 
-SURVIVED = {
-    ("crash", "coordinator"),
-    ("drain", "coordinator"),
-    ("freeze", "coordinator"),
-    ("slow", "coordinator"),
-    ("crash", "output_processor"),
-    ("drain", "output_processor"),
-    ("freeze", "output_processor"),
-    ("slow", "output_processor"),
-    ("cut", "gateway-output_processor"),
-    ("one_way_cut", "gateway-output_processor"),
-    ("reset", "gateway-output_processor"),
-    ("cut", "coordinator-output_processor"),
-    ("one_way_cut", "coordinator-output_processor"),
-    ("reset", "coordinator-output_processor"),
-    ("cut", "coordinator-gateway"),
-    ("one_way_cut", "coordinator-gateway"),
-    ("reset", "coordinator-gateway"),
-    ("cut", "coordinator-engine"),
-    ("one_way_cut", "coordinator-engine"),
-    ("reset", "coordinator-engine"),
-    ("cut", "engine-engine"),
-    ("one_way_cut", "engine-engine"),
-    ("reset", "engine-engine"),
-    ("slow", "engine"),
-}
-"""Kinds of faults, and the services that they may happen to without an effect on any answer."""
+ENDS_REQUESTS = {("crash", "gateway")}
+"""Kinds of faults, and the services that they may happen to, that end the requests of the part. Every other fault must
+have no effect on any answer."""
 PATIENT_SECONDS = 15.0
 """A request with at least so much time is judged: others may end because their time has run out."""
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -43,9 +19,11 @@ _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, g
 
 def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool:
     """Return whether nothing that happened may have ended this request."""
-    if answer.ask.timeout < PATIENT_SECONDS or answer.was_cancelled or not plan.spares:
+    if answer.ask.timeout < PATIENT_SECONDS or answer.was_cancelled or not plan.spares or not answer.gateways:
         return False
-    return all((fault.kind, service) in SURVIVED for fault in happened for service in _services(fault))
+    if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
+        return False  # no other gateway takes what the only one refuses
+    return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
 
 
 def is_allowed(error: TokenloomError) -> bool:
@@ -53,7 +31,9 @@ def is_allowed(error: TokenloomError) -> bool:
     return error.code in _RETRYABLE
 
 
-def _services(fault: Fault) -> list[str]:
-    """Return the services that a fault concerns; both ends of a link as one."""
-    names = sorted(name.rpartition("-")[0] for name in (fault.target, fault.other) if name)
-    return ["-".join(names)]
+def _ends_requests(fault: Fault) -> bool:
+    return (fault.kind, fault.target.rpartition("-")[0]) in ENDS_REQUESTS
+
+
+def _has_gateway(fault: Fault) -> bool:
+    return fault.kind in ("crash", "drain") and fault.target.startswith("gateway")

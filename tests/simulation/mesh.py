@@ -35,8 +35,8 @@ from .virtual_loop import Process
 MAX_MODEL_LEN = 128
 LEASE_SECONDS = 0.6
 """Short, so that leases end while blocks are read."""
-HANG_SECONDS = 1.0
-"""After so long a step counts as hung at the output processors."""
+HANG_SECONDS = 4.0
+"""After so long without a step an engine counts as hung. It may wait for blocks of a frozen engine for most of it."""
 KEPT_BYTES = 1 << 20
 """Room for the prompts that the gateway keeps."""
 
@@ -104,7 +104,7 @@ class Mesh:
     """Holds the parts of one run.
 
     Attributes:
-        parts: By name, the gateway last.
+        parts: By name, the gateways last.
     """
 
     def __init__(self, network: Network, plan: Plan) -> None:
@@ -123,15 +123,13 @@ class Mesh:
             )
         for name, role in zip(plan.engines, plan.roles, strict=True):
             self._add(_engine_settings(name, role, plan.num_blocks), self._engine)
-        self._add(_gateway_settings(plan), _gateway)
+        processors = tuple(address(name) for name in plan.output_processors)
+        for name in plan.gateways:
+            self._add(_gateway_settings(name, processors), _gateway)
 
     async def start(self) -> None:
         """Start every part; return when a request would be answered."""
         await asyncio.gather(*(part.start() for part in self.parts.values()))
-
-    @property
-    def gateway(self) -> Part:
-        return self.parts["gateway-0"]
 
     def of_kind(self, kind: str) -> list[Part]:
         """Return the parts of one service."""
@@ -189,19 +187,15 @@ def _engine_settings(name: str, role: str, num_blocks: int) -> EngineSettings:
 
 
 @functools.cache
-def _cached_gateway_settings(processors: tuple[str, ...]) -> GatewaySettings:
+def _gateway_settings(name: str, processors: tuple[str, ...]) -> GatewaySettings:
     return GatewaySettings.of(
-        **_common("gateway-0"),
+        **_common(name),
         http_listen="127.0.0.1:0",
         tokenizers=[address("tokenizer-0")],
         output_processors=list(processors),
         coordinator=address("coordinator-0"),
         max_kept_prompt_bytes=KEPT_BYTES,
     )
-
-
-def _gateway_settings(plan: Plan) -> GatewaySettings:
-    return _cached_gateway_settings(tuple(address(name) for name in plan.output_processors))
 
 
 def _coordinator(settings: CoordinatorSettings, process: Process, world: Surroundings) -> CoordinatorService:

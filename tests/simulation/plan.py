@@ -17,6 +17,7 @@ class Ask:
         cancel_after: Seconds after which the client goes away; None: it stays.
         stop: Stop strings.
         expected: What each sample must be.
+        gateway: Index of the gateway that it prefers.
     """
 
     at: float
@@ -28,6 +29,7 @@ class Ask:
     cancel_after: float | None = None
     stop: tuple[str, ...] = ()
     seed: int = 0
+    gateway: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Plan:
 
     seed: int
     roles: tuple[str, ...]
+    num_gateways: int
     num_output_processors: int
     mean_delay: float
     step_seconds: float
@@ -74,6 +77,10 @@ class Plan:
     spares: bool
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def gateways(self) -> list[str]:
+        return [f"gateway-{index}" for index in range(self.num_gateways)]
 
     @property
     def engines(self) -> list[str]:
@@ -108,6 +115,7 @@ def make_plan(seed: int, kinds: Sequence[str]) -> Plan:
     plan = Plan(
         seed=seed,
         roles=random.choice(ROLES),
+        num_gateways=random.choice((1, 1, 2)),
         num_output_processors=2,
         mean_delay=random.choice((0.0003, 0.001, 0.004)),
         step_seconds=random.choice((0.01, 0.02, 0.03)),
@@ -118,7 +126,7 @@ def make_plan(seed: int, kinds: Sequence[str]) -> Plan:
     prefixes = [_draw_ids(random, 16) for _ in range(2)]
     lengths = (24, 60) if is_tight else (1, 40)
     count = random.randrange(10, 16) if is_tight else random.randrange(6, 12)
-    plan.asks.extend(_draw_ask(random, prefixes, lengths) for _ in range(count))
+    plan.asks.extend(_draw_ask(random, prefixes, lengths, plan.num_gateways) for _ in range(count))
     plan.asks.sort(key=lambda ask: ask.at)
     plan.faults.extend(_draw_fault(random, plan, kinds) for _ in range(random.randrange(1, 4)))
     plan.faults.sort(key=lambda fault: fault.at)
@@ -129,7 +137,7 @@ def _draw_ids(random: Random, count: int) -> tuple[int, ...]:
     return tuple(random.choice(_PROMPT_IDS) for _ in range(count))
 
 
-def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tuple[int, int]) -> Ask:
+def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tuple[int, int], num_gateways: int) -> Ask:
     at = random.uniform(0.0, SECONDS)
     prefix = random.choice(prefixes) if random.random() < 0.3 else ()
     prompt = prefix + _draw_ids(random, random.randrange(*lengths))
@@ -145,6 +153,7 @@ def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tupl
         cancel_after=random.uniform(0.0, 0.6) if random.random() < 0.1 else None,
         stop=stop,
         seed=random.getrandbits(32),
+        gateway=random.randrange(num_gateways),
     )
 
 
@@ -159,7 +168,8 @@ def _draw_stop(random: Random, prompt: tuple[int, ...], max_tokens: int) -> tupl
 def _draw_fault(random: Random, plan: Plan, kinds: Sequence[str]) -> Fault:
     kind = random.choice(kinds)
     at = random.uniform(0.0, SECONDS)
-    lasts = random.uniform(3.0, 8.0) if random.random() < 0.25 else random.uniform(0.1, 1.5)
+    is_long = random.random() < (0.6 if kind == "hang" else 0.25)
+    lasts = random.uniform(3.0, 9.0) if is_long else random.uniform(0.1, 1.5)
     if kind in LINK_FAULTS:
         target, other = random.choice(_links(plan))
         if random.random() < 0.5:
@@ -168,13 +178,13 @@ def _draw_fault(random: Random, plan: Plan, kinds: Sequence[str]) -> Fault:
     if kind in CORE_FAULTS:
         return Fault(kind, at, lasts, random.choice(plan.engines))
     service = random.choice(("coordinator", "output_processor", "output_processor", "engine", "engine", "gateway"))
-    parts = {"output_processor": plan.output_processors, "engine": plan.engines}.get(service, [f"{service}-0"])
-    return Fault(kind, at, lasts, random.choice(parts))
+    parts = {"gateway": plan.gateways, "output_processor": plan.output_processors, "engine": plan.engines}
+    return Fault(kind, at, lasts, random.choice(parts.get(service, ["coordinator-0"])))
 
 
 def _links(plan: Plan) -> list[tuple[str, str]]:
     processors, engines = plan.output_processors, plan.engines
-    links = [("gateway-0", name) for name in ("coordinator-0", *processors, *processors)]
+    links = [(gateway, name) for gateway in plan.gateways for name in ("coordinator-0", *processors, *processors)]
     links += [(name, engine) for name in processors for engine in engines]
     links += [(name, "coordinator-0") for name in (*processors, *engines)]
     if plan.is_split:

@@ -13,6 +13,7 @@ from tokenloom.services.runtime.host.service_settings import Address, Count, Ser
 from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
+from .generation.backlog import DEFAULT_QUEUE_SECONDS
 from .generation.request_cost import DEFAULT_MAX_VALUES
 from .tenants.tenant import TenantLimits
 
@@ -124,9 +125,15 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of prompts kept while their requests run; a prompt beyond them is not kept, and its request ends with a "
         "retryable error if its output processor is lost.",
     ] = 1 << 30
+    max_queue_seconds: Annotated[
+        Annotated[float, Meta(gt=0)],
+        "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
+        "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
+    ] = DEFAULT_QUEUE_SECONDS
     max_live_requests: Annotated[
-        Count, "Prompts in work at the same time; further ones are refused with a retryable error."
-    ] = 2048
+        Count,
+        "Outputs in work at the same time, a bound of the gateway's memory: --max-queue-seconds limits requests first.",
+    ] = 16384
     max_request_values: Annotated[
         Count,
         "Largest n * max_tokens * (1 + logprobs) of a request, for all its prompts; without max_tokens, the default is "

@@ -18,6 +18,7 @@ from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.admission import Admission
+from .generation.backlog import Backlog
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
@@ -106,6 +107,7 @@ class GatewayService:
         host.spawn(http.serve(), name="http server")
         host.publish(http=self.http_address, model=mesh.model)
         await _wait_whole(mesh.health)
+        host.spawn(mesh.health.publish(host.health), name="health of the mesh")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", mesh.model, scheme, self.http_address)
 
@@ -161,16 +163,18 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     info = await tokenizers.wait_known()
+    backlog = Backlog(settings.max_queue_seconds)
+    view.follow_capacity(info.fingerprint, backlog.observe)
     outputs.start(host, info.fingerprint)
     model = settings.served_model_name or info.fingerprint.model
-    host.metrics.register(MeshGauges(view, health, model))
+    host.metrics.register(MeshGauges(view, health, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
     generator = Generator(
         tokenizers,
         view,
         outputs,
         GatewayMetrics(host.metrics, model),
-        Admission(shares),
+        Admission(shares, backlog, settings.most_urgent_priority),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
         max_request_values=settings.max_request_values,

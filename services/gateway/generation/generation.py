@@ -236,7 +236,7 @@ class Generator:
         """
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
         tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
-        with self._admission.admit(job) as place, tracing as trace:
+        with self._admission.admit(job, timeout) as place, tracing as trace:
             try:
                 async with asyncio.timeout(timeout):
                     is_search = job.beam_search is not None

@@ -5,6 +5,8 @@ import logging
 import math
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+
 from tokenloom.request.reasoning import ReasoningFormat, ReasoningMarks, marks_of
 from tokenloom.services.runtime.host.descriptors import for_clients
 from tokenloom.services.runtime.host.host import Host
@@ -205,7 +207,8 @@ async def _open_edges(
     completions = CompletionsApi(reader, mesh.model)
     host.authorize_calls(admit_calls(keys))
     inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, shares, settings.request_timeout)
-    generates = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
+    generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
+    generates["Resume"] = inference_pb2.InferenceResumeRequest
     host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)

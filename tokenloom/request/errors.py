@@ -2,11 +2,13 @@
 
     TokenloomError
     ├── InvalidArgument        400  the caller's fault; ``field`` names what is wrong
-    │   └── PayloadTooLarge    413
+    │   ├── PayloadTooLarge    413
+    │   └── BodyChanged        422  the request was begun with another body
     ├── Unauthenticated        401
     ├── PermissionDenied       403
     ├── NotFound               404
-    │   └── ModelNotFound      404
+    │   ├── ModelNotFound      404
+    │   └── RequestLost        404  the request cannot be resumed; it may be sent again
     ├── FailedPrecondition     400  (409 would invite a blind retry)
     ├── Aborted                409  replaced by something newer
     ├── Unimplemented          400
@@ -85,6 +87,10 @@ class PayloadTooLarge(InvalidArgument, http=413):
     """The body is over the size limit."""
 
 
+class BodyChanged(InvalidArgument, http=422):
+    """The request that the caller resumes or repeats was begun with another body."""
+
+
 class Unauthenticated(TokenloomError, code=_Code.UNAUTHENTICATED, http=401, openai="authentication_error"):
     """The credentials are missing or wrong."""
 
@@ -99,6 +105,10 @@ class NotFound(TokenloomError, code=_Code.NOT_FOUND, http=404, openai="not_found
 
 class ModelNotFound(NotFound, openai=_WRONG):
     """No model of this name is served."""
+
+
+class RequestLost(NotFound):
+    """The request that the caller resumes is not known, or not any more. The caller may send it again as a new one."""
 
 
 class FailedPrecondition(TokenloomError, code=_Code.FAILED_PRECONDITION, http=400, openai=_WRONG):

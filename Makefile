@@ -123,6 +123,9 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 
 ##@ Longer tests
 
+compat: install ## serve requests with meshes whose parts are of this and of the last release (2 minutes)
+	$(BIN)/python -m tests.compat
+
 soak: install ## run random schedules of faults, random JSON schemas, expensive grammars and malformed requests
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
@@ -170,4 +173,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types pyright check-protos lint-protos breaking-protos release-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images soak attack soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test lint types pyright check-protos lint-protos breaking-protos release-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help

@@ -92,7 +92,7 @@ async def outside(socket_dir: Path, flags: tuple[str, ...]) -> AsyncIterator[Out
 async def until_connected(mesh: Outside, count: int) -> None:
     """The gateway may send new requests to so many."""
     pool: Any = mesh.gateway.service._started[0].health._outputs  # type: ignore[union-attr]
-    while sum(map(pool._may_run, pool._links)) != count:  # noqa: ASYNC110
+    while pool.num_connected != count:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 

@@ -1,5 +1,6 @@
 """The engine's loop without I/O."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -30,12 +31,18 @@ class EngineCore:
     """Joins a scheduler and an executor. Used from one thread."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, kv: CoreKV | None = None, pulse: StepPulse | None = None
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        kv: CoreKV | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+        pulse: StepPulse | None = None,
     ) -> None:
         """Load the model and size the KV cache.
 
         Raises ``ValueError`` naming a setting or a feature of the model that does not work. ``kv`` moves KV blocks in
-        and out of the pool, if given.
+        and out of the pool, if given. ``clock`` returns nanoseconds. ``pulse`` shows a client
+        that steps end.
         """
         self.executor = executor
         self._kv = kv
@@ -49,6 +56,7 @@ class EngineCore:
             config.scheduler,
             config.cache,
             kv_cache,
+            clock,
             connector=self._connector,
             kv_policy=config.kv.policy,
             grammars=self._grammars,

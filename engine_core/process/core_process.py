@@ -171,7 +171,7 @@ def run_engine_core(
             try:
                 kv = make_core_kv(init.config, make_transports(init.config))
                 pulse = StepPulse(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
-                core = EngineCore(init.config, make_executor(init.config), kv, pulse)
+                core = EngineCore(init.config, make_executor(init.config), kv, pulse=pulse)
             except Exception as error:
                 socket.send_multipart(encode(_failed(error)))
                 return 1

@@ -9,7 +9,7 @@ from tokenloom.services.runtime.host.health import Health
 from tokenloom.v1 import types_pb2
 
 from .mesh.mesh_view import MeshView
-from .mesh.output_link import OutputPool
+from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")

@@ -17,11 +17,12 @@ from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
 from .metrics import Metrics
-from .output_processor_settings import OutputProcessorSettings
+from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import INITIAL_CREDIT
 from .placement.placement import EngineLinks, Placer
 from .request.requests import Requests
 from .stream.gateway_session import Session
+from .stream.sessions import Sessions
 from .text.vocabulary import Vocabulary
 
 
@@ -48,9 +49,11 @@ class OutputProcessorService:
                 initial_credit=INITIAL_CREDIT,
             )
 
+        sessions = Sessions()
         links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
         placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
         self._closing.push_async_callback(placer.close)
+        self._closing.push_async_callback(sessions.close)  # before the placer
         requests = Requests(
             placer,
             vocabulary,
@@ -59,10 +62,10 @@ class OutputProcessorService:
             max_requests=settings.max_requests,
             tracer=host.tracer,
         )
-        self._draining.push_async_callback(requests.drain)
+        self._draining.push_async_callback(_drain, sessions, requests, settings.drain)
         host.spawn(placer.run(), name="coordinator")
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests))
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, sessions))
 
     async def drain(self) -> None:
         await self._draining.aclose()
@@ -72,14 +75,29 @@ class OutputProcessorService:
 
 
 class _Servicer(OutputProcessorServicer):
-    def __init__(self, hello: Hello, requests: Requests) -> None:
+    def __init__(self, hello: Hello, requests: Requests, sessions: Sessions) -> None:
         self._hello = hello
         self._requests = requests
+        self._sessions = sessions
 
     async def Process(  # type: ignore[override]  # it writes to the context, because a generator costs more per frame
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        await Session(self._hello, self._requests).run(request_iterator, context.write)
+        session = Session(self._hello, self._requests)
+        with self._sessions.joined(session):
+            await session.run(request_iterator, context.write)
+
+
+async def _drain(sessions: Sessions, requests: Requests, mode: Drain) -> None:
+    """Announce that this process leaves, then let live requests finish, or move them to other output processors: at
+    once or, in mode ``finish``, when the drain timeout has passed."""
+    sessions.leave()
+    if mode == "migrate":
+        sessions.move()
+    try:
+        await requests.drain()
+    finally:
+        sessions.move()
 
 
 def _load(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:

@@ -70,7 +70,7 @@ class Legs:
         self.ended = False
 
     def start(self, asked: Asked | None = None, on_settled: Callable[[Attempt], None] | None = None) -> None:
-        """Begin with the tokens of earlier attempts, which may already hold a stop string; then find an engine.
+        """Find an engine. If the sample continues, :meth:`replay` comes first.
 
         Args:
             asked: The pick for the first leg, if the coordinator was asked already.
@@ -78,12 +78,16 @@ class Legs:
                 Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
-        if self._submit.accepted_token_ids:
-            self._output.replay()
-            if self._output.stop_match is not None:
-                self._end(self._output.stop)
-                return
         self._place(_PREFILL, asked)
+
+    def replay(self) -> None:
+        """Take the tokens that an output processor which was lost has sent; they may hold a stop string, which ends the
+        sample. To be called before :meth:`start` or :meth:`begin_on`."""
+        try:
+            if self._output.replay() is not None:
+                self._end(self._output.stop)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
 
     def cancel(self) -> None:
         """End because the gateway wants no more output."""

@@ -33,7 +33,7 @@ class LoadOptions:
     seconds: float
     """Time limit of a request."""
     short_seconds: float | None
-    """Time limit of every second request of the gRPC client; None: the same as for the others."""
+    """Time limit of some requests of the gRPC client; None: the same as for the others."""
     tolerance: float
     """Difference of log probabilities that is not an error."""
 
@@ -99,9 +99,7 @@ class Load:
     async def _one(self, records: list[Record], now: Callable[[], float]) -> None:
         case = self._rng.choice(self._cases)
         client = self._clients[self._number % len(self._clients)]
-        short = self._options.short_seconds
-        seconds = short if short and client.transport == "grpc" and self._number % 2 else self._options.seconds
-        exchange = self._exchange(case, seconds)
+        exchange = self._exchange(case, self._limit(client, case))
         sent = now()
         error: RequestFailed | None = None
         try:
@@ -109,6 +107,14 @@ class Load:
         except RequestFailed as failed:
             error = failed
         records.append(self._record(client, exchange, sent, now(), error))
+
+    def _limit(self, client: ChaosClient, case: Case) -> float:
+        """Return the time limit of the next request: short for some that undisturbed need at most half of it."""
+        short = self._options.short_seconds
+        if short is None or client.transport != "grpc" or self._number % 2:
+            return self._options.seconds
+        is_quick = self._references[client.transport, case.name].latency < short / 2
+        return short if is_quick else self._options.seconds
 
     def _exchange(self, case: Case, seconds: float) -> Exchange:
         self._number += 1

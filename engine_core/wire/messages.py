@@ -278,6 +278,8 @@ class CoreInit(msgspec.Struct, tag="INIT"):
     """Address of the socket pair for ``kv_messages``; empty if this core transfers no KV."""
     arrays: ArenaAddress | None = None
     """Shared memory for large arrays of requests; None if they are sent in frames."""
+    pulse_fd: int | None = None
+    """Inherited descriptor of the memory in which the core shows that its steps end; None if no client looks."""
 
 
 class WarmUp(msgspec.Struct, frozen=True):

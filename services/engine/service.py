@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tokenloom import checkpoint
-from tokenloom.engine_core.client.async_core_client import AsyncClient
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2_grpc
 
@@ -15,6 +15,7 @@ from .control.pause import Pause
 from .control.role import BY_NAME
 from .coordinator_link import CoordinatorLink
 from .core.core_start import process_client, start_core
+from .core.core_watch import CoreWatch
 from .engine_settings import EngineSettings
 from .identity import Identity, make_fingerprint
 from .kv.kv_front import KVFront
@@ -70,7 +71,7 @@ async def _start(
         undo.push_async_callback(kv.close)
     address = settings.advertise_address or host.address
     identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
-    streams = EngineServicer(identity, core, load, kv, frame_interval=settings.frame_interval)
+    streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
     coordinator = _link_coordinator(settings, identity, load, host)
     engine = RunningEngine(host, identity, core, load, streams, Pause(core, load), kv, coordinator)
     undo.push_async_callback(engine.end_streams, "the engine has stopped")
@@ -78,6 +79,8 @@ async def _start(
     host.add_servicer(
         engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, BY_NAME[settings.engine.kv.role])
     )
+    if isinstance(client, AsyncMPClient):
+        host.spawn(CoreWatch(client).run(), name="engine-core-watch")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
 

@@ -119,11 +119,11 @@ class MeshGauges:
         ):
             values = {entry.identity.engine_id: getattr(entry.report, field) for entry in self.mesh.engines}
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
-        missing = self.health.missing()
-        text = "1 while the part is missing and requests would fail for it."
+        parts = self.health.parts()
+        text = "1 while no replica of the part answers; requests continue without the coordinator only."
         part_missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part"])
         for part in PARTS:
-            part_missing.add_metric([part], part in missing)
+            part_missing.add_metric([part], not parts[part].num_serving)
         yield part_missing
 
     describe = collect  # the names, so that a second metric of one of them is refused

@@ -98,6 +98,7 @@ class GatewayService:
         host.spawn(http.serve(), name="http server")
         host.publish(http=self.http_address, model=mesh.model)
         await _wait_whole(mesh.health)
+        host.spawn(mesh.health.publish(host.health), name="health of the mesh")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", mesh.model, scheme, self.http_address)
 
@@ -166,6 +167,8 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         tracer=host.tracer,
         model=model,
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
+        random=host.random,
+        clock=host.clock.nanoseconds,
     )
     return _Mesh(model, plans, generator, tokenizers, view, health)
 

@@ -1,10 +1,10 @@
 """Runs the output processor as a service: connects its parts, and starts, drains and stops them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -25,19 +25,30 @@ from .stream.gateway_session import Session
 from .stream.sessions import Sessions
 from .text.vocabulary import Vocabulary
 
+Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]
+"""Reads what an output processor needs of a checkpoint."""
+
 
 class OutputProcessorService:
-    """Serves ``OutputProcessor.Process``."""
+    """Serves ``OutputProcessor.Process``.
 
-    def __init__(self, settings: OutputProcessorSettings) -> None:
+    Attributes:
+        requests: The requests in work, once started.
+    """
+
+    requests: Requests
+
+    def __init__(self, settings: OutputProcessorSettings, load: Load | None = None) -> None:
+        """``load`` reads what is needed of the checkpoint; None for :func:`load_checkpoint`."""
         self._settings = settings
+        self._load = load or load_checkpoint
         self._draining = AsyncExitStack()
         self._closing = AsyncExitStack()
 
     async def start(self, host: Host) -> None:
         settings = self._settings
         path = await asyncio.to_thread(resolve, settings.model)
-        info, vocabulary, fingerprint = await asyncio.to_thread(_load, path, settings)
+        info, vocabulary, fingerprint = await asyncio.to_thread(self._load, path, settings)
 
         def greet(engine: EngineIdentity) -> Hello:
             return make_hello(
@@ -54,13 +65,14 @@ class OutputProcessorService:
         placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
         self._closing.push_async_callback(placer.close)
         self._closing.push_async_callback(sessions.close)  # before the placer
-        requests = Requests(
+        requests = self.requests = Requests(
             placer,
             vocabulary,
             frozenset(info.eos_token_ids),
             Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
             max_requests=settings.max_requests,
             tracer=host.tracer,
+            clock=host.clock.nanoseconds,
         )
         self._draining.push_async_callback(_drain, sessions, requests, settings.drain)
         host.spawn(placer.run(), name="coordinator")
@@ -100,7 +112,8 @@ async def _drain(sessions: Sessions, requests: Requests, mode: Drain) -> None:
         sessions.move()
 
 
-def _load(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:
+def load_checkpoint(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:
+    """Return what the checkpoint of this directory says, its vocabulary, and what identifies both to peers."""
     name = settings.served_model_name or served_name(path, settings.model)
     fingerprint = Fingerprint(model=name, tokenizer=tokenizer_fingerprint(path))
     return CheckpointInfo.load(path), Vocabulary(load_tokenizer(path)), fingerprint

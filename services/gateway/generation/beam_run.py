@@ -1,7 +1,6 @@
 """Runs beam searches in the mesh: each step sends one request of one token for every beam of every prompt."""
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors
 from tokenloom.request.beam_search import Beam, BeamSearch, BeamSettings, Candidates
@@ -30,8 +29,9 @@ class BeamRun:
         texts: BeamTexts,
         *,
         deadline_ns: int,
+        clock: Callable[[], int],
     ) -> None:
-        """``deadline_ns``: when the whole request must have ended, on the monotonic clock."""
+        """``deadline_ns``: when the whole request must have ended, by ``clock``, which returns nanoseconds."""
         self._submits = submits
         self._num_candidates = plan.num_candidates
         self._steps = [_one_token(submit, self._num_candidates) for submit in submits]
@@ -42,6 +42,7 @@ class BeamRun:
         self._pool = pool
         self._texts = texts
         self._deadline_ns = deadline_ns
+        self._clock = clock
         self._cached_tokens = [0] * len(submits)
         self._cancels: list[Cancel] = []  # of the present step
         self.num_steps = 0
@@ -85,7 +86,7 @@ class BeamRun:
         submit.CopyFrom(self._steps[number])
         submit.prompt.token_ids.extend(beam.token_ids)
         submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{len(self._cancels)}"
-        submit.timeout.FromNanoseconds(max(self._deadline_ns - time.monotonic_ns(), 0))
+        submit.timeout.FromNanoseconds(max(self._deadline_ns - self._clock(), 0))
         return submit
 
     async def _rows(self, collector: Collector) -> list[Row]:

@@ -1,11 +1,10 @@
 """Runs a request, whichever API it came through: prepares it, submits it and collects its output."""
 
 import asyncio
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from random import Random
 
 from tokenloom.request import errors
 from tokenloom.request.reasoning import ReasoningMarks
@@ -48,13 +47,14 @@ class Generation:
     def __init__(
         self,
         prepared: Prepared,
+        request_id: str,
         metrics: GatewayMetrics,
         reasoning_marks: ReasoningMarks | None = None,
         on_first_token: Callable[[], None] | None = None,
     ) -> None:
         """``on_first_token``: called with the first token of each output."""
         submits = prepared.submits
-        self.request_id = secrets.token_hex(16)
+        self.request_id = request_id
         self.prompts: list[Sequence[int]] = list(map(_prompt_ids, submits))
         self.prompt_texts = prepared.prompt_texts
         self.prompt_logprobs: defaultdict[int, list[output_processor_pb2.SlotTextLogprobs]] = defaultdict(list)
@@ -69,6 +69,7 @@ class Generation:
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
         self._submits, self._beams = submits, prepared.beams
+        self._clock = prepared.clock
         self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
         self._cancels: list[Cancel] = []
@@ -110,7 +111,7 @@ class Generation:
     @property
     def total_ns(self) -> int:
         """Nanoseconds since the gateway received the request."""
-        return time.monotonic_ns() - self._started_ns
+        return self._clock() - self._started_ns
 
     def prompt_of(self, index: int) -> Sequence[int]:
         """Return the prompt that an output continues."""
@@ -120,7 +121,7 @@ class Generation:
         """Send every prompt to an output processor. ``timeout``: seconds for the whole request."""
         collector = self._collector
         assert isinstance(collector, Collector), "a beam search submits its steps itself"
-        left_ns = max(self._started_ns + round(timeout * 1e9) - time.monotonic_ns(), 0)
+        left_ns = max(self._started_ns + round(timeout * 1e9) - self._clock(), 0)
         submits, self._submits = self._submits, ()  # only the pool keeps them, within its budget
         for index, submit in enumerate(submits):
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
@@ -131,7 +132,15 @@ class Generation:
         """Search the outputs of every prompt with beams, while the caller takes them. ``timeout``: as in `submit`."""
         assert self._beams is not None
         deadline_ns = self._started_ns + round(timeout * 1e9)
-        run = BeamRun(self._submits, self._beams, self.request_id, pool, texts, deadline_ns=deadline_ns)
+        run = BeamRun(
+            self._submits,
+            self._beams,
+            self.request_id,
+            pool,
+            texts,
+            deadline_ns=deadline_ns,
+            clock=self._clock,
+        )
         self._collector = run
         self._cancels.append(run.cancel)
 
@@ -185,17 +194,22 @@ class Generator:
         tracer: Tracer | None = None,
         model: str = "",
         reasoning_marks: ReasoningMarks | None = None,
+        random: Random,
+        clock: Callable[[], int],
     ) -> None:
         """Args:
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
         max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
         model: Its name in traces.
         reasoning_marks: The marks around the model's reasoning; None: they are not known.
+        random: Draws the ids of requests, and the seeds of those that have none.
+        clock: Returns nanoseconds.
         """
+        self._random = random
         self._tracer = tracer
         self._model = model
         self._reasoning_marks = reasoning_marks
-        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, max_request_values)
+        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, random, clock, max_request_values)
         self._mesh = mesh
         self._outputs = outputs
         self._texts = BeamTexts(tokenizers)
@@ -251,4 +265,5 @@ class Generator:
         """Prepare a request and reserve its tokens."""
         prepared = await self._preparer.prepare(job)
         place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
-        return Generation(prepared, self._metrics, self._reasoning_marks, place.begin_output)
+        request_id = self._random.randbytes(16).hex()
+        return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output)

@@ -17,6 +17,8 @@ from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 log = logging.getLogger(__name__)
 
 BACKOFF = 0.2
+LOST_SECONDS = 300.0
+"""How long an engine that left without draining counts as missing, unless it returns."""
 POOL_FIELDS = ("model", "tokenizer")
 """Fields in which an engine must equal our tokenizer to be ours; the others matter between engines."""
 _IDENTITY = attrgetter("identity", "report.state")
@@ -44,6 +46,7 @@ class MeshView:
         self._snapshot = coordinator_pb2.Snapshot()
         self._limits: types_pb2.ModelLimits | None = None
         self._limits_of: types_pb2.Fingerprint | None = None
+        self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
         self.connected = False
 
     @property
@@ -70,6 +73,20 @@ class MeshView:
             if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
             and fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
         ]
+
+    def count_engines(self, fingerprint: types_pb2.Fingerprint) -> tuple[int, int]:
+        """Return how many engines serve what our tokenizer encodes for, and how many should: all that are known and do
+        not drain, and those that were lost within the last ``LOST_SECONDS``."""
+        ours = [
+            entry.report.state
+            for entry in self._snapshot.engines
+            if fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
+        ]
+        num_serving = ours.count(coordinator_pb2.ENGINE_STATE_SERVING)
+        num_draining = ours.count(coordinator_pb2.ENGINE_STATE_DRAINING)
+        now = asyncio.get_running_loop().time()
+        self._lost = {name: lost_at for name, lost_at in self._lost.items() if now - lost_at < LOST_SECONDS}
+        return num_serving, len(ours) - num_draining + len(self._lost)
 
     def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
         """Return what every serving engine accepts, or accepted when the last one served; None before the first."""
@@ -103,6 +120,16 @@ class MeshView:
             # Most snapshots differ only in the engines' load.
             if list(map(_IDENTITY, before.engines)) != list(map(_IDENTITY, snapshot.engines)):
                 self._update_limits()
+                self._update_lost(before, snapshot)
+
+    def _update_lost(self, before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> None:
+        """Note the engines that left without draining."""
+        present = {entry.identity.engine_id for entry in after.engines}
+        now = asyncio.get_running_loop().time()
+        for entry in before.engines:
+            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
+                self._lost.setdefault(entry.identity.engine_id, now)
+        self._lost = {name: lost_at for name, lost_at in self._lost.items() if name not in present}
 
     def _update_limits(self) -> None:
         if self._limits_of is None:

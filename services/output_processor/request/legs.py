@@ -1,7 +1,7 @@
 """Runs one sample on an engine, or in two legs: one engine computes the prompt and first token, another the rest."""
 
+import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from google.protobuf.duration_pb2 import Duration
@@ -47,7 +47,7 @@ class Legs:
         on_end: Callable[["Legs", RequestFinished], None],
         deadline: float | None = None,
     ) -> None:
-        """``tasks`` own the placements. ``on_end`` is called once. ``deadline``: monotonic seconds."""
+        """``tasks`` own the placements. ``on_end`` is called once. ``deadline``: by the event loop's time."""
         self._submit = submit
         self._params = params
         self._output = output
@@ -106,8 +106,8 @@ class Legs:
 
     async def _run_placement(self, role: EngineRole, number: int, asked: Asked | None) -> None:
         """Find an engine and send the leg. A failure ends this sample, never the gateway's stream."""
-        started = time.monotonic_ns()
         output = self._output
+        started = output.clock()
         is_ahead = role == _DECODE and not self._handed_over
         try:
             attempt = await self._placer.place(
@@ -122,7 +122,7 @@ class Legs:
                 self._placer.release(attempt)
                 return
             self._placing = 0
-            output.timeline.placement_ns += time.monotonic_ns() - started
+            output.timeline.placement_ns += output.clock() - started
             self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
             if log.isEnabledFor(logging.DEBUG):
                 request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
@@ -174,7 +174,7 @@ class Legs:
         submit, timeout = self._submit, None
         if self._deadline is not None:
             timeout = Duration()
-            timeout.FromNanoseconds(max(0, int((self._deadline - time.monotonic()) * 1e9)))
+            timeout.FromNanoseconds(max(0, int((self._deadline - asyncio.get_running_loop().time()) * 1e9)))
         request = AddRequest(
             request_id=submit.request_id,
             prompt=submit.prompt,

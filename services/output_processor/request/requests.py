@@ -33,7 +33,10 @@ class Requests:
         *,
         max_requests: int,
         tracer: Tracer | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """``clock`` returns nanoseconds, by which the times of requests are measured."""
+        self._clock = clock
         self._placer = placer
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
@@ -71,6 +74,7 @@ class Requests:
                 self._vocabulary,
                 self._eos_token_ids,
                 outbox,
+                self._clock,
                 sample_index=index,
                 journal=journals.get(index),
             )
@@ -127,7 +131,7 @@ class SampleGroup:
         self._on_sample_end = on_sample_end
         self._on_end = on_end
         self._timeout = submit.timeout.ToNanoseconds() / 1e9 if submit.HasField("timeout") else None
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        deadline = None if self._timeout is None else asyncio.get_running_loop().time() + self._timeout
         self._samples = [
             Legs(
                 submit, sample_params(submit, output.sample_index), output, placer, tasks, self._sample_ended, deadline

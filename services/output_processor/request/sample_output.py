@@ -30,6 +30,7 @@ class SampleOutput:
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         stop_match: The stop string that ended the output; later tokens and reasons of the engine do not count.
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
+        clock: Returns nanoseconds.
         num_attempts: 1, and one more for each engine that was replaced after it failed.
     """
 
@@ -54,7 +55,7 @@ class SampleOutput:
         self._vocabulary = vocabulary
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._eos_token_ids = eos_token_ids
-        self._clock = clock
+        self.clock = clock
         self._detokenizer = _detokenizer(submit, vocabulary)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
         num_known = submit.num_prompt_logprobs
@@ -94,13 +95,13 @@ class SampleOutput:
             return None
         if token_index != len(self.token_ids):
             raise errors.Internal("the engine skipped or repeated tokens")
-        self._last_token_ns = now = self._clock()
+        self._last_token_ns = now = self.clock()
         if not self._first_token_ns:
             self._first_token_ns = now
         text, match = self._detokenize(token_ids)
         if self._bytes_to_skip:
             text = self._unsent(text)
-        self._detokenize_ns += self._clock() - now
+        self._detokenize_ns += self.clock() - now
         if match is not None:
             token_ids = token_ids[: match.num_tokens - token_index]
         if logprobs is not None:

@@ -1,7 +1,6 @@
 """Serves the stream of one gateway: its slots, its credit and its frames."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tokenloom.request import errors
@@ -32,6 +31,7 @@ class Session:
         self._leaving = self._has_left = False
         self._failure: BaseException | None = None
         self._tasks = Tasks(self._fail)
+        self._loop = asyncio.get_running_loop()
         self._written_at = 0.0
 
     async def run(
@@ -110,7 +110,7 @@ class Session:
             self._refuse(submit.slot, error)
             return
         if not self._live:
-            self._written_at = time.monotonic()  # the first heartbeat is due from now on
+            self._written_at = self._loop.time()  # the first heartbeat is due from now on
         self._live[submit.slot] = group
         group.start(asked)
 
@@ -132,7 +132,7 @@ class Session:
         while True:
             if self._failure is not None:
                 raise self._failure
-            now = time.monotonic()
+            now = self._loop.time()
             if self._leaving and not self._has_left:  # like a heartbeat, it needs no credit
                 self._has_left = True
                 return ProcessFrame(leaving=True)
@@ -151,7 +151,7 @@ class Session:
     async def _keep_awake(self) -> None:
         """Wake the writer for heartbeats, and end the stream of a gateway that grants no credit."""
         while True:
-            due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
+            due = self._written_at + HEARTBEAT_SECONDS - self._loop.time()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
             if self._credit.is_withheld(wanted=bool(self._outbox)):
                 raise errors.ResourceExhausted(f"The gateway granted no credit for {NO_CREDIT_SECONDS:g} s.")

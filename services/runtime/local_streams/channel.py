@@ -12,6 +12,7 @@ import grpc.aio
 from ..host.tasks import Tasks
 from . import sockets
 from .call import LocalCall
+from .peer_process import is_stopped
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class LocalChannel(grpc.aio.Channel):
         self._grpc = channel
         self._path = path
         self._max_message_bytes = max_message_bytes
-        self._calls: set[LocalCall[Any, Any]] = set()  # each leaves when it ends
+        self._calls: dict[LocalCall[Any, Any], None] = {}  # in the order of their start; each leaves when it ends
         self._tasks = Tasks(lambda error: log.error("a local stream could not be opened", exc_info=error))
         self._is_closed = False
 
@@ -41,12 +42,16 @@ class LocalChannel(grpc.aio.Channel):
         return begin
 
     def open_call(self, method: str, serialize: Any, deserialize: Any) -> LocalCall[Any, Any] | None:
-        """Begin a call; return None when the peer serves no local streams now."""
+        """Begin a call; return None when the peer serves no local streams now, or its process is stopped: the system
+        accepts the connection for it, but gRPC notices at once that nothing answers."""
         if self._is_closed or (connected := sockets.connect(self._path)) is None:
             return None
+        if is_stopped(connected):
+            connected.close()
+            return None
         call = LocalCall(method, serialize or bytes, deserialize or bytes, self._max_message_bytes)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls[call] = None
+        call.add_done_callback(self._calls.pop)
 
         def attached(_: "asyncio.Task[None]") -> None:
             if not call.connection.is_attached:

@@ -15,6 +15,8 @@ from .openai_answer import ErrorEvent, EventReader, error_text, take_event, take
 SILENCE_SECONDS = 3.0
 """After so much silence a resuming client calls another gateway; doubled after each call without an output, so that a
 slow mesh does not get more and more calls."""
+_NO_EVENT = "0"
+"""Asks for a stream from its beginning whose events have ids."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 """Seconds between calls of a resuming client, doubled each time."""
 
@@ -65,8 +67,8 @@ class ResumingClient:
         while True:
             before = exchange.progress.last
             headers = {"Idempotency-Key": f"{self._run}-{exchange.number}"}
-            if events.last_id:
-                headers["Last-Event-ID"] = events.last_id
+            if exchange.case.streamed:
+                headers["Last-Event-ID"] = events.last_id or _NO_EVENT
             try:
                 return await call(self._gateways[at], self._model, exchange, events, headers, silence)
             except ConnectionRefused:

@@ -20,6 +20,7 @@ from ..faults.fault import SHARED, Fault, Injection, Kind
 from ..faults.injector import Injector
 from ..faults.outage import engines_lost
 from ..faults.plan import in_order, make_plan, take_possible
+from .attribution import is_excused
 from .layouts import Layout, Target
 from .options import Campaign, ChaosOptions
 from .summary import added_ttft, fault_name, rows_of, violations
@@ -81,7 +82,12 @@ class LayoutRun:
         found = violations(self._options, self._records, self._injections)
         if self._plan:
             found.append(f"faults that were never possible: {len(self._plan)} of {self._planned}")
-        bad = [record for record in self._records if record.failure or record.is_wrong]
+        bad = [
+            record
+            for record in self._records
+            if record.is_wrong or (record.failure and not is_excused(record, self._injections))
+        ]
+        slowest = sorted(self._records, key=lambda record: record.added_pause, reverse=True)
         ttft = added_ttft(self._records, self._injections)
         return {
             "layout": self._layout.name,
@@ -90,6 +96,7 @@ class LayoutRun:
             "added_ttft_p99_s": None if math.isnan(ttft) else round(ttft, 4),
             "faults": [_fault_report(each) for each in self._injections],
             "examples": [f"{self._layout.name}: {_describe(record)}" for record in bad[:_EXAMPLES]],
+            "slowest": [f"{record.added_pause:.2f} s: {_describe(record)}" for record in slowest[:_EXAMPLES]],
             "violations": found,
         }
 
@@ -186,7 +193,7 @@ def _fault_report(injection: Injection) -> dict[str, Any]:
 
 
 def _describe(record: Record) -> str:
-    what = record.detail if record.failure else f"wrong: {record.detail}"
+    what = record.detail if record.failure else f"wrong: {record.detail}" if record.is_wrong else "whole"
     return (
         f"request {record.number} ({record.case}, {'stream' if record.streamed else 'unary'}, {record.client}, "
         f"gateway-{record.gateway}), {record.sent:.2f} to {record.ended:.2f} s, resumed {record.resumed}: {what}"

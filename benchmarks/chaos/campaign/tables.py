@@ -12,8 +12,8 @@ def tables(report: dict[str, Any]) -> list[Table]:
     if examples := [each for layout in report["layouts"] for each in layout["examples"]]:
         shown.append(_lines("Failed requests and wrong answers", examples))
     shown.append(_lines("Violated limits", report["violations"] or ["none"]))
-    shown[-1].caption = f"seed {report['seed']}, {report['date']}, {report['machine']['cpu']}"
-    return shown
+    run = f"seed {report['seed']}, {report['date']}, {report['machine']['cpu']}, {report['machine']['cores']} cores"
+    return [*shown, _lines("Run", [run])]
 
 
 def _layout_table(campaign: str, layout: dict[str, Any]) -> Table:
@@ -54,7 +54,7 @@ def _numbers(spread: dict[str, float | None], *names: str) -> str:
 
 
 def _lines(title: str, lines: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False, caption_justify="left")
+    shown = Table(title=title, title_justify="left", title_style="bold", show_header=False)
     for line in lines:
         shown.add_row(line)
     return shown

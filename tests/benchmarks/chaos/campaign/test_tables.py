@@ -16,7 +16,7 @@ def test_everything_is_shown() -> None:
         "campaign": "kill",
         "seed": 5,
         "date": "today",
-        "machine": {"cpu": "a processor"},
+        "machine": {"cpu": "a processor", "cores": 2},
         "layouts": [layout],
         "violations": ["layout whole: failed requests: 1; the limit is 0"],
     }

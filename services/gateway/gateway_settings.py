@@ -40,6 +40,7 @@ NUM_EDGES = 2
 MAX_STREAMS = 1024
 """gRPC calls of one connection; clients keep further ones back."""
 
+_Descriptor = Annotated[int, Meta(ge=3)]
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
@@ -50,6 +51,15 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "gateway"
 
     http_listen: Annotated[Address, "Address of the OpenAI API: host:port or unix:/path."] = "127.0.0.1:8000"
+    http_listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --http-listen. It keeps connections waiting while the "
+        "gateway restarts.",
+    ] = None
+    listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --listen and shares the port, as tokenloom serve opens it.",
+    ] = None
     tokenizers: Annotated[
         _Members,
         "Addresses of tokenizers, separated by commas; dns:///name:port stands for every address that "
@@ -110,16 +120,16 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_grpc_calls: Annotated[
         Count, "gRPC calls of clients that are open at the same time; further ones end in RESOURCE_EXHAUSTED."
     ] = 4096
-    max_queue_seconds: Annotated[
-        Annotated[float, Meta(gt=0)],
-        "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
-        "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
-    ] = DEFAULT_QUEUE_SECONDS
     max_kept_prompt_bytes: Annotated[
         Count,
         "Bytes of prompts kept while their requests run; a prompt beyond them is not kept, and its request ends with a "
         "retryable error if its output processor is lost.",
     ] = 1 << 30
+    max_queue_seconds: Annotated[
+        Annotated[float, Meta(gt=0)],
+        "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
+        "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
+    ] = DEFAULT_QUEUE_SECONDS
     max_live_requests: Annotated[
         Count,
         "Outputs in work at the same time, a bound of the gateway's memory: --max-queue-seconds limits requests first.",
@@ -172,6 +182,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def is_public(self) -> bool:
         return True
+
+    @property
+    def held_listener(self) -> int | None:
+        return self.listen_fd
 
     @property
     def tenant_limits(self) -> TenantLimits:

@@ -34,6 +34,9 @@ class Admission:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._num_places = 0
+        self._num_old: int | None = None
+        self._old_ended = asyncio.Event()
 
     @property
     def num_live(self) -> int:
@@ -58,7 +61,9 @@ class Admission:
             share.remove_outputs(num_outputs, self._shares.outputs)
             raise
         self._idle.clear()
-        place = Place(self, share, num_outputs, Pending(self._backlog, share, num_outputs, estimate_prompt_tokens(job)))
+        pending = Pending(self._backlog, share, num_outputs, estimate_prompt_tokens(job))
+        place = Place(self, share, num_outputs, pending, is_new=self._num_old is not None)
+        self._num_places += 1
         try:
             place.add_grammar(job)
         except errors.TokenloomError:
@@ -71,8 +76,19 @@ class Admission:
         self._draining = True
         await self._idle.wait()
 
-    def leave(self, share: TenantShare, num_outputs: int) -> None:
-        """Subtract the outputs of a request that has ended."""
+    async def end_of_present(self) -> None:
+        """Return when the requests that are in work now have ended; new ones are still admitted. To be called once."""
+        self._num_old = self._num_places
+        if self._num_old:
+            await self._old_ended.wait()
+
+    def leave(self, share: TenantShare, num_outputs: int, *, is_new: bool) -> None:
+        """Subtract the outputs of a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
+        self._num_places -= 1
+        if self._num_old and not is_new:
+            self._num_old -= 1
+            if not self._num_old:
+                self._old_ended.set()
         share.remove_outputs(num_outputs, self._shares.outputs)
         self._backlog.end(num_outputs)
         if not self.num_live:
@@ -129,9 +145,12 @@ class Place:
         num_output_tokens: Tokens that were computed for the outputs; set before the place is closed.
     """
 
-    def __init__(self, admission: Admission, share: TenantShare, num_outputs: int, pending: Pending) -> None:
+    def __init__(
+        self, admission: Admission, share: TenantShare, num_outputs: int, pending: Pending, *, is_new: bool = False
+    ) -> None:
         self.num_output_tokens = 0
         self._pending = pending
+        self._is_new = is_new
         self._admission = admission
         self._share = share
         self._num_outputs = num_outputs
@@ -176,7 +195,7 @@ class Place:
         self._pending.close()
         if self._num_prompt_tokens:
             self._share.charge(self._reserved, self._num_prompt_tokens + self.num_output_tokens)
-        self._admission.leave(self._share, self._num_outputs)
+        self._admission.leave(self._share, self._num_outputs, is_new=self._is_new)
 
     def _end_grammar(self) -> None:
         if self._grammar:

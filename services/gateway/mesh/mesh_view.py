@@ -48,9 +48,9 @@ class MeshView:
         self._snapshot = coordinator_pb2.Snapshot()
         self._limits: types_pb2.ModelLimits | None = None
         self._limits_of: types_pb2.Fingerprint | None = None
+        self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
         self._capacity = Capacity()
         self._on_capacity: Callable[[Capacity], None] | None = None
-        self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
         self.connected = False
 
     @property
@@ -135,6 +135,15 @@ class MeshView:
                 self._update_lost(before, snapshot)
         self._update_capacity()
 
+    def _update_lost(self, before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> None:
+        """Note the engines that left without draining."""
+        present = {entry.identity.engine_id for entry in after.engines}
+        now = asyncio.get_running_loop().time()
+        for entry in before.engines:
+            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
+                self._lost.setdefault(entry.identity.engine_id, now)
+        self._lost = {name: lost_at for name, lost_at in self._lost.items() if name not in present}
+
     def _update_capacity(self) -> None:
         if self._limits_of is None:
             return
@@ -145,15 +154,6 @@ class MeshView:
         self._capacity = capacity
         if self._on_capacity is not None:
             self._on_capacity(capacity)
-
-    def _update_lost(self, before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> None:
-        """Note the engines that left without draining."""
-        present = {entry.identity.engine_id for entry in after.engines}
-        now = asyncio.get_running_loop().time()
-        for entry in before.engines:
-            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
-                self._lost.setdefault(entry.identity.engine_id, now)
-        self._lost = {name: lost_at for name, lost_at in self._lost.items() if name not in present}
 
     def _update_limits(self) -> None:
         if self._limits_of is None:

@@ -100,9 +100,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def __init__(self) -> None:
         self.state = coordinator_pb2.ENGINE_STATE_SERVING
-        self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self.engines: Sequence[str] = ["engine-0"]
         self.is_away = False
+        self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self._changed = asyncio.Condition()
 
     async def set_state(self, state: coordinator_pb2.EngineState) -> None:

@@ -42,6 +42,8 @@ class ErrorKind(enum.IntEnum):
     """The engine is at a limit; a retry may succeed later."""
     TENANT_FULL = 3
     """The request's tenant is at a limit of its own on this engine; a retry may succeed later."""
+    LEAVING = 4
+    """The engine shuts down; another one may take the request."""
 
 
 class RequestType(enum.Enum):

@@ -17,6 +17,7 @@ from ..placement.placement import Asked, Placer
 from ..stream.outbox import Outbox
 from ..text.vocabulary import Vocabulary
 from .legs import Legs
+from .lifetime import Lifetime
 from .sample_output import SampleOutput
 
 
@@ -118,10 +119,9 @@ class SampleGroup:
         self._trace = trace
         self._on_sample_end = on_sample_end
         self._on_end = on_end
-        self._timeout = submit.timeout.ToNanoseconds() / 1e9 if submit.HasField("timeout") else None
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
         self._samples = [
-            Legs(submit, sample_params(submit, index), output, placer, tasks, self._sample_ended, deadline)
+            Legs(submit, sample_params(submit, index), output, placer, tasks, self._sample_ended, self._lifetime)
             for index, output in enumerate(samples)
         ]
         self._num_live = len(samples)
@@ -130,8 +130,8 @@ class SampleGroup:
 
     def start(self, asked: Asked | None = None) -> None:
         """Start sample 0. Tokens of earlier attempts may already end it. ``asked``: its pick, if one was asked for."""
-        if self._timeout is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
+        if self._lifetime.deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
         self._samples[0].start(asked, on_settled=self._settled if self._waiting else None)
 
     def cancel(self) -> None:

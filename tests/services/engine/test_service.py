@@ -99,7 +99,7 @@ async def test_when_the_core_is_killed_requests_are_told_and_the_front_exits(eng
         await peer.read_tokens()
         engine.core.kill()
         received = await peer.read_until_finished([1])
-        assert received.finished[1].error.reason == "UNAVAILABLE"
+        assert received.finished[1].error.reason == "ENGINE_DIED"
         assert await engine.wait(30) == 1
 
 

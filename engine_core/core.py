@@ -1,5 +1,6 @@
 """The engine's loop without I/O."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -27,11 +28,17 @@ _HEALTH_SECONDS = 30.0
 class EngineCore:
     """Joins a scheduler and an executor. Used from one thread."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, kv: CoreKV | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        kv: CoreKV | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         """Load the model and size the KV cache.
 
         Raises ``ValueError`` naming a setting or a feature of the model that does not work. ``kv`` moves KV blocks in
-        and out of the pool, if given.
+        and out of the pool, if given. ``clock`` returns nanoseconds.
         """
         self.executor = executor
         self._kv = kv
@@ -45,6 +52,7 @@ class EngineCore:
             config.scheduler,
             config.cache,
             kv_cache,
+            clock,
             connector=self._connector,
             kv_policy=config.kv.policy,
             grammars=self._grammars,

@@ -1,10 +1,10 @@
 """Builds the KV connector of a core from its configuration."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config import EngineConfig
+from ..config import EngineConfig, KVConfig
 from .failpoints import Failpoints
 from .kv_connector import KVConnector
 from .kv_service import KVService
@@ -23,8 +23,15 @@ class CoreKV(NamedTuple):
     """The service that the KV thread runs; None if no KV moves between engines."""
 
 
-def make_core_kv(config: EngineConfig, transports: Sequence[KVTransport]) -> CoreKV | None:
-    """Return the KV parts of a core; None if its KV never moves. Raises ``ValueError`` for a wrong setting."""
+def make_core_kv(
+    config: EngineConfig,
+    transports: Sequence[KVTransport],
+    make_service: Callable[[KVConfig, Sequence[KVTransport], Failpoints], KVService] = KVService,
+) -> CoreKV | None:
+    """Return the KV parts of a core; None if its KV never moves. Raises ``ValueError`` for a wrong setting.
+
+    ``make_service``: makes the service that moves KV between engines.
+    """
     kv = config.kv
     if kv.policy not in ("recompute", "fail"):
         raise ValueError(f"kv.policy is {kv.policy!r}; it must be recompute or fail")
@@ -32,7 +39,7 @@ def make_core_kv(config: EngineConfig, transports: Sequence[KVTransport]) -> Cor
     connectors: list[KVConnector] = []
     service = None
     if transports:
-        service = KVService(kv, transports, failpoints)
+        service = make_service(kv, transports, failpoints)
         connectors.append(PullConnector(service, config.cache.block_size, failpoints))
     if kv.offload_path:
         connectors.append(OffloadConnector(config.cache, Path(kv.offload_path), kv.offload_bytes))

@@ -27,7 +27,7 @@ from .kv_messages import (
     KVVerify,
 )
 from .kv_transport import KVPool, KVTransferError, KVTransport
-from .leases import LeaseTable
+from .leases import LeaseTable, random_id
 
 Command = Callable[[], None]
 
@@ -53,9 +53,10 @@ class KVService:
         *,
         executor: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
+        new_id: Callable[[], bytes] = random_id,
     ) -> None:
-        """``executor``: its threads copy blocks; None for two of its own."""
-        self.leases = LeaseTable(config.lease_seconds, clock=clock)
+        """``executor``: its threads copy blocks; None for two of its own. ``new_id`` draws ids of acquisitions."""
+        self.leases = LeaseTable(config.lease_seconds, clock=clock, new_id=new_id)
         self.on_wake: Command = _nothing
         self.on_news: Command = _nothing
         self.results: deque[LoadResult] = deque()

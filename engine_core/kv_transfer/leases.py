@@ -20,6 +20,11 @@ _MAX_ENDED = 65_536
 """Limit of ended leases and acquisitions whose reasons are kept: about a thousand per second."""
 
 
+def random_id() -> bytes:
+    """Return the id of an acquisition, which no other has."""
+    return os.urandom(16)
+
+
 def prompt_digest(token_ids: Sequence[int], salt: bytes) -> bytes:
     """Return SHA-256 over the salt's length (u32), the salt, and the ids (little-endian u32). Owner and reader compare
     it, so a lease can never be read for another prompt or by another tenant."""
@@ -61,7 +66,7 @@ class LeaseTable:
         generations: Sequence[int] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
-        new_id: Callable[[], bytes] = lambda: os.urandom(16),
+        new_id: Callable[[], bytes] = random_id,
     ) -> None:
         """``generations``: the present generation of every block of the pool; read, never written."""
         self.generations = generations

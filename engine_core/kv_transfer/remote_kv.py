@@ -92,10 +92,11 @@ class RemoteKV:
     def update(self, output: KVConnectorOutput) -> list[Request]:
         """Process ended transfers. Returns the requests that need not wait any more, in order of arrival."""
         self.connector.update_connector_output(output)
-        for request_id in output.finished_sending:
+        for request_id in sorted(output.finished_sending):  # sets have another order in each process
             self._release(request_id)
         self._count(output.stats)
-        ended = [self._loading.pop(request_id) for request_id in output.finished_recving if request_id in self._loading]
+        received = [request_id for request_id in sorted(output.finished_recving) if request_id in self._loading]
+        ended = [self._loading.pop(request_id) for request_id in received]
         ready = [request for request in ended if self._end_load(request, output)]
         return sorted(ready, key=lambda request: request.arrival_ns)
 

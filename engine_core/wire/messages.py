@@ -1,6 +1,7 @@
 """Messages between an engine core and its client: plain msgspec structs, the same in process and over ZMQ."""
 
 import enum
+from collections.abc import Iterator
 
 import msgspec
 
@@ -131,6 +132,12 @@ class Logprobs(msgspec.Struct, array_like=True, gc=False):
         self.token_ids += following.token_ids
         self.logprobs += following.logprobs
         self.top = following.top
+
+    def positions(self) -> Iterator["Logprobs"]:
+        """Yield each position on its own."""
+        for position, (sampled, rank) in enumerate(zip(self.sampled, self.rank, strict=True)):
+            of_this = slice(position * self.top, (position + 1) * self.top)
+            yield Logprobs([sampled], [rank], self.top, self.token_ids[of_this], self.logprobs[of_this])
 
 
 class LogitsStats(msgspec.Struct, array_like=True, gc=False):

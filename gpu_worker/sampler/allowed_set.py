@@ -12,6 +12,9 @@ import numpy.typing as npt
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
 _COLUMNS = 64  # of the maxima that bound the k-th value from below: few elements pass, and the pass stays cheap
+CHUNK_ELEMENTS = 1 << 15
+"""Rows are computed together up to so many logits, which a core's cache holds: calls of numpy cost more than the
+arithmetic of a short row."""
 _FIRST_GUESS = 256  # tokens that hold the mass of most nuclei
 
 
@@ -63,14 +66,21 @@ def allowed_set(
     if 0 < params.top_k < len(logits):
         token_ids = largest(logits, params.top_k)
         logits = logits[token_ids]
-    weights = np.subtract(logits, logits.max(), dtype=np.float64)
-    with np.errstate(over="ignore"):  # a tiny temperature: -inf, probability zero
-        np.exp(np.divide(weights, params.temperature, out=weights), out=weights)
+    weights = all_weights(logits[None], np.array([params.temperature]))[0]
     if params.min_p > 0.0:
         token_ids, weights = _select(token_ids, weights, np.flatnonzero(weights >= params.min_p))
     if params.top_p < 1.0:
         token_ids, weights = _select(token_ids, weights, nucleus(weights, params.top_p))
     return token_ids, weights
+
+
+def all_weights(logits: npt.NDArray[np.float32], temperatures: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the unnormalised probabilities, [rows, n], of all tokens of logits [rows, n] at temperatures [rows]. The
+    largest logit of each row is finite and gets 1."""
+    weights: npt.NDArray[np.float64] = np.subtract(logits, logits.max(axis=1, keepdims=True), dtype=np.float64)
+    with np.errstate(over="ignore"):  # a tiny temperature: -inf, probability zero
+        np.exp(np.divide(weights, temperatures[:, None], out=weights), out=weights)
+    return weights
 
 
 def _select(

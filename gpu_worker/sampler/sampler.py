@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 
-from .allowed_set import allowed_set
+from .allowed_set import CHUNK_ELEMENTS, all_weights, allowed_set
 from .philox import Purpose, uniform
 
 _GROUP = 64  # a running sum over the vocabulary is one long chain of additions; sums of groups run in parallel
@@ -48,15 +48,40 @@ class Sampler:
                 rows = rows[np.isfinite(largest[random])]
             seeds = np.array([params[row].seed for row in rows.tolist()], dtype=np.uint64)
             numbers = uniform(seeds, output_indices[rows].astype(np.uint64), Purpose.SAMPLE)
-            for row, u in zip(rows.tolist(), numbers.tolist(), strict=True):
+            plain = np.array([_is_plain(params[row], logits.shape[1]) for row in rows.tolist()], dtype=bool)
+            for row, u in zip(rows[~plain].tolist(), numbers[~plain].tolist(), strict=True):
                 token_ids[row] = _draw(logits[row], params[row], u)
+            self._draw_plain(logits, params, rows[plain], numbers[plain], token_ids)
         return token_ids
+
+    def _draw_plain(
+        self,
+        logits: npt.NDArray[np.float32],
+        params: Sequence[SamplingParams],
+        rows: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.float64],
+        token_ids: list[int],
+    ) -> None:
+        """Draw for rows that may draw any token, several at a time."""
+        step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            temperatures = np.array([params[row].temperature for row in chunk.tolist()])
+            weights = all_weights(logits[chunk], temperatures)
+            drawn_ids = _firsts_past(weights, numbers[start : start + step])
+            for row, drawn in zip(chunk.tolist(), drawn_ids.tolist(), strict=True):
+                token_ids[row] = drawn
 
 
 @functools.lru_cache(maxsize=4)
 def _row_starts(num_rows: int, width: int) -> npt.NDArray[np.int64]:
     """Return where each row begins among all elements: the same array in step after step."""
     return np.arange(0, num_rows * width, width)
+
+
+def _is_plain(params: SamplingParams, vocab_size: int) -> bool:
+    """Return whether no filter limits the tokens that a row may draw."""
+    return params.top_p >= 1.0 and params.min_p <= 0.0 and not 0 < params.top_k < vocab_size
 
 
 def _draw(logits: npt.NDArray[np.float32], params: SamplingParams, u: float) -> int:
@@ -67,20 +92,35 @@ def _draw(logits: npt.NDArray[np.float32], params: SamplingParams, u: float) -> 
 
 def first_past(weights: npt.NDArray[np.float64], u: float) -> int:
     """Return the index of the first weight, [n], at which the running sum passes ``u`` of the whole; u in [0, 1)."""
-    if len(weights) < _LONG:
-        running = np.cumsum(weights)
-        return _search(weights, running, u * float(running[-1]))
-    whole = len(weights) // _GROUP * _GROUP
-    sums = np.append(weights[:whole].reshape(-1, _GROUP).sum(axis=1), weights[whole:].sum())
-    running = np.cumsum(sums)
-    target = u * float(running[-1])
-    group = _search(sums, running, target)
-    rest = weights[group * _GROUP : (group + 1) * _GROUP]
-    return group * _GROUP + _search(rest, np.cumsum(rest), target - float(running[group] - sums[group]))
+    return int(_firsts_past(weights[None], np.array([u]))[0])
 
 
-def _search(weights: npt.NDArray[np.float64], running: npt.NDArray[np.float64], target: float) -> int:
-    index = int(np.searchsorted(running, target, side="right"))
-    if index < len(weights):
-        return index
-    return int(np.flatnonzero(weights)[-1])  # the target is a rounding error above the sum
+def _firsts_past(weights: npt.NDArray[np.float64], numbers: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
+    """Return :func:`first_past` of each row of weights [rows, n] with its own number, [rows]."""
+    num_rows, width = weights.shape
+    if width < _LONG:
+        running = np.cumsum(weights, axis=1)
+        return _search(weights, running, numbers * running[:, -1])
+    whole = width // _GROUP * _GROUP
+    sums = np.empty((num_rows, whole // _GROUP + 1))
+    weights[:, :whole].reshape(num_rows, -1, _GROUP).sum(axis=2, out=sums[:, :-1])
+    weights[:, whole:].sum(axis=1, out=sums[:, -1])
+    running = np.cumsum(sums, axis=1)
+    targets = numbers * running[:, -1]
+    groups = _search(sums, running, targets)
+    found: npt.NDArray[np.intp] = groups * _GROUP
+    for row, group in enumerate(groups.tolist()):
+        rest = weights[row : row + 1, group * _GROUP : (group + 1) * _GROUP]
+        target = targets[row : row + 1] - (running[row, group] - sums[row, group])
+        found[row] += _search(rest, np.cumsum(rest, axis=1), target)[0]
+    return found
+
+
+def _search(
+    weights: npt.NDArray[np.float64], running: npt.NDArray[np.float64], targets: npt.NDArray[np.float64]
+) -> npt.NDArray[np.intp]:
+    """Return for each row the first place at which the running sum, [rows, n], is above the target, [rows]."""
+    indices: npt.NDArray[np.intp] = np.count_nonzero(running <= targets[:, None], axis=1)
+    for row in np.flatnonzero(indices == weights.shape[1]).tolist():  # the target is a rounding error above the sum
+        indices[row] = np.flatnonzero(weights[row])[-1]
+    return indices

@@ -1,7 +1,6 @@
 """A clock that does not count the time for which this process itself was busy."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -14,7 +13,7 @@ and their engines are not silent."""
 class AttentiveClock:
     """Returns seconds that grow with those of ``read``, except while :meth:`run` gets no turn of the event loop."""
 
-    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[], float]) -> None:
         self._read = read
         self._base = self._ticked_at = read()
 

@@ -1,5 +1,7 @@
 """Runs the coordinator as a service."""
 
+import asyncio
+
 from prometheus_client import Counter, Gauge
 
 from tokenloom.services.runtime.host.host import Host
@@ -20,7 +22,7 @@ class CoordinatorService:
         self.servicer: CoordinatorServicer | None = None
 
     async def start(self, host: Host) -> None:
-        clock = AttentiveClock()
+        clock = AttentiveClock(asyncio.get_running_loop().time)
         registry = Registry(
             host.epoch,
             clock,

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
@@ -67,11 +66,11 @@ class CoordinatorLink:
 
         ``on_drain`` is called with the seconds of grace when the coordinator asks the engine to drain.
         """
-        backoff = MIN_BACKOFF_SECONDS
+        backoff, loop = MIN_BACKOFF_SECONDS, asyncio.get_running_loop()
         async with self._channel as channel:
             stub = coordinator_pb2_grpc.CoordinatorStub(channel)
             while True:
-                joined_at = time.monotonic()
+                joined_at = loop.time()
                 try:
                     await self._join(stub.Join(), on_drain)
                 except (TokenloomError, grpc.aio.AioRpcError, TimeoutError) as cause:
@@ -80,7 +79,7 @@ class CoordinatorLink:
                 if isinstance(error, Aborted):
                     log.error("removed from the coordinator's registry: %s", error.message)
                     return
-                if time.monotonic() - joined_at > MAX_BACKOFF_SECONDS:
+                if loop.time() - joined_at > MAX_BACKOFF_SECONDS:
                     backoff = MIN_BACKOFF_SECONDS
                 log.info("not in the coordinator's registry (%s); joining again", error.message)
                 await asyncio.sleep(backoff)

@@ -71,7 +71,7 @@ async def _start(
         undo.push_async_callback(kv.close)
     address = settings.advertise_address or host.address
     identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
-    streams = EngineServicer(identity, core, load, kv, frame_interval=settings.frame_interval)
+    streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
     coordinator = _link_coordinator(settings, identity, load, host)
     engine = RunningEngine(host, identity, core, load, streams, Pause(core, load), kv, coordinator, settings.drain)
     undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))

@@ -109,6 +109,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     max_grpc_calls: Annotated[
         Count, "gRPC calls of clients that are open at the same time; further ones end in RESOURCE_EXHAUSTED."
     ] = 4096
+    max_kept_prompt_bytes: Annotated[
+        Count,
+        "Bytes of prompts kept while their requests run; a prompt beyond them is not kept, and its request ends with a "
+        "retryable error if its output processor is lost.",
+    ] = 1 << 30
     max_live_requests: Annotated[
         Count, "Prompts in work at the same time; further ones are refused with a retryable error."
     ] = 2048

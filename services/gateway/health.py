@@ -3,7 +3,7 @@
 from tokenloom.v1 import types_pb2
 
 from .mesh.mesh_view import MeshView
-from .mesh.output_link import OutputPool
+from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 
 PARTS = ("gateway", "tokenizer", "output_processor", "coordinator", "engine")

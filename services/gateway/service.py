@@ -33,7 +33,7 @@ from .http.status_routes import StatusRoutes
 from .http.tokenize_routes import TokenizeRoutes
 from .kserve.kserve_servicer import KServeServicer
 from .mesh.mesh_view import MeshView
-from .mesh.output_link import OutputPool
+from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
 from .metrics import GatewayMetrics, MeshGauges
 from .openai.chat import ChatApi
@@ -139,7 +139,13 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
     """Connect to the other parts. Returns once a tokenizer has reported which model it serves."""
     tokenizers = TokenizerClient(Members(settings.tokenizers), host.channels)
     view = MeshView(settings.coordinator, host.channels)
-    outputs = OutputPool(Members(settings.output_processors), settings.instance_id, host.epoch, host.channels)
+    outputs = OutputPool(
+        Members(settings.output_processors),
+        settings.instance_id,
+        host.epoch,
+        host.channels,
+        max_kept_bytes=settings.max_kept_prompt_bytes,
+    )
     health = MeshHealth(tokenizers, outputs, view)
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
@@ -160,6 +166,8 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         tracer=host.tracer,
         model=model,
         reasoning_marks=None if plans.reasoning is None else await _marks(plans.reasoning, tokenizers),
+        random=host.random,
+        clock=host.clock.nanoseconds,
     )
     return _Mesh(model, plans, generator, tokenizers, view, health)
 

@@ -1,11 +1,13 @@
 """Options of an output processor."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 
 from tokenloom.checkpoint import DEMO_MODEL_NAME
 from tokenloom.services.runtime.host.service_settings import Address, ServiceSettings
+
+Drain: TypeAlias = Literal["finish", "migrate"]
 
 
 class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -19,6 +21,11 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
     max_requests: Annotated[
         Annotated[int, Meta(ge=1, le=1 << 20)], "Live requests; further ones are refused with a retryable error."
     ] = 4096
+    drain: Annotated[
+        Drain,
+        "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "
+        "the rest to other output processors; migrate moves all of them at once.",
+    ] = "finish"
     engine_hang_timeout: Annotated[
         Annotated[float, Meta(gt=0, le=3600)],
         "Seconds without a step after which an engine that has work counts as dead.",

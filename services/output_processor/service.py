@@ -1,10 +1,10 @@
 """Runs the output processor as a service: connects its parts, and starts, drains and stops them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc.aio
 
@@ -17,26 +17,38 @@ from tokenloom.v1.output_processor_pb2_grpc import OutputProcessorServicer, add_
 from tokenloom.v1.types_pb2 import Fingerprint, Hello
 
 from .metrics import Metrics
-from .output_processor_settings import OutputProcessorSettings
+from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import INITIAL_CREDIT
 from .placement.placement import EngineLinks, Placer
 from .request.requests import Requests
 from .stream.gateway_session import Session
+from .stream.sessions import Sessions
 from .text.vocabulary import Vocabulary
+
+Load: TypeAlias = Callable[[Path, OutputProcessorSettings], tuple[CheckpointInfo, Vocabulary, Fingerprint]]
+"""Reads what an output processor needs of a checkpoint."""
 
 
 class OutputProcessorService:
-    """Serves ``OutputProcessor.Process``."""
+    """Serves ``OutputProcessor.Process``.
 
-    def __init__(self, settings: OutputProcessorSettings) -> None:
+    Attributes:
+        requests: The requests in work, once started.
+    """
+
+    requests: Requests
+
+    def __init__(self, settings: OutputProcessorSettings, load: Load | None = None) -> None:
+        """``load`` reads what is needed of the checkpoint; None for :func:`load_checkpoint`."""
         self._settings = settings
+        self._load = load or load_checkpoint
         self._draining = AsyncExitStack()
         self._closing = AsyncExitStack()
 
     async def start(self, host: Host) -> None:
         settings = self._settings
         path = await asyncio.to_thread(resolve, settings.model)
-        info, vocabulary, fingerprint = await asyncio.to_thread(_load, path, settings)
+        info, vocabulary, fingerprint = await asyncio.to_thread(self._load, path, settings)
 
         def greet(engine: EngineIdentity) -> Hello:
             return make_hello(
@@ -48,21 +60,24 @@ class OutputProcessorService:
                 initial_credit=INITIAL_CREDIT,
             )
 
+        sessions = Sessions()
         links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
         placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
         self._closing.push_async_callback(placer.close)
-        requests = Requests(
+        self._closing.push_async_callback(sessions.close)  # before the placer
+        requests = self.requests = Requests(
             placer,
             vocabulary,
             frozenset(info.eos_token_ids),
             Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
             max_requests=settings.max_requests,
             tracer=host.tracer,
+            clock=host.clock.nanoseconds,
         )
-        self._draining.push_async_callback(requests.drain)
+        self._draining.push_async_callback(_drain, sessions, requests, settings.drain)
         host.spawn(placer.run(), name="coordinator")
         hello = make_hello(settings.instance_id, host.epoch, fingerprint=fingerprint)
-        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests))
+        host.add_servicer(add_OutputProcessorServicer_to_server, _Servicer(hello, requests, sessions))
 
     async def drain(self) -> None:
         await self._draining.aclose()
@@ -72,17 +87,33 @@ class OutputProcessorService:
 
 
 class _Servicer(OutputProcessorServicer):
-    def __init__(self, hello: Hello, requests: Requests) -> None:
+    def __init__(self, hello: Hello, requests: Requests, sessions: Sessions) -> None:
         self._hello = hello
         self._requests = requests
+        self._sessions = sessions
 
     async def Process(  # type: ignore[override]  # it writes to the context, because a generator costs more per frame
         self, request_iterator: AsyncIterator[ProcessInput], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        await Session(self._hello, self._requests).run(request_iterator, context.write)
+        session = Session(self._hello, self._requests)
+        with self._sessions.joined(session):
+            await session.run(request_iterator, context.write)
 
 
-def _load(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:
+async def _drain(sessions: Sessions, requests: Requests, mode: Drain) -> None:
+    """Announce that this process leaves, then let live requests finish, or move them to other output processors: at
+    once or, in mode ``finish``, when the drain timeout has passed."""
+    sessions.leave()
+    if mode == "migrate":
+        sessions.move()
+    try:
+        await requests.drain()
+    finally:
+        sessions.move()
+
+
+def load_checkpoint(path: Path, settings: OutputProcessorSettings) -> tuple[CheckpointInfo, Vocabulary, Fingerprint]:
+    """Return what the checkpoint of this directory says, its vocabulary, and what identifies both to peers."""
     name = settings.served_model_name or served_name(path, settings.model)
     fingerprint = Fingerprint(model=name, tokenizer=tokenizer_fingerprint(path))
     return CheckpointInfo.load(path), Vocabulary(load_tokenizer(path)), fingerprint

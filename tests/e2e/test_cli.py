@@ -119,15 +119,15 @@ def test_a_batch_that_brings_its_own_mesh(mesh: Any, tmp_path: Path) -> None:
 
 def test_a_killed_generate_goes_on(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [{"id": index, "prompt": f"Story {index}:"} for index in range(300)]
+    lines = [{"id": index, "prompt": f"Story {index}:"} for index in range(120)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [*COMMAND, "generate", str(source), str(target), "--max-tokens", "4", "--max-model-len", "256"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as first:
-        while not target.exists() or target.stat().st_size < 2000:
+        while not target.exists() or target.stat().st_size < 500:
             assert first.poll() is None, "it ended too early to be killed"
             time.sleep(0.01)
         first.send_signal(signal.SIGKILL)
     kept = target.read_text().rpartition("\n")[0]
     assert subprocess.run(command, check=False, stderr=subprocess.PIPE).returncode == 0
     assert target.read_text().startswith(kept)
-    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == list(range(300))
+    assert [json.loads(line)["id"] for line in target.read_text().splitlines()] == list(range(120))

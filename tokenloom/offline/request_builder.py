@@ -103,7 +103,7 @@ class RequestBuilder:
     ) -> list[EngineCoreRequest]:
         """Return n requests with different seeds; only the first returns the prompt's log probabilities."""
         rest = self.limits.max_model_len - len(prompt.token_ids)
-        first = to_core_sampling(wire, self.limits, rest)
+        first = to_core_sampling(wire, self.limits, rest, self._random)
         others = replace(first, prompt_logprobs=None)
         return [
             EngineCoreRequest(

@@ -25,7 +25,7 @@ class ProcessInput(_message.Message):
     def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "accepted_token_ids", "emitted_text_bytes", "engine_deaths", "sampling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over")
+    __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over")
     class TraceHeadersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -37,8 +37,6 @@ class Submit(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASH_PREFIXES_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    EMITTED_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_DEATHS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -54,8 +52,6 @@ class Submit(_message.Message):
     request_id: str
     prompt: _types_pb2.Prompt
     block_hash_prefixes: _containers.RepeatedScalarFieldContainer[int]
-    accepted_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    emitted_text_bytes: int
     engine_deaths: int
     sampling_params: _types_pb2.SamplingParams
     text: TextOptions
@@ -67,7 +63,7 @@ class Submit(_message.Message):
     journals: _containers.RepeatedCompositeFieldContainer[SampleJournal]
     num_prompt_logprobs: int
     take_over: bool
-    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., accepted_token_ids: _Optional[_Iterable[int]] = ..., emitted_text_bytes: _Optional[int] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ...) -> None: ...
+    def __init__(self, slot: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt: _Optional[_Union[_types_pb2.Prompt, _Mapping]] = ..., block_hash_prefixes: _Optional[_Iterable[int]] = ..., engine_deaths: _Optional[int] = ..., sampling_params: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., text: _Optional[_Union[TextOptions, _Mapping]] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., num_samples: _Optional[int] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., trace_headers: _Optional[_Mapping[str, str]] = ..., journals: _Optional[_Iterable[_Union[SampleJournal, _Mapping]]] = ..., num_prompt_logprobs: _Optional[int] = ..., take_over: _Optional[bool] = ...) -> None: ...
 
 class SampleJournal(_message.Message):
     __slots__ = ("sample_index", "token_ids", "emitted_text_bytes", "finished")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from tokenloom.engine_core.client.async_core_client import AsyncClient
@@ -34,6 +34,7 @@ class CoreLink:
         ready: What the core reported when it had started.
         metrics: The engine's metrics.
         kv_events: Receives the events of the prefix cache; None if they are not published.
+        clock: Returns the seconds by which the times of attempts are measured.
     """
 
     def __init__(
@@ -46,14 +47,17 @@ class CoreLink:
         kv_events: KVEventFeed | None = None,
         logs_events: bool = False,
         tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``logs_events``: whether the scheduler's events are logged for each request."""
+        """``logs_events``: whether the scheduler's events are logged for each request. ``clock``: as for
+        :class:`Attempts`."""
         self.client = client
         self.ready = ready
         self.metrics = metrics
         self.kv_events = kv_events
         self._logs_events = logs_events
         self._tracer = tracer
+        self.clock = clock
         self._load = load
         self._live: dict[str, tuple[Attempt, Attempts]] = {}
         self._aborts: list[str] = []  # keys to abort in the core; bounded by the live requests
@@ -137,7 +141,7 @@ class CoreLink:
         """Forget attempts that the front has ended, and abort them in the core."""
         for attempt in attempts:
             if self._live.pop(attempt.key, None) is not None:
-                self._ended(attempt, time.monotonic())
+                self._ended(attempt, self.clock())
                 self._aborts.append(attempt.key)
         if self._aborts:
             self._aborts_waiting.set()
@@ -145,8 +149,8 @@ class CoreLink:
     def _distribute(self, outputs: EngineCoreOutputs) -> None:
         """Distribute the outputs of a step, then notify each stream once, so that it builds one frame."""
         self._load.observe(outputs)
-        changed: set[Attempts] = set()
-        now = time.monotonic()
+        changed: dict[Attempts, None] = {}  # in the order of their first output
+        now = self.clock()
         for output in outputs.outputs:
             entry = self._live.get(output.request_id)
             if entry is None:
@@ -156,7 +160,7 @@ class CoreLink:
                 log_events(attempt, output.events)
             self.metrics.observe_output(attempt, output, now)
             attempts.take_output(attempt, output)
-            changed.add(attempts)
+            changed[attempts] = None
             if output.finish_reason is not None:
                 del self._live[output.request_id]
                 self._ended(attempt, now)

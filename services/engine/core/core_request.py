@@ -1,8 +1,8 @@
 """Turns an ``AddRequest`` into the engine core's request: checked, with every default filled in."""
 
 import json
-import secrets
 from collections.abc import Callable, Iterable
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,13 @@ _MAX_ENGINE_ID_CHARS = 256
 _MAX_TENANT_CHARS = 256
 
 
-def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.ModelLimits) -> EngineCoreRequest:
-    """Return the core's request, named ``key``. Raises ``InvalidArgument`` naming the field or ``DeadlineExceeded``."""
+def to_core_request(
+    add: engine_pb2.AddRequest, key: str, limits: types_pb2.ModelLimits, random: Random
+) -> EngineCoreRequest:
+    """Return the core's request, named ``key``. ``random`` draws its lease and its seed.
+
+    Raises ``InvalidArgument`` naming the field or ``DeadlineExceeded``.
+    """
     if add.WhichOneof("task") is None:
         raise InvalidArgument("task is not set; expected sampling_params", "task")
     prompt, params = add.prompt, add.sampling_params
@@ -42,11 +47,11 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
     return EngineCoreRequest(
         request_id=key,
         prompt_token_ids=list(prompt.token_ids),
-        sampling_params=to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids)),
+        sampling_params=to_core_sampling(params, limits, limits.max_model_len - len(prompt.token_ids), random),
         accepted_token_ids=list(add.accepted_token_ids),
         priority=add.priority,
         cache_salt=prompt.cache_salt,
-        lease_id=secrets.token_bytes(LEASE_ID_BYTES) if add.hold_kv else b"",
+        lease_id=random.randbytes(LEASE_ID_BYTES) if add.hold_kv else b"",
         awaits_tokens=add.awaits_tokens,
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
         tenant=add.tenant,
@@ -54,16 +59,16 @@ def to_core_request(add: engine_pb2.AddRequest, key: str, limits: types_pb2.Mode
 
 
 def to_core_sampling(
-    params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, default_max_tokens: int
+    params: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, default_max_tokens: int, random: Random
 ) -> SamplingParams:
-    """Return valid parameters with every default filled in; without a seed one is drawn."""
+    """Return valid parameters with every default filled in; without a seed ``random`` draws one."""
     values: dict[str, Any] = {"max_tokens": default_max_tokens}
     for descriptor, value in params.ListFields():
         name = descriptor.name
         read = _READERS.get(name)
         values[name] = value if read is None else read(value)
     if "seed" not in values:
-        values["seed"] = secrets.randbits(64)
+        values["seed"] = random.getrandbits(64)
     for name in ("logprobs", "prompt_logprobs"):
         if name in values:
             values[name] = min(values[name], limits.vocab_size)

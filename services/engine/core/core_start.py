@@ -62,6 +62,7 @@ async def start_core(
         kv_events=kv_events,
         logs_events=settings.engine.scheduler.log_events,
         tracer=host.tracer,
+        clock=host.clock.seconds,
     )
 
 

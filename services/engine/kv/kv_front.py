@@ -4,6 +4,7 @@ import socket
 
 from tokenloom.gpu_worker.kv_connector.kv_transports import expanded
 from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.surroundings import Port
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.v1 import coordinator_pb2
 
@@ -13,7 +14,7 @@ from ..load import LoadTracker
 from .kv_link import KVLink
 from .kv_loads import KVLoads, ReaderConfig
 from .kv_peers import EngineRegistry
-from .kv_servicer import KVServer, KVTransferServicer
+from .kv_servicer import KVTransferServicer, serve_kv
 
 CLOSE_SECONDS = 0.25
 
@@ -29,17 +30,17 @@ class KVFront:
     """
 
     def __init__(self, settings: EngineSettings, core: CoreLink, load: LoadTracker, host: Host) -> None:
-        """Bind the KV port. Raises as :class:`KVServer`."""
+        """Bind the KV port. Raises as :func:`serve_kv`."""
         self._core = core
         self._load = load
         self._link = KVLink(core.client)
         self._registry = EngineRegistry(settings.coordinator, host.channels)
-        self._server: KVServer | None = None
+        self._server: Port | None = None
         self.owner: coordinator_pb2.EngineRef | None = None
         self.address = ""
         if settings.kv_listen:
             servicer = KVTransferServicer(self._link, host.epoch)
-            self._server = KVServer(settings.kv_listen, servicer, host.tls, insecure=settings.insecure)
+            self._server = serve_kv(host.network, settings.kv_listen, servicer, host.tls, insecure=settings.insecure)
             self.address = settings.kv_advertise_address or self._server.address
             self.owner = coordinator_pb2.EngineRef(engine_id=settings.instance_id, epoch=host.epoch)
         self.lease_seconds = settings.engine.kv.lease_seconds

@@ -6,7 +6,6 @@ failure on the way costs a local recompute, never a wrong token.
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -110,7 +109,7 @@ class KVLoads:
         token_ids = [*request.prompt_token_ids, *request.accepted_token_ids][: source.num_tokens]
         if not (transports := self._paths.to(owner)):
             raise KVTransferError("transport", f"no transport of this engine reaches engine {owner.engine_id!r}")
-        began = time.monotonic()
+        began = self._core.clock()
         reading = await Reading.acquire(
             stub,
             kv_transfer_pb2.AcquireRequest(
@@ -123,7 +122,7 @@ class KVLoads:
             num_tokens=source.num_tokens,
             block_size=self._config.block_size,
         )
-        attempt.kv.wait_ns += round((time.monotonic() - began) * 1e9)
+        attempt.kv.wait_ns += round((self._core.clock() - began) * 1e9)
         return reading
 
     async def _do_without(self, attempt: Attempt, failure: KVTransferError) -> None:

@@ -4,15 +4,14 @@ import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
 from google.protobuf import duration_pb2
 
 from tokenloom.engine_core.kv_transfer.kv_messages import KVAcquire, KVAnswer, KVProgress, KVRelease, KVRenew
 from tokenloom.request import errors
 from tokenloom.request.errors import InvalidArgument, Unimplemented
 from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
-from tokenloom.services.runtime.host.listener import SERVER_OPTIONS, bind
 from tokenloom.services.runtime.host.servicer_edge import Edge
+from tokenloom.services.runtime.host.surroundings import Network, Port
 from tokenloom.services.runtime.peers.callers import check_caller
 from tokenloom.services.runtime.peers.tls import MeshTLS
 from tokenloom.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
@@ -138,24 +137,11 @@ def _error(reason: str, detail: str) -> errors.TokenloomError:
     return error
 
 
-class KVServer:
-    """Listens for other engines. Binds when constructed; raises ``InvalidArgument`` for an address that other machines
-    can reach without TLS, ``Unavailable`` for one that cannot be bound."""
-
-    def __init__(self, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool) -> None:
-        edge = Edge(check_caller if tls is not None else None)
-        edge.add_servicer(kv_transfer_pb2_grpc.add_KVTransferServicer_to_server, servicer)
-        self._server = grpc.aio.server(
-            options=[*SERVER_OPTIONS, *_LIMITS.options()], maximum_concurrent_rpcs=_LIMITS.calls
-        )
-        self._server.add_generic_rpc_handlers((edge,))
-        credentials = tls.server_credentials() if tls is not None else None
-        self.address = bind(self._server, listen, credentials, insecure=insecure, field="kv_listen")
-
-    async def start(self) -> None:
-        """Start to answer calls."""
-        await self._server.start()
-
-    async def close(self, grace: float) -> None:
-        """End calls after ``grace`` seconds. Idempotent."""
-        await self._server.stop(grace)
+def serve_kv(
+    network: Network, listen: str, servicer: KVTransferServicer, tls: MeshTLS | None, *, insecure: bool
+) -> Port:
+    """Return a port where other engines reach ``servicer``. Raises ``InvalidArgument`` for an address that other
+    machines can reach without TLS, ``Unavailable`` for one that cannot be bound."""
+    edge = Edge(check_caller if tls is not None else None)
+    edge.add_servicer(kv_transfer_pb2_grpc.add_KVTransferServicer_to_server, servicer)
+    return network.port(edge, listen, _LIMITS, tls, insecure=insecure, field="kv_listen")

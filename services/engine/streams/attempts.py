@@ -1,7 +1,7 @@
 """Keeps the attempts of one stream by slot. Every Add gets exactly one Finished, whatever happens first. No I/O."""
 
-import time
 from collections.abc import Callable
+from random import Random
 
 from tokenloom.engine_core.wire.messages import (
     AcceptTokens,
@@ -54,12 +54,14 @@ class Attempts:
         limits: types_pb2.ModelLimits,
         builder: FrameBuilder,
         notify: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
+        random: Random,
         *,
         kv_owner: coordinator_pb2.EngineRef | None = None,
         lease_seconds: float = 0.0,
     ) -> None:
-        """``kv_owner``: this engine as the owner of KV under leases of ``lease_seconds``; None if it serves no KV."""
+        """``clock`` returns seconds. ``random`` draws leases and seeds. ``kv_owner``: this engine as the owner of KV
+        under leases of ``lease_seconds``; None if it serves no KV."""
         self.live: dict[int, Attempt] = {}
         self.notify = notify
         self._kv_owner = kv_owner
@@ -68,6 +70,7 @@ class Attempts:
         self._limits = limits
         self._builder = builder
         self._clock = clock
+        self._random = random
         self._last_slot = 0
         # By slot: key and expiry of finished prefills whose KV may still be held. Bounded by the leases that can exist.
         self._held: dict[int, tuple[str, float]] = {}
@@ -77,7 +80,7 @@ class Attempts:
         if add.hold_kv and self._kv_owner is None:
             raise errors.InvalidArgument("hold_kv is set, but this engine serves no KV to other engines", "hold_kv")
         key = f"{self._stream_id}.{add.slot}"
-        request = to_core_request(add, key, self._limits)
+        request = to_core_request(add, key, self._limits, self._random)
         num_accepted = len(request.accepted_token_ids)
         attempt = self.live[add.slot] = Attempt(
             slot=add.slot,

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
+from random import Random
 from typing import TypeAlias
 
 import grpc.aio
@@ -42,27 +42,36 @@ class ConnectStream:
         limits: types_pb2.ModelLimits,
         core: CoreLink,
         load: LoadTracker,
+        random: Random,
         kv: KVFront | None = None,
         *,
         frame_interval: float = 0.0,
     ) -> None:
-        """``kv``: None if this engine moves no KV and computes every prompt. ``frame_interval``: as in
-        :class:`FramePace`."""
+        """``random`` draws leases and seeds. ``kv``: None if this engine moves no KV and computes every prompt.
+        ``frame_interval``: as in :class:`FramePace`."""
         self._core = core
         self._load = load
         self._kv = kv
+        self._loop = asyncio.get_running_loop()
         self._builder = FrameBuilder(peer.max_message_bytes)
         owner, lease_seconds = (kv.owner, kv.lease_seconds) if kv is not None else (None, 0.0)
         self._changed = asyncio.Event()  # wakes the writer: there is data, credit or an end
         self._attempts = Attempts(
-            stream_id, limits, self._builder, self._changed.set, kv_owner=owner, lease_seconds=lease_seconds
+            stream_id,
+            limits,
+            self._builder,
+            self._changed.set,
+            core.clock,
+            random,
+            kv_owner=owner,
+            lease_seconds=lease_seconds,
         )
         self._credit = Credit(peer.initial_credit)
-        self._pace = FramePace(frame_interval, self._changed.set, asyncio.get_running_loop())
+        self._pace = FramePace(frame_interval, self._changed.set, self._loop)
         self._idle = asyncio.Event()
         self._half_closed = False
         self._closing: TokenloomError | None = None
-        self._written_at = time.monotonic()
+        self._written_at = self._loop.time()
 
     async def run(
         self,
@@ -147,10 +156,10 @@ class ConnectStream:
             self._changed.set()
             return
         if len(self._attempts.live) == 1:
-            self._written_at = attempt.times.arrival  # the time without a frame counts from here
+            self._written_at = self._loop.time()  # the time without a frame counts from here
         if add.HasField("timeout"):
             seconds = add.timeout.ToNanoseconds() / 1e9
-            attempt.deadline = asyncio.get_running_loop().call_later(seconds, self._expire, add.slot)
+            attempt.deadline = self._loop.call_later(seconds, self._expire, add.slot)
         self._core.open(attempt, self._attempts)
         if add.HasField("kv_source") and self._kv is not None:
             self._kv.loads.begin(attempt, add.kv_source)
@@ -195,7 +204,7 @@ class ConnectStream:
             raise self._closing
 
     async def _send(self, context: Context, frame: engine_pb2.EngineFrame) -> None:
-        self._written_at = time.monotonic()
+        self._written_at = self._loop.time()
         await context.write(frame)
 
     def _is_done(self) -> bool:
@@ -207,14 +216,14 @@ class ConnectStream:
         return self._pace.is_due(urgent=self._builder.is_urgent or self._half_closed or self._closing is not None)
 
     def _is_beat_due(self) -> bool:
-        return not self.is_idle and time.monotonic() - self._written_at >= HEARTBEAT_SECONDS
+        return not self.is_idle and self._loop.time() - self._written_at >= HEARTBEAT_SECONDS
 
     # Time
 
     async def _keep_alive(self) -> None:
         """Wake the writer for heartbeats, and end the stream of a peer that grants no credit."""
         while True:
-            due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
+            due = self._written_at + HEARTBEAT_SECONDS - self._loop.time()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
             if self._credit.is_withheld(wanted=self._builder.has_data):
                 reason = f"no credit for {NO_CREDIT_SECONDS:g} s while frames wait"

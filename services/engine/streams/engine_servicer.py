@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from random import Random
 
 from tokenloom.request.errors import FailedPrecondition, TokenloomError
 from tokenloom.services.runtime.peers.hello import HELLO_SECONDS, check_hello
@@ -19,13 +20,22 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Owns the streams of all peers."""
 
     def __init__(
-        self, identity: Identity, core: CoreLink, load: LoadTracker, kv: KVFront | None, *, frame_interval: float
+        self,
+        identity: Identity,
+        core: CoreLink,
+        load: LoadTracker,
+        kv: KVFront | None,
+        random: Random,
+        *,
+        frame_interval: float,
     ) -> None:
-        """``kv``: None if the engine moves no KV. ``frame_interval``: as in :class:`FramePace`."""
+        """``kv``: None if the engine moves no KV. ``random`` draws leases and seeds. ``frame_interval``: as in
+        :class:`FramePace`."""
         self._identity = identity
         self._core = core
         self._load = load
         self._kv = kv
+        self._random = random
         self._frame_interval = frame_interval
         self._stream_ids = itertools.count(1)
         self._streams: dict[ConnectStream, asyncio.Event] = {}  # each event is set when the stream has ended
@@ -42,6 +52,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             self._identity.limits,
             self._core,
             self._load,
+            self._random,
             self._kv,
             frame_interval=self._frame_interval,
         )

@@ -1,15 +1,15 @@
 """Runs beam searches in the mesh: each step sends one request of one token for every beam of every prompt."""
 
-import time
+from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors
 from tokenloom.request.beam_search import Beam, BeamSearch, BeamSettings, Candidates
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
-from ..mesh.output_link import Cancel, OutputPool
+from ..mesh.output_pool import Cancel, OutputPool
 from .beam_outputs import BeamTexts, logprobs_of
-from .preparation import Prepared
+from .beam_plan import BeamPlan
 
 Row = output_processor_pb2.SlotTextLogprobs
 
@@ -21,21 +21,29 @@ class BeamRun:
     """
 
     def __init__(
-        self, prepared: Prepared, request_id: str, pool: OutputPool, texts: BeamTexts, *, deadline_ns: int
+        self,
+        submits: Sequence[output_processor_pb2.Submit],
+        plan: BeamPlan,
+        request_id: str,
+        pool: OutputPool,
+        texts: BeamTexts,
+        *,
+        deadline_ns: int,
+        clock: Callable[[], int],
     ) -> None:
-        """``deadline_ns``: when the whole request must have ended, on the monotonic clock."""
-        assert prepared.beams is not None
-        self._submits = prepared.submits
-        self._num_candidates = prepared.beams.num_candidates
-        self._steps = [_one_token(submit, self._num_candidates) for submit in prepared.submits]
+        """``deadline_ns``: when the whole request must have ended, by ``clock``, which returns nanoseconds."""
+        self._submits = submits
+        self._num_candidates = plan.num_candidates
+        self._steps = [_one_token(submit, self._num_candidates) for submit in submits]
         self._searches: list[BeamSearch[Row]] = [
-            BeamSearch(_settings(submit, prepared.beams.length_penalty)) for submit in prepared.submits
+            BeamSearch(_settings(submit, plan.length_penalty)) for submit in submits
         ]
         self._request_id = request_id
         self._pool = pool
         self._texts = texts
         self._deadline_ns = deadline_ns
-        self._cached_tokens = [0] * len(prepared.submits)
+        self._clock = clock
+        self._cached_tokens = [0] * len(submits)
         self._cancels: list[Cancel] = []  # of the present step
         self.num_steps = 0
         """Steps that were computed."""
@@ -78,7 +86,7 @@ class BeamRun:
         submit.CopyFrom(self._steps[number])
         submit.prompt.token_ids.extend(beam.token_ids)
         submit.request_id = f"{self._request_id}-{number}-{self.num_steps}-{len(self._cancels)}"
-        submit.timeout.FromNanoseconds(max(self._deadline_ns - time.monotonic_ns(), 0))
+        submit.timeout.FromNanoseconds(max(self._deadline_ns - self._clock(), 0))
         return submit
 
     async def _rows(self, collector: Collector) -> list[Row]:

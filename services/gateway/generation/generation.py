@@ -1,12 +1,10 @@
 """Runs a request, whichever API it came through: prepares it, submits it and collects its output."""
 
 import asyncio
-import secrets
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
-from operator import attrgetter
+from random import Random
 
 from tokenloom.request import errors
 from tokenloom.request.reasoning import ReasoningMarks
@@ -15,7 +13,7 @@ from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
 from ..mesh.mesh_view import MeshLoad, MeshView
-from ..mesh.output_link import Cancel, OutputPool
+from ..mesh.output_pool import Cancel, OutputPool
 from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics, RequestWatch
 from .admission import Admission, Place
@@ -49,14 +47,15 @@ class Generation:
     def __init__(
         self,
         prepared: Prepared,
+        request_id: str,
         metrics: GatewayMetrics,
         reasoning_marks: ReasoningMarks | None = None,
         on_first_token: Callable[[], None] | None = None,
     ) -> None:
         """``on_first_token``: called with the first token of each output."""
         submits = prepared.submits
-        self.request_id = secrets.token_hex(16)
-        self.prompts: list[Sequence[int]] = list(map(attrgetter("prompt.token_ids"), submits))
+        self.request_id = request_id
+        self.prompts: list[Sequence[int]] = list(map(_prompt_ids, submits))
         self.prompt_texts = prepared.prompt_texts
         self.prompt_logprobs: defaultdict[int, list[output_processor_pb2.SlotTextLogprobs]] = defaultdict(list)
         self.num_samples = submits[0].num_samples or 1
@@ -69,7 +68,9 @@ class Generation:
             self.may_reason &= not self.reasoning.is_over
         self.finished: dict[int, output_processor_pb2.RequestFinished] = {}
         self.completion_tokens = [0] * self.num_outputs
-        self._prepared = prepared
+        self._submits, self._beams = submits, prepared.beams
+        self._clock = prepared.clock
+        self._started_ns, self._tokenize_ns = prepared.started_ns, prepared.tokenize_ns
         self._collector: Collector | BeamRun = Collector(self.num_outputs)
         self._cancels: list[Cancel] = []
         num_prompt_tokens = sum(map(len, self.prompts))
@@ -102,7 +103,7 @@ class Generation:
     @property
     def timeline(self) -> types_pb2.Timeline:
         """The times of the prompt that ended last, with the tokenizer's time."""
-        timeline = types_pb2.Timeline(tokenize_ns=self._prepared.tokenize_ns)
+        timeline = types_pb2.Timeline(tokenize_ns=self._tokenize_ns)
         for finished in self.finished.values():
             timeline.MergeFrom(finished.timeline)
         return timeline
@@ -110,7 +111,7 @@ class Generation:
     @property
     def total_ns(self) -> int:
         """Nanoseconds since the gateway received the request."""
-        return time.monotonic_ns() - self._prepared.started_ns
+        return self._clock() - self._started_ns
 
     def prompt_of(self, index: int) -> Sequence[int]:
         """Return the prompt that an output continues."""
@@ -120,8 +121,8 @@ class Generation:
         """Send every prompt to an output processor. ``timeout``: seconds for the whole request."""
         collector = self._collector
         assert isinstance(collector, Collector), "a beam search submits its steps itself"
-        left_ns = max(self._prepared.started_ns + round(timeout * 1e9) - time.monotonic_ns(), 0)
-        submits = self._prepared.submits
+        left_ns = max(self._started_ns + round(timeout * 1e9) - self._clock(), 0)
+        submits, self._submits = self._submits, ()  # only the pool keeps them, within its budget
         for index, submit in enumerate(submits):
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
@@ -129,8 +130,17 @@ class Generation:
 
     def search(self, pool: OutputPool, texts: BeamTexts, *, timeout: float) -> None:
         """Search the outputs of every prompt with beams, while the caller takes them. ``timeout``: as in `submit`."""
-        deadline_ns = self._prepared.started_ns + round(timeout * 1e9)
-        run = BeamRun(self._prepared, self.request_id, pool, texts, deadline_ns=deadline_ns)
+        assert self._beams is not None
+        deadline_ns = self._started_ns + round(timeout * 1e9)
+        run = BeamRun(
+            self._submits,
+            self._beams,
+            self.request_id,
+            pool,
+            texts,
+            deadline_ns=deadline_ns,
+            clock=self._clock,
+        )
         self._collector = run
         self._cancels.append(run.cancel)
 
@@ -161,6 +171,12 @@ class Generation:
             cancel()
 
 
+def _prompt_ids(submit: output_processor_pb2.Submit) -> Sequence[int]:
+    """Return the prompt's token ids, without a reference to its embeddings, which may be large."""
+    token_ids = submit.prompt.token_ids
+    return list(token_ids) if submit.prompt.embeds else token_ids
+
+
 class Generator:
     """Admits requests and runs them."""
 
@@ -178,17 +194,22 @@ class Generator:
         tracer: Tracer | None = None,
         model: str = "",
         reasoning_marks: ReasoningMarks | None = None,
+        random: Random,
+        clock: Callable[[], int],
     ) -> None:
         """Args:
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
         max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
         model: Its name in traces.
         reasoning_marks: The marks around the model's reasoning; None: they are not known.
+        random: Draws the ids of requests, and the seeds of those that have none.
+        clock: Returns nanoseconds.
         """
+        self._random = random
         self._tracer = tracer
         self._model = model
         self._reasoning_marks = reasoning_marks
-        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, max_request_values)
+        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, random, clock, max_request_values)
         self._mesh = mesh
         self._outputs = outputs
         self._texts = BeamTexts(tokenizers)
@@ -244,4 +265,5 @@ class Generator:
         """Prepare a request and reserve its tokens."""
         prepared = await self._preparer.prepare(job)
         place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
-        return Generation(prepared, self._metrics, self._reasoning_marks, place.begin_output)
+        request_id = self._random.randbytes(16).hex()
+        return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output)

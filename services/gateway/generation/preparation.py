@@ -1,10 +1,9 @@
 """Prepares jobs: resolves parameters, encodes prompts, checks both and makes the output processors' requests."""
 
 import asyncio
-import secrets
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import TypeAlias, cast
 
 from tokenloom.request import bad_words, errors, validation
@@ -39,6 +38,8 @@ class Prepared:
     """Whether a constraint applies from the first token of the outputs, reasoning included."""
     started_ns: int
     tokenize_ns: int
+    clock: Callable[[], int]
+    """Returns nanoseconds, as ``started_ns``."""
     beams: BeamPlan | None = None
     """How to search; None: the outputs are sampled."""
 
@@ -51,30 +52,36 @@ class Preparer:
         tokenizers: TokenizerClient,
         mesh: MeshView,
         most_urgent_priority: int,
+        random: Random,
+        clock: Callable[[], int],
         max_values: int = DEFAULT_MAX_VALUES,
     ) -> None:
         """Args:
         most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
+        random: Draws the seeds of requests that have none.
+        clock: Returns nanoseconds.
         max_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
         """
         self._tokenizers = tokenizers
         self._mesh = mesh
         self._most_urgent_priority = most_urgent_priority
         self._max_values = max_values
+        self._random = random
+        self._clock = clock
 
     async def prepare(self, job: Job) -> Prepared:
         """Raises ``Unavailable``, and ``InvalidArgument`` for what cannot run, if possible before it is encoded."""
-        started_ns = time.monotonic_ns()
+        started_ns = self._clock()
         info = self._tokenizers.info
         limits = self._mesh.limits(info.fingerprint) if info is not None else None
         if info is None or limits is None:
             raise errors.Unavailable("no engine is serving yet; retry")
-        sampling = _resolve(job, info, limits)
+        sampling = _resolve(job, info, limits, self._random)
         beams = None if job.beam_search is None else plan_beams(job, job.beam_search, limits)
         prompts = await self._encode(job, sampling, limits, info.max_token_bytes)
         if job.bad_words:
             await self._forbid(job.bad_words, sampling, limits)
-        tokenize_ns = time.monotonic_ns() - started_ns
+        tokenize_ns = self._clock() - started_ns
         priority = max(job.priority, self._most_urgent_priority) if job.priority else 0
         check_copies(sampling, prompts)
         cost = RequestCost.of(sampling, limits, (len(prompts), job.num_samples), self._max_values)
@@ -86,7 +93,8 @@ class Preparer:
         cost.check(submits, limits)
         texts = await self._texts(job, prompts) if job.echo else ()
         is_constrained = sampling.HasField("structured_outputs") and limits.reasoning != types_pb2.REASONING_MODE_FREE
-        return Prepared(submits, texts, _opens_reasoning(prompts[0]), is_constrained, started_ns, tokenize_ns, beams)
+        opens = _opens_reasoning(prompts[0])
+        return Prepared(submits, texts, opens, is_constrained, started_ns, tokenize_ns, self._clock, beams)
 
     async def _encode(
         self, job: Job, sampling: types_pb2.SamplingParams, limits: types_pb2.ModelLimits, max_token_bytes: int
@@ -134,7 +142,7 @@ class Preparer:
 
 
 def _resolve(
-    job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits
+    job: Job, info: tokenizer_pb2.GetTokenizerInfoResponse, limits: types_pb2.ModelLimits, random: Random
 ) -> types_pb2.SamplingParams:
     """Return the client's parameters over the model's defaults, checked, with a seed and the ids that end an output."""
     sampling = types_pb2.SamplingParams()
@@ -148,7 +156,7 @@ def _resolve(
     if job.priority:
         validation.check_priority(job.priority, limits)
     if not sampling.HasField("seed"):
-        sampling.seed = secrets.randbits(64)
+        sampling.seed = random.getrandbits(64)
     if not job.ignore_eos:
         for token_id in info.eos_token_ids:
             # A tokenizer may have more tokens than the model; such an id cannot be generated.

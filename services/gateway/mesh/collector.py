@@ -1,6 +1,7 @@
 """Holds the output of a request until it is sent, merged, so that a slow client delays only its own output."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -34,12 +35,14 @@ class Collector:
     """Joins the outputs of one client request (one index for each sample of each prompt) for its only reader.
 
     Writers never wait. Output that arrives while the reader waits for its client is merged into one delta per index, so
-    it is bounded by ``max_tokens`` for each index.
+    it is bounded by ``max_tokens`` for each index. So are the journals of what arrived: 4 bytes for each token.
     """
 
     def __init__(self, num_outputs: int) -> None:
         self._pending: dict[int, Delta] = {}
-        self._num_tokens = [0] * num_outputs
+        self._token_ids = [array("I") for _ in range(num_outputs)]
+        self._text_bytes = [0] * num_outputs
+        self._ended = [False] * num_outputs
         self._live = num_outputs
         self._error: errors.TokenloomError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -49,6 +52,24 @@ class Collector:
     def done(self) -> bool:
         """Whether every index has ended and all output was taken."""
         return self._live == 0 and not self._pending
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request has ended with an error."""
+        return self._error is not None
+
+    def num_tokens(self, index: int) -> int:
+        """Return how many tokens of an index arrived."""
+        return len(self._token_ids[index])
+
+    def journal(self, index: int, sample_index: int) -> output_processor_pb2.SampleJournal:
+        """Return what arrived of an index, as an output processor needs it to continue the sample from there."""
+        return output_processor_pb2.SampleJournal(
+            sample_index=sample_index,
+            token_ids=self._token_ids[index],
+            emitted_text_bytes=self._text_bytes[index],
+            finished=self._ended[index],
+        )
 
     def put(
         self,
@@ -64,10 +85,12 @@ class Collector:
 
         ``ends``: :meth:`finish` follows at once, and both become one delta.
         """
-        if token_index != self._num_tokens[index]:
-            self.fail(errors.Internal(f"expected output token {self._num_tokens[index]}, received {token_index}"))
+        journal = self._token_ids[index]
+        if token_index != len(journal):
+            self.fail(errors.Internal(f"expected output token {len(journal)}, received {token_index}"))
             return
-        self._num_tokens[index] += len(token_ids)
+        journal.fromlist(token_ids)
+        self._text_bytes[index] += len(text) if text.isascii() else len(text.encode())
         delta = self._pending.get(index)
         if delta is not None:
             delta.text += text
@@ -82,7 +105,7 @@ class Collector:
 
     def put_prompt(self, index: int, logprobs: output_processor_pb2.SlotTextLogprobs) -> None:
         """Add log probabilities of an index's prompt."""
-        delta = self._pending.setdefault(index, Delta(index, self._num_tokens[index]))
+        delta = self._pending.setdefault(index, Delta(index, self.num_tokens(index)))
         delta.prompt_logprobs = _extended(delta.prompt_logprobs, [logprobs])
         self._wake()
 
@@ -91,16 +114,15 @@ class Collector:
         if finished.HasField("error"):
             self.fail(errors.from_proto(finished.error))
             return
-        if finished.completion_tokens != self._num_tokens[index]:
-            self.fail(
-                errors.Internal(
-                    f"{finished.completion_tokens} output tokens were sent, {self._num_tokens[index]} arrived"
-                )
-            )
+        num_tokens = self.num_tokens(index)
+        if finished.completion_tokens != num_tokens:
+            error = f"{finished.completion_tokens} output tokens were sent, {num_tokens} arrived"
+            self.fail(errors.Internal(error))
             return
-        delta = self._pending.setdefault(index, Delta(index, self._num_tokens[index]))
+        delta = self._pending.setdefault(index, Delta(index, num_tokens))
         assert delta.finished is None, "an index ends once"
         delta.finished = finished
+        self._ended[index] = True
         self._live -= 1
         self._wake()
 

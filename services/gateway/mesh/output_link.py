@@ -1,133 +1,91 @@
-"""Keeps the streams to the output processors: sends requests, and hands the frames' output to their collectors."""
+"""Keeps the stream to an output processor: sends requests, and hands the frames' output to their collectors."""
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import Protocol, TypeAlias
 
 import grpc
 import grpc.aio
 
 from tokenloom.request import errors
-from tokenloom.services.runtime.host.host import Host
 from tokenloom.services.runtime.host.tasks import first_of
 from tokenloom.services.runtime.peers import hello
-from tokenloom.services.runtime.peers.channels import Channels
-from tokenloom.services.runtime.peers.members import Members
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
-from .collector import Collector
+from .submission import Submission
 
 log = logging.getLogger(__name__)
 
-Cancel: TypeAlias = Callable[[], None]
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ProcessInput, pb.ProcessFrame]"
 
 INITIAL_CREDIT = 64
 """Frames in flight. A frame holds the tokens of one step, so this is more than a second of decoding."""
-MESSAGE_TOKENS = 1 << 20
-"""Limit on the prompt tokens that share one message (2 to 4 MB when packed), below every message limit."""
-MIN_BACKOFF, MAX_BACKOFF = 0.1, 1.0
+MESSAGE_BYTES = 4 << 20
+"""Limit on the prompts that share one message, below every message limit. A larger prompt has a message of its own."""
+MIN_BACKOFF, MAX_BACKOFF = 0.1, 0.2
+"""Seconds between two attempts to connect: a restarted output processor is used at once."""
 SILENT_TICKS = round(hello.SILENCE_SECONDS / hello.HEARTBEAT_SECONDS)
 
 
-class OutputPool:
-    """Spreads requests over the output processors that are connected, in turn."""
+class StreamOwner(Protocol):
+    """Places requests on streams, and receives those that have to move to another one."""
 
-    def __init__(self, members: Members, peer_id: str, epoch: int, channels: Channels) -> None:
-        self._members = members
-        self._peer_id = peer_id
-        self._epoch = epoch
-        self._channels = channels
-        self._links: list[OutputLink] = []  # one for each output processor
-        self._turn = 0
+    def on_open(self) -> None:
+        """Called when requests may be sent on a stream."""
 
-    @property
-    def healthy(self) -> bool:
-        return any(link.stream for link in self._links)
+    def on_moved(self, stream: "ProcessStream", submission: Submission, error: errors.TokenloomError) -> None:
+        """Called when the output processor does not run a request, or the rest of it; another one may."""
 
-    def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
-        """Connect to all of them, and keep them connected for as long as the host lives."""
-        ours = hello.make_hello(self._peer_id, self._epoch, fingerprint=fingerprint, initial_credit=INITIAL_CREDIT)
-
-        def joined(address: str) -> None:
-            if all(link.address != address for link in self._links):
-                host.spawn(self._keep(address, ours), name=f"link to output processor {address}")
-
-        host.spawn(self._members.watch(joined), name="output processors")
-
-    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
-        """Send a request to the next output processor in turn; its samples go to the collector, from ``index`` on.
-
-        Returns what cancels it. Raises :class:`errors.Unavailable` when none is connected.
-        """
-        for _ in self._links:
-            self._turn = (self._turn + 1) % len(self._links)
-            link = self._links[self._turn]
-            if link.stream is not None and link.address in self._members:
-                return link.stream.submit(submit, collector, index)
-        raise errors.Unavailable("no output processor is connected; retry")
-
-    async def _keep(self, address: str, ours: types_pb2.Hello) -> None:
-        link = OutputLink(address, ours)
-        self._links.append(link)
-        try:
-            async with self._channels.open(address, "output_processor") as channel:
-                stub = output_processor_pb2_grpc.OutputProcessorStub(channel)
-                while address in self._members:  # requests that have begun continue to their end
-                    await link.connect(stub)
-        finally:
-            self._links.remove(link)
-
-
-@dataclass(slots=True)
-class _Target:
-    """Says where a slot's output goes: each of its samples to an index of a collector."""
-
-    collector: Collector
-    first_index: int
-    num_live: int
+    def on_lost(self, stream: "ProcessStream", submissions: list[Submission]) -> None:
+        """Called when a stream has ended, with the requests that were live on it. No output of it follows."""
 
 
 class ProcessStream:
-    """Holds one incarnation of a stream; it is not reused after it has ended."""
+    """Holds one incarnation of a stream; it is not reused after it has ended.
 
-    def __init__(self) -> None:
-        self._slots: dict[int, _Target] = {}  # bounded by the requests that the gateway admits
+    Attributes:
+        leaving: Whether the output processor drains, so that it gets no new requests.
+    """
+
+    def __init__(self, owner: StreamOwner) -> None:
+        self._owner = owner
+        self._slots: dict[int, Submission] = {}  # bounded by the requests that the gateway admits
         self._next_slot = 1
         self._outbox: deque[pb.ProcessInput] = deque()  # bounded by the same; `write` empties it
-        self._outbox_tokens = 0
+        self._outbox_bytes = 0
         self._outbox_filled = asyncio.Event()
         self._silent_ticks = 0
         self._uncredited = 0
         self._ended = False
+        self.leaving = False
 
-    def submit(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
-        """Send a request, whose slot is filled in here; its samples go to the collector, from ``index`` on."""
+    def submit(self, submission: Submission, *, again: bool = False) -> int:
+        """Send a request and return its slot. ``again``: it continues what arrived from another stream, or waited."""
         assert not self._ended
         if not self._slots:
             self._silent_ticks = 0
-        submit.slot = slot = self._next_slot
+        slot = self._next_slot
         self._next_slot += 1
-        self._slots[slot] = _Target(collector, index, submit.num_samples or 1)
-        self._message(len(submit.prompt.token_ids)).submit.append(submit)
-        return partial(self.cancel, slot)
+        self._slots[slot] = submission
+        submit = submission.again(slot, now=asyncio.get_running_loop().time()) if again else submission.first(slot)
+        num_bytes = submission.num_bytes + 4 * sum(len(journal.token_ids) for journal in submit.journals)
+        self._message(num_bytes).submit.append(submit)
+        return slot
 
     def cancel(self, slot: int) -> None:
         """End a request if it is live; no more output reaches its collector."""
         if self._slots.pop(slot, None) is not None and not self._ended:
             self._message().cancel_slots.append(slot)
 
-    def end(self, error: errors.TokenloomError) -> None:
-        """Fail all requests: the stream is gone."""
+    def end(self) -> list[Submission]:
+        """Detach all requests and return them: the stream is gone, and its late frames reach no collector."""
         self._ended = True
-        for target in self._slots.values():
-            target.collector.fail(error)
+        submissions = list(self._slots.values())
         self._slots.clear()
+        return submissions
 
     async def write(self, call: Call) -> None:
         """Send what is in the outbox, until cancelled. What is added while a write waits shares a message."""
@@ -136,7 +94,7 @@ class ProcessStream:
             message = self._outbox.popleft()
             if not self._outbox:
                 self._outbox_filled.clear()
-                self._outbox_tokens = 0
+                self._outbox_bytes = 0
             await call.write(message)
 
     async def read(self, call: Call) -> None:
@@ -159,6 +117,7 @@ class ProcessStream:
         Raises :class:`errors.FailedPrecondition` when the columns do not fit together.
         """
         self._silent_ticks = 0
+        self.leaving = self.leaving or frame.leaving
         n = len(frame.slot)
         token_ids = list(frame.token_ids)
         counts = list(frame.num_tokens) or [1] * n
@@ -181,6 +140,9 @@ class ProcessStream:
                 else:
                     target.collector.put(index, text, token_index, token_ids[start:end])
             start = end
+        for slot in frame.engine_death_slots:
+            if (submission := self._slots.get(slot)) is not None:
+                submission.engine_deaths += 1
         for finished in frame.finished:
             self._finish(finished)
         if n or frame.finished or frame.logprobs:  # heartbeats need no credit
@@ -195,15 +157,22 @@ class ProcessStream:
             if not each.prompt:
                 of_tokens.setdefault((each.slot, each.sample_index), []).append(each)
             elif (target := self._slots.get(each.slot)) is not None:
+                target.num_prompt_logprobs += len(each.logprobs.sampled)
                 target.collector.put_prompt(target.first_index, each)
         return of_tokens
 
     def _finish(self, finished: pb.RequestFinished) -> None:
-        if (target := self._slots.get(finished.slot)) is not None:
-            target.num_live -= 1
-            if not target.num_live:
-                del self._slots[finished.slot]
-            target.collector.finish(target.first_index + finished.sample_index, finished)
+        if (target := self._slots.get(finished.slot)) is None:
+            return
+        if finished.HasField("error") and finished.error.reason == errors.TryElsewhere.reason:
+            self.cancel(finished.slot)  # its other samples move with it
+            self._owner.on_moved(self, target, errors.from_proto(finished.error))
+            return
+        target.num_live -= 1
+        if not target.num_live:
+            del self._slots[finished.slot]
+            target.release()
+        target.collector.finish(target.first_index + finished.sample_index, finished)
 
     def _grant(self) -> None:
         self._uncredited += 1
@@ -211,12 +180,12 @@ class ProcessStream:
             self._message().credit += self._uncredited
             self._uncredited = 0
 
-    def _message(self, num_tokens: int = 0) -> pb.ProcessInput:
-        """Return the message under construction, with room for that many prompt tokens."""
-        self._outbox_tokens += num_tokens
-        if not self._outbox or self._outbox_tokens > MESSAGE_TOKENS:
+    def _message(self, num_bytes: int = 0) -> pb.ProcessInput:
+        """Return the message under construction, with room for so much of a request."""
+        self._outbox_bytes += num_bytes
+        if not self._outbox or self._outbox_bytes > MESSAGE_BYTES:
             self._outbox.append(pb.ProcessInput())
-            self._outbox_tokens = num_tokens
+            self._outbox_bytes = num_bytes
             self._outbox_filled.set()
         return self._outbox[-1]
 
@@ -228,9 +197,10 @@ class OutputLink:
         stream: The live stream, once both sides have said hello; otherwise None.
     """
 
-    def __init__(self, address: str, ours: types_pb2.Hello) -> None:
-        """``ours``: what this gateway says hello with."""
+    def __init__(self, address: str, ours: types_pb2.Hello, owner: StreamOwner) -> None:
+        """``ours``: what this gateway says hello with. ``owner``: learns what happens to the streams."""
         self.address = address
+        self._owner = owner
         self.stream: ProcessStream | None = None
         self._ours = ours
         self._backoff = MIN_BACKOFF
@@ -238,12 +208,13 @@ class OutputLink:
     async def connect(self, stub: "output_processor_pb2_grpc.OutputProcessorAsyncStub") -> None:
         """Keep one incarnation of the stream to its end, then back off."""
         call = stub.Process()
-        stream = ProcessStream()
+        stream = ProcessStream(self._owner)
         greeted = False
         try:
-            await self._greet(call)
+            stream.leaving = await self._greet(call)
             greeted, self.stream = True, stream
             log.info("connected to output processor %s", self.address)
+            self._owner.on_open()
             await first_of(stream.write(call), stream.watch(), stream.read(call))
         except (grpc.aio.AioRpcError, errors.TokenloomError, asyncio.InvalidStateError, TimeoutError) as error:
             level = logging.WARNING if greeted else logging.DEBUG
@@ -252,15 +223,17 @@ class OutputLink:
         finally:
             call.cancel()  # otherwise the call and its requests would stay alive on the other side
             self.stream = None
-            stream.end(errors.Unavailable("The output processor handling this request became unavailable; retry."))
+            self._owner.on_lost(stream, stream.end())
         self._backoff = MIN_BACKOFF if greeted else min(self._backoff * 2, MAX_BACKOFF)
         await asyncio.sleep(self._backoff)
 
-    async def _greet(self, call: Call) -> None:
+    async def _greet(self, call: Call) -> bool:
+        """Exchange hellos; return whether the output processor drains."""
         async with asyncio.timeout(hello.HELLO_SECONDS):
             await call.write(pb.ProcessInput(hello=self._ours))
             frame = await _next(call)
         hello.check_hello(frame.hello, fingerprint=self._ours.fingerprint)
+        return frame.leaving
 
 
 async def _next(call: Call) -> pb.ProcessFrame:

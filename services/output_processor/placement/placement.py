@@ -74,7 +74,7 @@ class Placer:
         Returns None when only :meth:`place` can ask: the request continues from tokens or is traced, or the coordinator
         is away.
         """
-        if submit.accepted_token_ids or submit.trace_headers or not self._picks.is_open:
+        if submit.journals or submit.trace_headers or not self._picks.is_open:
             return None
         request = _pick_request(submit, EngineRole.ENGINE_ROLE_PREFILL, 0, self._fingerprint)
         return Asked(request, self._picks.pick(request))

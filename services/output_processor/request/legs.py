@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors
@@ -32,8 +31,7 @@ class Legs:
       or as soon as the KV is granted when the prefill takes more than a step: it pulls while the rest is computed.
     - If the engine of the prefill leg is the best one to decode too, the decode leg finds the KV in its prefix cache.
     - An engine that dies, drains or is full is replaced at any token. The sample then begins anew, as a request whose
-      prompt is followed by the tokens so far: lease and hand-over are forgotten. Only a decode leg that has sent
-      nothing yet leaves the lease to its successor.
+      prompt is followed by the tokens so far. Only a decode leg that has sent nothing yet leaves the lease to the next.
 
     Fulfils ``AttemptOwner``. The first reason to end wins, and frees what is held on every engine.
     """
@@ -69,7 +67,7 @@ class Legs:
         self.ended = False
 
     def start(self, asked: Asked | None = None, on_settled: Callable[[Attempt], None] | None = None) -> None:
-        """Begin with the tokens of earlier attempts, which may already hold a stop string; then find an engine.
+        """Find an engine. If the sample continues, :meth:`replay` comes first.
 
         Args:
             asked: The pick for the first leg, if the coordinator was asked already.
@@ -77,15 +75,19 @@ class Legs:
                 Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
-        if self._submit.accepted_token_ids:
-            self._output.replay()
-            if self._output.stop_match is not None:
-                self._end(self._output.stop)
-                return
         if (verdict := self._retries.verdict()) is not None:
             self.fail(verdict)
         else:
             self._place(_PREFILL, asked)
+
+    def replay(self) -> None:
+        """Take the tokens that an output processor which was lost has sent; they may hold a stop string, which ends the
+        sample. To be called before :meth:`start` or :meth:`begin_on`."""
+        try:
+            if self._output.replay() is not None:
+                self._end(self._output.stop)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self.fail(error)
 
     def cancel(self) -> None:
         """End because the gateway wants no more output."""
@@ -107,8 +109,8 @@ class Legs:
 
     async def _run_placement(self, role: EngineRole, asked: Asked | None) -> None:
         """Find an engine and send the leg. A failure ends this sample, never the gateway's stream."""
-        started = time.monotonic_ns()
         output = self._output
+        started = output.clock()
         try:
             attempt = await self._placer.place(
                 self._submit,
@@ -119,7 +121,7 @@ class Legs:
                 asked=asked,
             )
             self._placement = None
-            output.timeline.placement_ns += time.monotonic_ns() - started
+            output.timeline.placement_ns += output.clock() - started
             self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
             if log.isEnabledFor(logging.DEBUG):
                 request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
@@ -283,9 +285,8 @@ class Legs:
         self._on_end(self, end_output(*reason))
 
     def _end_decode(self) -> None:
-        for attempt in (self._decode, self._next):
-            if attempt is not None:
-                self._release(attempt)
+        for attempt in filter(None, (self._decode, self._next)):
+            self._release(attempt)
         self._decode = self._next = None
 
     def _release(self, attempt: Attempt) -> None:

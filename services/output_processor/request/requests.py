@@ -8,7 +8,7 @@ from tokenloom.request import errors
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.telemetry.tracing import Span, Tracer, pick_headers
-from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Submit
 from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
 
 from ..metrics import Metrics
@@ -34,7 +34,10 @@ class Requests:
         *,
         max_requests: int,
         tracer: Tracer | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """``clock`` returns nanoseconds, by which the times of requests are measured."""
+        self._clock = clock
         self._placer = placer
         self._vocabulary = vocabulary
         self._eos_token_ids = eos_token_ids
@@ -48,7 +51,7 @@ class Requests:
 
     def ask(self, submit: Submit) -> Asked | None:
         """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait."""
-        if self._draining or self.num_live + max(submit.num_samples, 1) > self._max_requests:
+        if self._draining or self.num_live + _num_samples(submit) > self._max_requests:
             return None
         return self._placer.ask(submit)
 
@@ -60,34 +63,43 @@ class Requests:
             tasks: Own its placements.
             on_end: Called with its slot, once, when its last sample has ended.
 
-        Raises ``InvalidArgument`` for a Submit that names no sampling parameters or continues several samples,
-        ``ResourceExhausted`` when too many requests are live, ``Unavailable`` while this process drains.
+        Raises ``InvalidArgument`` for a Submit that names no sampling parameters or whose journals are not those of its
+        samples, ``TryElsewhere`` when too many requests are live or this process drains.
         """
-        count = max(submit.num_samples, 1)
+        count = _num_samples(submit)
         self._check(submit, count)
+        journals = _journals(submit, count) if submit.journals else {}
         samples = [
-            SampleOutput(submit, self._vocabulary, self._eos_token_ids, outbox, sample_index=index)
+            SampleOutput(
+                submit,
+                self._vocabulary,
+                self._eos_token_ids,
+                outbox,
+                self._clock,
+                sample_index=index,
+                journal=journals.get(index),
+            )
             for index in range(count)
+            if index not in journals or not journals[index].finished
         ]
+        count = len(samples)
         trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
         self.num_live += count
         self._idle.clear()
         return SampleGroup(submit, samples, self._placer, tasks, trace, self._sample_ended, on_end)
 
     async def drain(self) -> None:
-        """Take no new requests, and return when the live ones have ended."""
+        """Refuse new requests, and return when the live ones have ended."""
         self._draining = True
         await self._idle.wait()
 
     def _check(self, submit: Submit, count: int) -> None:
         if submit.WhichOneof("task") != "sampling_params":
             raise errors.InvalidArgument("sampling_params is missing", "sampling_params")
-        if count > 1 and submit.accepted_token_ids:
-            raise errors.InvalidArgument("accepted_token_ids continue one sample, not several", "accepted_token_ids")
         if self._draining:
-            raise errors.Unavailable("The output processor is shutting down; retry.")
+            raise errors.TryElsewhere("The output processor is shutting down; retry.")
         if self.num_live + count > self._max_requests:
-            raise errors.ResourceExhausted(f"The output processor already runs {self._max_requests} requests; retry.")
+            raise errors.TryElsewhere(f"The output processor already runs {self._max_requests} requests; retry.")
 
     def _sample_ended(self, finished: RequestFinished) -> None:
         self._metrics.ended(finished)
@@ -99,9 +111,9 @@ class Requests:
 class SampleGroup:
     """Runs the samples of one request.
 
-    Sample 0 is placed like any request. When it has settled, the others are sent to the same engine and find the prompt
-    in its prefix cache. If one engine does the whole request, they are sent in the same message as sample 0; otherwise
-    after the first token of the decode leg, so that one lease serves all.
+    The first sample is placed like any request. When it has settled, the others are sent to the same engine and find
+    the prompt in its prefix cache. If one engine does the whole request, they are sent in the same message as the first
+    one; otherwise after the first token of the decode leg, so that one lease serves all.
     """
 
     def __init__(
@@ -121,18 +133,33 @@ class SampleGroup:
         self._on_end = on_end
         self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
         self._samples = [
-            Legs(submit, sample_params(submit, index), output, placer, tasks, self._sample_ended, self._lifetime)
-            for index, output in enumerate(samples)
+            Legs(
+                submit,
+                sample_params(submit, output.sample_index),
+                output,
+                placer,
+                tasks,
+                self._sample_ended,
+                self._lifetime,
+            )
+            for output in samples
         ]
         self._num_live = len(samples)
-        self._waiting = self._samples[1:]  # samples that begin when sample 0 has settled
+        self._first = self._samples[0]
+        self._waiting: list[Legs] = []  # samples that begin when the first one has settled
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self, asked: Asked | None = None) -> None:
-        """Start sample 0. Tokens of earlier attempts may already end it. ``asked``: its pick, if one was asked for."""
+        """Start the first sample. ``asked``: its pick, if one was asked for."""
         if self._lifetime.deadline is not None:
             self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
-        self._samples[0].start(asked, on_settled=self._settled if self._waiting else None)
+        if self._submit.journals:
+            for sample in self._samples:
+                sample.replay()  # which may end it
+        live = [sample for sample in self._samples if not sample.ended]
+        if live:
+            self._first, *self._waiting = live
+            self._first.start(asked, on_settled=self._settled if self._waiting else None)
 
     def cancel(self) -> None:
         """End all samples, because the gateway wants no more output."""
@@ -140,8 +167,14 @@ class SampleGroup:
         for sample in self._samples:
             sample.cancel()
 
+    def fail(self, error: errors.TokenloomError) -> None:
+        """End all samples that have not ended with an error."""
+        self._waiting.clear()
+        for sample in self._samples:
+            sample.fail(error)
+
     def _settled(self, attempt: Attempt) -> None:
-        """Run the other samples on the engine of sample 0."""
+        """Run the other samples on the engine of the first one."""
         waiting, self._waiting = self._waiting, []
         for sample in waiting:
             sample.begin_on(self._placer.share(attempt))
@@ -153,11 +186,11 @@ class SampleGroup:
             self._trace.sample_ended(finished)
         if self._num_live == 0:
             self._end()
-        elif sample is self._samples[0] and self._waiting:
+        elif sample is self._first and self._waiting:
             self._start_others(finished)
 
     def _start_others(self, first: RequestFinished) -> None:
-        """Start the other samples, because sample 0 ended before it settled; or end them with its error."""
+        """Start the other samples, because the first one ended before it settled; or end them with its error."""
         waiting, self._waiting = self._waiting, []
         for sample in waiting:
             if first.reason == FinishReason.FINISH_REASON_ERROR:
@@ -166,9 +199,7 @@ class SampleGroup:
                 sample.start()
 
     def _expire(self) -> None:
-        self._waiting.clear()
-        for sample in self._samples:
-            sample.fail(errors.DeadlineExceeded("The request's time ran out."))
+        self.fail(errors.DeadlineExceeded("The request's time ran out."))
 
     def _end(self) -> None:
         if self._timer is not None:
@@ -213,6 +244,21 @@ class RequestTrace:
     def end(self) -> None:
         """End the span, with the first error of the samples if there was one."""
         self._span.end(error=self._error)
+
+
+def _num_samples(submit: Submit) -> int:
+    return max(submit.num_samples, 1)
+
+
+def _journals(submit: Submit, count: int) -> dict[int, SampleJournal]:
+    """Return the journals by sample. Raises ``InvalidArgument`` unless each is of another of ``count`` samples, and at
+    least one sample is left to run."""
+    journals = {journal.sample_index: journal for journal in submit.journals}
+    if len(journals) < len(submit.journals) or max(journals) >= count:
+        raise errors.InvalidArgument(f"the journals must be of different samples, below {count}", "journals")
+    if sum(journal.finished for journal in journals.values()) == count:
+        raise errors.InvalidArgument("the journals say that every sample has ended", "journals")
+    return journals
 
 
 def sample_params(submit: Submit, index: int) -> SamplingParams:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, logprob_columns
 from tokenloom.v1.engine_pb2 import Finished
-from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
 
 from ..stream.outbox import Outbox, PacedOutbox
@@ -26,9 +26,11 @@ class SampleOutput:
     Exactly one of ``finish``, ``stop``, ``abort`` and ``fail`` ends it. Nothing may be added after that.
 
     Attributes:
+        sample_index: Number of the sample.
         token_ids: The journal: output tokens of all attempts, up to the stop string if one was found.
         stop_match: The stop string that ended the output; later tokens and reasons of the engine do not count.
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
+        clock: Returns nanoseconds.
         num_attempts: 1, and one more for each engine that was replaced after it failed.
     """
 
@@ -41,33 +43,44 @@ class SampleOutput:
         clock: Callable[[], int] = time.monotonic_ns,
         *,
         sample_index: int = 0,
+        journal: SampleJournal | None = None,
     ) -> None:
+        """``journal``: what the client has of the sample, from an output processor that was lost."""
         params, prompt_ids, interval = submit.sampling_params, submit.prompt.token_ids, submit.text.stream_interval
         self._submit = submit
         self._key = submit.slot, sample_index
         self._outbox = outbox
-        self._rows = PacedOutbox(outbox, interval) if interval > 1 else outbox
+        num_given = 0 if journal is None else len(journal.token_ids)
+        self._rows = PacedOutbox(outbox, interval, num_given) if interval > 1 else outbox
         self._vocabulary = vocabulary
         self._stop_token_ids = frozenset(params.stop_token_ids)
         self._eos_token_ids = eos_token_ids
-        self._clock = clock
+        self.clock = clock
         self._detokenizer = _detokenizer(submit, vocabulary)
         has_prompt_logprobs = params.HasField("prompt_logprobs")
-        self._prompt_logprobs = PromptLogprobs(vocabulary, prompt_ids) if has_prompt_logprobs else None
-        self._bytes_to_skip = submit.emitted_text_bytes
+        num_known = submit.num_prompt_logprobs
+        self._prompt_logprobs = PromptLogprobs(vocabulary, prompt_ids, num_known) if has_prompt_logprobs else None
+        self._journal = journal
+        self._bytes_to_skip = 0 if journal is None else journal.emitted_text_bytes
         # Kept as numbers until the end: setting a protobuf field costs as much as decoding a token.
         self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
         self._prefill: Finished | None = None
+        self.sample_index = sample_index
         self.token_ids: list[int] = []
         self.stop_match: StopMatch | None = None
         self.timeline = Timeline()
         self.num_attempts = 1
 
-    def replay(self) -> None:
-        """Take the tokens of earlier attempts, and send their text beyond what the client has."""
-        text, _ = self._detokenize(self._submit.accepted_token_ids)
+    def replay(self) -> StopMatch | None:
+        """Take the tokens of the journal, send their text beyond what the client has, and return the stop string that
+        they complete."""
+        journal, self._journal = self._journal, None
+        if journal is None:
+            return None
+        text, match = self._detokenize(journal.token_ids)
         if text := self._unsent(text):
             self._rows.add(self._key, text, len(self.token_ids), ())
+        return match
 
     def add(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs | None = None) -> StopMatch | None:
         """Send new tokens and the text that can be shown; return the stop string that they completed.
@@ -82,13 +95,13 @@ class SampleOutput:
             return None
         if token_index != len(self.token_ids):
             raise errors.Internal("the engine skipped or repeated tokens")
-        self._last_token_ns = now = self._clock()
+        self._last_token_ns = now = self.clock()
         if not self._first_token_ns:
             self._first_token_ns = now
         text, match = self._detokenize(token_ids)
         if self._bytes_to_skip:
             text = self._unsent(text)
-        self._detokenize_ns += self._clock() - now
+        self._detokenize_ns += self.clock() - now
         if match is not None:
             token_ids = token_ids[: match.num_tokens - token_index]
         if logprobs is not None:

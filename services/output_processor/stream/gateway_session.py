@@ -1,7 +1,6 @@
 """Serves the stream of one gateway: its slots, its credit and its frames."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tokenloom.request import errors
@@ -29,8 +28,10 @@ class Session:
         # The writer runs after an engine's frame was passed on completely, so that one step is one frame here too.
         self._outbox = Outbox(self._wake.set)
         self._half_closed = False
+        self._leaving = self._has_left = False
         self._failure: BaseException | None = None
         self._tasks = Tasks(self._fail)
+        self._loop = asyncio.get_running_loop()
         self._written_at = 0.0
 
     async def run(
@@ -49,7 +50,8 @@ class Session:
             ours = self._hello
             check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
             self._credit.grant(first.hello.initial_credit)
-            await write(ProcessFrame(hello=ours))
+            self._has_left = self._leaving
+            await write(ProcessFrame(hello=ours, leaving=self._leaving))
             self._tasks.spawn(self._read(first, messages), name="gateway-read")
             self._tasks.spawn(self._keep_awake(), name="gateway-heartbeat")
             while (frame := await self._next_frame()) is not None:
@@ -59,12 +61,26 @@ class Session:
                 group.cancel()
             await self._tasks.close()
 
+    def leave(self) -> None:
+        """Report to the gateway that this output processor takes no new requests. What is refused comes after that."""
+        self._leaving = True
+        self._wake.set()
+
+    def move(self, error: errors.TokenloomError) -> None:
+        """End the live requests with an error that makes the gateway send them to another output processor."""
+        for group in list(self._live.values()):
+            group.fail(error)
+
+    def half_close(self) -> None:
+        """End the stream when no request is live and all frames were sent, as if the gateway had closed its side."""
+        self._half_closed = True
+        self._wake.set()
+
     async def _read(self, first: ProcessInput, messages: AsyncIterator[ProcessInput]) -> None:
         await self._receive(first)
         async for message in messages:
             await self._receive(message)
-        self._half_closed = True
-        self._wake.set()
+        self.half_close()
 
     async def _receive(self, message: ProcessInput) -> None:
         if message.submit:
@@ -74,6 +90,8 @@ class Session:
                 await asyncio.sleep(0)  # the picks are written now
             for submit, pick in zip(message.submit, asked, strict=True):
                 self._submit(submit, pick)
+                if submit.journals:
+                    await asyncio.sleep(0)  # replaying many tokens must not hold up the requests that run
         for resume in message.resume:
             self._take_slot(resume.slot)
             self._refuse(resume.slot, errors.NotFound("Taking over a request is not supported yet."))
@@ -92,7 +110,7 @@ class Session:
             self._refuse(submit.slot, error)
             return
         if not self._live:
-            self._written_at = time.monotonic()  # the first heartbeat is due from now on
+            self._written_at = self._loop.time()  # the first heartbeat is due from now on
         self._live[submit.slot] = group
         group.start(asked)
 
@@ -114,7 +132,10 @@ class Session:
         while True:
             if self._failure is not None:
                 raise self._failure
-            now = time.monotonic()
+            now = self._loop.time()
+            if self._leaving and not self._has_left:  # like a heartbeat, it needs no credit
+                self._has_left = True
+                return ProcessFrame(leaving=True)
             if self._outbox:
                 if self._credit.take():
                     self._written_at = now
@@ -130,7 +151,7 @@ class Session:
     async def _keep_awake(self) -> None:
         """Wake the writer for heartbeats, and end the stream of a gateway that grants no credit."""
         while True:
-            due = self._written_at + HEARTBEAT_SECONDS - time.monotonic()
+            due = self._written_at + HEARTBEAT_SECONDS - self._loop.time()
             await asyncio.sleep(due if due > 0 else HEARTBEAT_SECONDS)
             if self._credit.is_withheld(wanted=bool(self._outbox)):
                 raise errors.ResourceExhausted(f"The gateway granted no credit for {NO_CREDIT_SECONDS:g} s.")

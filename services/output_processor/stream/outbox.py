@@ -74,10 +74,11 @@ class PacedOutbox:
     """Holds back the output of one sample whose client wants larger pieces (``stream_interval``): passes on its first
     token, then every ``interval`` tokens, and the rest at its end."""
 
-    def __init__(self, outbox: Outbox, interval: int) -> None:
+    def __init__(self, outbox: Outbox, interval: int, num_given: int = 0) -> None:
+        """``num_given``: tokens that the client has already."""
         self._outbox = outbox
         self._interval = interval
-        self._due = 1  # output tokens that make the next piece
+        self._due = num_given + interval if num_given else 1  # output tokens that make the next piece
         self._rows: list[tuple[Key, str, int, Sequence[int]]] = []  # bounded by the interval and the output itself
         self._logprobs: list[tuple[Key, SlotTextLogprobs]] = []
 

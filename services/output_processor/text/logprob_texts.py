@@ -23,10 +23,11 @@ def with_texts(vocabulary: Vocabulary, token_ids: Sequence[int], logprobs: Logpr
 class PromptLogprobs:
     """Passes on the log probabilities of one prompt, from its second token on: each once, though attempts repeat."""
 
-    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int], num_given: int = 0) -> None:
+        """``num_given``: positions, from the second token on, that the client has already."""
         self._vocabulary = vocabulary
         self._prompt_ids = prompt_ids
-        self._next = 1
+        self._next = 1 + num_given
 
     def take(self, token_index: int, logprobs: Logprobs) -> SlotTextLogprobs | None:
         """Return the positions that were not passed on yet; None if an earlier attempt brought all of them.

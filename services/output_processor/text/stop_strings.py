@@ -15,7 +15,7 @@ class Match(NamedTuple):
 class StopStrings:
     """Searches one output. It must not be fed again after a match."""
 
-    __slots__ = ("_held", "_include", "_stop")
+    __slots__ = ("_held", "_include", "_starts", "_stop")
 
     def __init__(self, stop: Sequence[str], include_stop_str: bool = False) -> None:
         """``stop`` must not contain an empty string."""
@@ -23,14 +23,16 @@ class StopStrings:
         self._stop = tuple(stop)
         self._include = include_stop_str
         self._held = ""
+        self._starts = [0] * len(self._stop)
+        """Where in the held text each stop string may begin: no earlier beginning can become one any more. So each
+        character is tried once as a beginning, whatever the strings and the text are."""
 
     def feed(self, text: str) -> str | Match:
         """Return text that can be shown now, or the match that ends first; of equal ones the first in the list."""
-        num_held = len(self._held)
         text = self._held + text
         ends = []
         for i, stop in enumerate(self._stop):
-            start = text.find(stop, max(0, num_held - len(stop) + 1))  # held text completes no stop string
+            start = text.find(stop, self._starts[i])
             if start >= 0:
                 ends.append((start + len(stop), i))
         if ends:
@@ -50,14 +52,17 @@ class StopStrings:
         return held
 
     def _hold(self, text: str) -> str:
-        keep = min((_partial_match(text, stop) for stop in self._stop), default=len(text))
+        starts = [_partial_match(text, stop, start) for stop, start in zip(self._stop, self._starts, strict=True)]
+        keep = min(starts, default=len(text))
+        self._starts = [start - keep for start in starts]
         self._held = text[keep:]
         return text[:keep]
 
 
-def _partial_match(text: str, stop: str) -> int:
-    """Return where the longest suffix of ``text`` begins that is a proper prefix of ``stop``; ``len(text)`` if none."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+def _partial_match(text: str, stop: str, start: int) -> int:
+    """Return where, from ``start`` on, the longest suffix of ``text`` begins that is a proper prefix of ``stop``;
+    ``len(text)`` if none."""
+    start = text.find(stop[0], max(start, len(text) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(text[start:]):
             return start

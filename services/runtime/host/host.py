@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,15 +11,14 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from tokenloom.request.errors import TokenloomError
 
 from ..peers.callers import check_caller
-from ..peers.channels import Channels
 from ..peers.tls import MeshTLS, PublicTLS
 from ..telemetry import metrics_server, process_metrics
 from ..telemetry.tracing import Tracer
 from .health import Health
-from .listener import Listener
 from .service_settings import ServiceSettings
 from .servicer_edge import Authorize, Edge
 from .state_file import StateFile
+from .surroundings import Surroundings
 from .tasks import Failure, Tasks
 
 log = logging.getLogger(__name__)
@@ -40,6 +38,9 @@ class Host:
         metrics: The registry behind /metrics.
         health: grpc.health.v1.
         channels: Opens channels to other services.
+        network: Makes this process's sockets.
+        random: Draws epochs, ids, seeds and leases.
+        clock: Measures durations.
         tls: This process's certificate; None: the mesh has none.
         public_tls: A public service's certificate for its clients; None: it serves plain text.
         certificates: When each certificate expires.
@@ -47,9 +48,12 @@ class Host:
         failure: The first error that ends the service.
     """
 
-    def __init__(self, settings: ServiceSettings) -> None:
+    def __init__(self, settings: ServiceSettings, surroundings: Surroundings | None = None) -> None:
+        """``surroundings``: None for those of a real process."""
+        surroundings = surroundings or Surroundings()
         self.settings = settings
-        self.epoch = secrets.randbits(64) or 1  # zero means "any" in a Hello
+        self.network, self.random, self.clock = surroundings.network, surroundings.random, surroundings.clock
+        self.epoch = self.random.getrandbits(64) or 1  # zero means "any" in a Hello
         self.address = self.health_address = self.metrics_address = ""
         self.metrics = process_metrics.new_registry()
         self.health = Health()
@@ -60,12 +64,12 @@ class Host:
         self.tracer = (
             Tracer(settings.otlp_endpoint, settings.service, settings.instance_id) if settings.otlp_endpoint else None
         )
-        self.channels = Channels()
+        self.channels = self.network.channels()
         self.failure = Failure()
         checks_callers = settings.certificate is not None and not settings.is_public
         # A public service's requests have spans of their own, which know more.
         self._edge = Edge(check_caller if checks_callers else None, None if settings.is_public else self.tracer)
-        self._listener = Listener(settings, self._edge)
+        self._listener = self.network.listener(settings, self._edge)
         self._metrics_server: metrics_server.MetricsServer | None = None
         self._tasks = Tasks(self.failed)
         self._state = StateFile(settings.state_file)
@@ -99,7 +103,7 @@ class Host:
         if (files := settings.certificate) is not None:
             await files.wait()
             self.tls = MeshTLS(files)
-            self.channels = Channels(self.tls)
+            self.channels = self.network.channels(self.tls)
             self.certificates.show("mesh", self.tls.expiry)
             self.certificates.show("authority", self.tls.ca_expiry)
         if (files := settings.public_certificate) is not None:

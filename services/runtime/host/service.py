@@ -20,6 +20,7 @@ from ..telemetry import logs
 from . import descriptors
 from .host import Host
 from .service_settings import ServiceSettings
+from .surroundings import Surroundings
 from .tasks import first_of
 
 log = logging.getLogger(__name__)
@@ -47,12 +48,15 @@ class Service(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def running(service: Service, settings: ServiceSettings) -> AsyncIterator[Host]:
+async def running(
+    service: Service, settings: ServiceSettings, surroundings: Surroundings | None = None
+) -> AsyncIterator[Host]:
     """Run a service in this event loop. The body runs while the service is SERVING; leaving it drains and stops.
 
-    At the end, raises the failure of the service, unless ``host.failure.take()`` returned it.
+    ``surroundings``: as for :class:`Host`. At the end, raises the failure of the service, unless
+    ``host.failure.take()`` returned it.
     """
-    async with _lifecycle(service, settings, asyncio.Event()) as host:
+    async with _lifecycle(service, Host(settings, surroundings), asyncio.Event()) as host:
         yield host
     host.failure.raise_unseen()
 
@@ -62,8 +66,7 @@ class _StoppedEarly(Exception):
 
 
 @contextlib.asynccontextmanager
-async def _lifecycle(service: Service, settings: ServiceSettings, stopping: asyncio.Event) -> AsyncIterator[Host]:
-    host = Host(settings)
+async def _lifecycle(service: Service, host: Host, stopping: asyncio.Event) -> AsyncIterator[Host]:
     try:
         await first_of(_start(service, host), host.failure.wait(), stopping.wait())
         host.failure.raise_unseen()
@@ -112,7 +115,7 @@ async def _serve(service: Service, settings: ServiceSettings) -> int:
     stopping = asyncio.Event()
     _set_at_first_signal(stopping)
     try:
-        async with _lifecycle(service, settings, stopping) as host:
+        async with _lifecycle(service, Host(settings), stopping) as host:
             # Most of what exists now stays: the garbage collector need not walk it in the middle of a step.
             gc.collect()
             gc.freeze()

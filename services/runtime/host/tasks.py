@@ -14,12 +14,12 @@ class Tasks:
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         self._on_failure = on_failure
-        self._tasks: set[asyncio.Task[Any]] = set()  # each leaves when done
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # in the order of their start; each leaves when done
 
     def spawn(self, coro: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
         """Start a task; an exception other than cancellation goes to ``on_failure``."""
         task = asyncio.get_running_loop().create_task(coro, name=name)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._done)
         return task
 
@@ -30,10 +30,12 @@ class Tasks:
                 task.cancel()
             # Cancelling once may not suffice: a TaskGroup raises a child's failure instead of the cancellation.
             await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
-            self._tasks.difference_update(task for task in tasks if task.done())
+            for task in tasks:
+                if task.done():
+                    self._tasks.pop(task, None)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)
 
@@ -77,9 +79,10 @@ async def first_of(*waits: Coroutine[Any, Any, object]) -> None:
     it is. For tasks that outlive the call, use :class:`Tasks`."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                task.result()
     finally:
         for task in tasks:
             task.cancel()

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 
 from tokenloom.request.errors import TokenloomError
 
-from .connection import Connection
+from .connection import Connection, IsPeerStopped, is_peer_stopped
 from .frames import Kind, decode_status, status
 
 Request = TypeVar("Request")
@@ -33,12 +33,13 @@ class LocalCall(grpc.aio.StreamStreamCall[Request, Response]):
         serialize: Callable[[Request], bytes],
         deserialize: Callable[[bytes], Response],
         max_message_bytes: int,
+        is_peer_stopped: IsPeerStopped = is_peer_stopped,
     ) -> None:
         self._method = method
         self._serialize = serialize
         self._deserialize = deserialize
         self._max_message_bytes = max_message_bytes
-        self.connection = Connection(self, max_message_bytes)
+        self.connection = Connection(self, max_message_bytes, is_peer_stopped)
         self.connection.takes_messages = True
         self._half_closed = False
         self._status: grpc.aio.AioRpcError | None = None

@@ -24,7 +24,7 @@ class LocalChannel(grpc.aio.Channel):
         self._grpc = channel
         self._path = path
         self._max_message_bytes = max_message_bytes
-        self._calls: set[LocalCall[Any, Any]] = set()  # each leaves when it ends
+        self._calls: dict[LocalCall[Any, Any], None] = {}  # in the order of their start; each leaves when it ends
         self._tasks = Tasks(lambda error: log.error("a local stream could not be opened", exc_info=error))
         self._is_closed = False
 
@@ -45,8 +45,8 @@ class LocalChannel(grpc.aio.Channel):
         if self._is_closed or (connected := sockets.connect(self._path)) is None:
             return None
         call = LocalCall(method, serialize or bytes, deserialize or bytes, self._max_message_bytes)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        self._calls[call] = None
+        call.add_done_callback(self._calls.pop)
 
         def attached(_: "asyncio.Task[None]") -> None:
             if not call.connection.is_attached:

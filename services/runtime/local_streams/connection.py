@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, cast
 
 from tokenloom.request.errors import TokenloomError
 
@@ -19,6 +20,15 @@ HUNG_TICKS = 20
 MAX_MESSAGES = 128
 MAX_BYTES = 1 << 20
 """Beyond either limit of unread messages the socket is not read. What one read returned may still exceed them."""
+
+
+IsPeerStopped: TypeAlias = Callable[[asyncio.Transport], bool]
+"""Returns whether the process at the other end of a transport is stopped and cannot answer."""
+
+
+def is_peer_stopped(transport: asyncio.Transport) -> bool:
+    """Return what the system knows of the process at the other end of a unix socket."""
+    return is_stopped(transport.get_extra_info("socket"))
 
 
 class Receiver(Protocol):
@@ -50,8 +60,11 @@ class Connection(asyncio.Protocol):
         takes_messages: Messages are kept for the reader, of which there is one.
     """
 
-    def __init__(self, receiver: Receiver, max_message_bytes: int) -> None:
+    def __init__(
+        self, receiver: Receiver, max_message_bytes: int, is_peer_stopped: IsPeerStopped = is_peer_stopped
+    ) -> None:
         """``max_message_bytes``: the largest payload that is received."""
+        self._is_peer_stopped = is_peer_stopped
         self._receiver = receiver
         self._decoder = FrameDecoder(max_message_bytes)
         self._transport: asyncio.Transport | None = None
@@ -208,4 +221,4 @@ class Connection(asyncio.Protocol):
     def _is_peer_dead(self) -> bool:
         """Return whether a peer that has been silent for :data:`SILENT_TICKS` is dead rather than busy."""
         assert self._transport is not None
-        return self._silent_ticks >= HUNG_TICKS or is_stopped(self._transport.get_extra_info("socket"))
+        return self._silent_ticks >= HUNG_TICKS or self._is_peer_stopped(self._transport)

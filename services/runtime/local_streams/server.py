@@ -12,7 +12,7 @@ from tokenloom.request.errors import Internal, ResourceExhausted, TokenloomError
 
 from ..host.tasks import Tasks
 from . import sockets
-from .connection import Connection
+from .connection import Connection, IsPeerStopped, is_peer_stopped
 from .frames import Kind, Metadata, encode_status
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class LocalServer:
         self._path = path
         self._find = find
         self._max_message_bytes = max_message_bytes
-        self._calls: set[_ServerCall] = set()  # one for each connection
+        self._calls: dict[ServerCall, None] = {}  # one for each connection, in the order of their start
         self._tasks = Tasks(_log_failure)
         self._server: asyncio.AbstractServer | None = None
         self._inode = 0
@@ -64,8 +64,8 @@ class LocalServer:
         await self._server.wait_closed()
 
     def _accept(self) -> Connection:
-        call = _ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.discard)
-        self._calls.add(call)
+        call = ServerCall(self._find, self._tasks, self._max_message_bytes, self._calls.pop)
+        self._calls[call] = None
         return call.connection
 
 
@@ -108,18 +108,23 @@ class LocalContext:
         """Do nothing, as :meth:`set_code`."""
 
 
-class _ServerCall:
-    """One connection to the server and the call that it carries."""
+class ServerCall:
+    """Carries one call over one connection to the server."""
 
     def __init__(
-        self, find: FindHandler, tasks: Tasks, max_message_bytes: int, on_gone: Callable[["_ServerCall"], None]
+        self,
+        find: FindHandler,
+        tasks: Tasks,
+        max_message_bytes: int,
+        on_gone: Callable[["ServerCall"], object],
+        is_peer_stopped: IsPeerStopped = is_peer_stopped,
     ) -> None:
         """``tasks`` owns the handler's task. ``on_gone`` is called when the connection has been closed."""
         self._find = find
         self._tasks = tasks
         self._max_message_bytes = max_message_bytes
         self._on_gone = on_gone
-        self.connection = Connection(self, max_message_bytes)
+        self.connection = Connection(self, max_message_bytes, is_peer_stopped)
         self.gone = asyncio.Event()
         self.handler: asyncio.Task[None] | None = None
 

@@ -5,7 +5,7 @@ frames, and the sender takes one credit per frame.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tokenloom.request.errors import FailedPrecondition
 from tokenloom.v1 import types_pb2
@@ -101,11 +101,12 @@ def _show(value: object) -> str:
 class Credit:
     """Counts the frames that the peer is ready to receive. It has one waiter at a time, the stream's writer."""
 
-    def __init__(self, initial: int = 0) -> None:
+    def __init__(self, initial: int = 0, clock: Callable[[], float] | None = None) -> None:
+        """``clock`` returns seconds; None for the time of the running event loop."""
         self._left = initial
         self._granted = asyncio.Event()
         self._has_granted = False  # since the last call of `is_withheld`
-        self._patience = Patience(NO_CREDIT_SECONDS)
+        self._patience = Patience(NO_CREDIT_SECONDS, clock or asyncio.get_running_loop().time)
         if initial:
             self._granted.set()
 

@@ -1,6 +1,6 @@
 """Measures how long a peer owes something, without counting the time for which this process itself was busy."""
 
-import time
+from collections.abc import Callable
 
 _LONGEST_TURN_SECONDS = 1.0
 """As long as the time between two looks counts at most: what the peer sent in a longer one has not been read yet."""
@@ -9,15 +9,17 @@ _LONGEST_TURN_SECONDS = 1.0
 class Patience:
     """Ends when the peer has owed something for ``seconds``."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        """``clock`` returns seconds since no particular moment."""
         self._seconds = seconds
+        self._clock = clock
         self._owed_seconds = 0.0
-        self._looked_at = time.monotonic()
+        self._looked_at = clock()
 
     def is_over(self, *, owes: bool) -> bool:
         """Return whether the peer has owed something in every look for that long. To be called at least every
         half second."""
-        now = time.monotonic()
+        now = self._clock()
         turn = min(now - self._looked_at, _LONGEST_TURN_SECONDS)
         self._looked_at = now
         self._owed_seconds = self._owed_seconds + turn if owes else 0.0

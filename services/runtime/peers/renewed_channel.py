@@ -33,7 +33,7 @@ class RenewedChannel(grpc.aio.Channel):
         self._connect = connect
         self._generation = generation
         self._current = _Connected(connect(), generation())
-        self._replaced: set[_Connected] = set()  # each leaves when its last call has ended
+        self._replaced: dict[_Connected, None] = {}  # each leaves when its last call has ended
         self._tasks = Tasks(lambda error: log.error("a channel could not be closed", exc_info=error))
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class RenewedChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         """Cancel all calls after ``grace`` seconds, and close."""
-        replaced, self._replaced = self._replaced, set()
+        replaced, self._replaced = self._replaced, {}
         for each in (self._current, *replaced):
             await each.channel.close(grace)
         await self._tasks.close()
@@ -91,7 +91,7 @@ class RenewedChannel(grpc.aio.Channel):
         generation = self._generation()
         before = self._current
         if generation != before.generation:
-            self._replaced.add(before)
+            self._replaced[before] = None
             self._current = _Connected(self._connect(), generation)
             self._close_unused(before)
         return self._current
@@ -102,5 +102,5 @@ class RenewedChannel(grpc.aio.Channel):
 
     def _close_unused(self, connected: _Connected) -> None:
         if connected in self._replaced and not connected.num_calls:
-            self._replaced.discard(connected)
+            del self._replaced[connected]
             self._tasks.spawn(connected.channel.close(), name="close a replaced channel")

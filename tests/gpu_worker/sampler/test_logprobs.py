@@ -34,6 +34,16 @@ def test_values_ranks_and_order(vocab, num_top):
         np.testing.assert_allclose(told.logprobs[row * told.top : (row + 1) * told.top], expected[row, ids], atol=1e-5)
 
 
+@pytest.mark.parametrize("vocab", [257, 1021, 40_009])  # several rows a chunk, and one
+def test_a_row_is_the_same_alone_and_in_any_chunk(vocab):
+    logits = np.random.default_rng(vocab).standard_normal((150, vocab), dtype=np.float32)
+    logits[3, 5] = np.inf
+    token_ids = [(7 * row) % vocab for row in range(len(logits))]
+    alone = [logprobs_of(row[None], [token_id], 5) for row, token_id in zip(logits, token_ids, strict=True)]
+    together = list(logprobs_of(logits, token_ids, 5).positions())
+    assert repr(together) == repr(alone)  # NaN is not equal to itself
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_tells_nothing_and_harms_no_other(bad):
     logits = np.zeros((2, 8), dtype=np.float32)

@@ -126,18 +126,21 @@ class FakeRequest:
         self.submit = submit
         self.cancelled = asyncio.Event()
         self._session = session
-        self._num_tokens = 0
+        self._num_tokens = [0] * (submit.num_samples or 1)
+        for journal in submit.journals:
+            self._num_tokens[journal.sample_index] = len(journal.token_ids)
 
-    def send(self, text: str, token_ids: Sequence[int]) -> None:
+    def send(self, text: str, token_ids: Sequence[int], sample_index: int = 0) -> None:
         """A frame with some output."""
         frame = output_processor_pb2.ProcessFrame(
             slot=[self.submit.slot],
             text=[text],
-            token_index=[self._num_tokens],
+            token_index=[self._num_tokens[sample_index]],
             num_tokens=[len(token_ids)],
             token_ids=token_ids,
+            sample_index=[sample_index],
         )
-        self._num_tokens += len(token_ids)
+        self._num_tokens[sample_index] += len(token_ids)
         self._session.frames.put_nowait(frame)
 
     def finish(self, reason: int = types_pb2.FINISH_REASON_STOP, stop_reason: str = "", sample_index: int = 0) -> None:
@@ -147,7 +150,7 @@ class FakeRequest:
             stop_reason=stop_reason,
             sample_index=sample_index,
             prompt_tokens=len(self.submit.prompt.token_ids),
-            completion_tokens=self._num_tokens,
+            completion_tokens=self._num_tokens[sample_index],
             cached_tokens=1,
             attempts=1,
             timeline=types_pb2.Timeline(queued_ns=2_000_000, prefill_engine="engine-0"),
@@ -235,6 +238,7 @@ class FakeMesh:
         self.second_tokenizer = FakeTokenizer()
         self.coordinator = FakeCoordinator()
         self.outputs = FakeOutputProcessor()
+        self.second_outputs = FakeOutputProcessor()
         self.service: GatewayService | None = None
         self.grpc_address = ""
 
@@ -250,6 +254,7 @@ class FakeMesh:
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self.second_tokenizer, second)
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self.coordinator, main)
         output_processor_pb2_grpc.add_OutputProcessorServicer_to_server(self.outputs, main)
+        output_processor_pb2_grpc.add_OutputProcessorServicer_to_server(self.second_outputs, second)
         main.add_insecure_port(self.address("mesh"))
         second.add_insecure_port(self.address("second"))
         await main.start()

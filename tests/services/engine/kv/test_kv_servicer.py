@@ -14,7 +14,8 @@ from tokenloom.engine_core.kv_transfer.kv_transport import KVTransferError
 from tokenloom.request.errors import InvalidArgument
 from tokenloom.services.engine.kv.kv_link import KVLink
 from tokenloom.services.engine.kv.kv_reading import read_failure
-from tokenloom.services.engine.kv.kv_servicer import KVServer, KVTransferServicer
+from tokenloom.services.engine.kv.kv_servicer import KVTransferServicer, serve_kv
+from tokenloom.services.runtime.host.surroundings import Network
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.kv_transfer_pb2 import AcquireRequest, ProgressRequest, ReleaseRequest, RenewRequest
 from tokenloom.v1.kv_transfer_pb2_grpc import KVTransferStub
@@ -31,7 +32,7 @@ def core() -> FakeCore:
 @pytest.fixture
 async def stub(core: FakeCore, socket_dir: Path) -> AsyncIterator[Any]:
     link = KVLink(core)
-    server = KVServer(f"unix:{socket_dir}/kv", KVTransferServicer(link, EPOCH), None, insecure=False)
+    server = serve_kv(Network(), f"unix:{socket_dir}/kv", KVTransferServicer(link, EPOCH), None, insecure=False)
     await server.start()
     answering = asyncio.create_task(link.run(lambda verify: None))
     async with open_channel(server.address) as channel:
@@ -169,8 +170,8 @@ async def test_malformed_readings_never_reach_the_core(stub: Any, core: FakeCore
 async def test_the_port_is_closed_to_other_machines() -> None:
     servicer = KVTransferServicer(KVLink(FakeCore()), EPOCH)
     with pytest.raises(InvalidArgument, match="kv_listen"):
-        KVServer("0.0.0.0:0", servicer, None, insecure=False)
+        serve_kv(Network(), "0.0.0.0:0", servicer, None, insecure=False)
     for listen in ("127.0.0.1:0", "[::1]:0"):
-        server = KVServer(listen, servicer, None, insecure=False)
+        server = serve_kv(Network(), listen, servicer, None, insecure=False)
         assert not server.address.endswith(":0")
         await server.close(0)

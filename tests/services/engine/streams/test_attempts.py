@@ -1,5 +1,6 @@
 """Whatever happens to an attempt, in whatever order, its Add is answered once and its count is right."""
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ LIMITS = ModelLimits(max_model_len=64, vocab_size=100)
 
 def make_attempts() -> tuple[Attempts, FrameBuilder]:
     builder = FrameBuilder()
-    return Attempts(7, LIMITS, builder, lambda: None, clock=lambda: 0.0, kv_owner=OWNER, lease_seconds=30.0), builder
+    attempts = Attempts(7, LIMITS, builder, lambda: None, lambda: 0.0, Random(0), kv_owner=OWNER, lease_seconds=30.0)
+    return attempts, builder
 
 
 def test_what_the_core_measured_is_told_with_the_end() -> None:

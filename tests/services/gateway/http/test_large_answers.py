@@ -63,7 +63,7 @@ async def post(mesh: FakeMesh, http: httpx.AsyncClient, path: str, num_parts: in
     session = request._session
     for sample in range(num_samples):
         session.frames.put_nowait(frame(request, sample, num_parts))
-    request._num_tokens = NUM_TOKENS
+    request._num_tokens = [NUM_TOKENS] * num_samples
     for sample in range(num_samples):
         request.finish()
         session.frames._queue[-1].finished[0].sample_index = sample  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tests.loop_clock import pass_time
 from tests.services.output_processor.fakes import LENGTH, SOON, Gateway, submit
 from tests.services.output_processor.harness import Mesh
-from tokenloom.request.errors import ResourceExhausted, Unavailable
+from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.requests import Requests, SampleGroup
@@ -212,7 +212,7 @@ async def test_the_bound_is_retryable_and_an_end_makes_room(byte_level_tokenizer
     assert bounded.requests.ask(submit(1, num_samples=2)) is None
     group = bounded.start(1)
     assert bounded.requests.ask(submit(2)) is None
-    with pytest.raises(ResourceExhausted) as failure:
+    with pytest.raises(TryElsewhere) as failure:
         bounded.start(2)
     assert failure.value.retry_after is not None
     group.cancel()
@@ -228,7 +228,7 @@ async def test_draining_takes_no_new_requests_and_waits_for_the_live_ones(byte_l
     drained = asyncio.create_task(bounded.requests.drain())
     await asyncio.sleep(0)
     assert bounded.requests.ask(submit(2)) is None
-    with pytest.raises(Unavailable):
+    with pytest.raises(TryElsewhere):
         bounded.start(2)
     assert not drained.done()
     group.cancel()

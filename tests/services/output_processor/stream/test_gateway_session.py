@@ -15,7 +15,7 @@ from tokenloom.request import errors
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume, SampleJournal
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
@@ -178,16 +178,13 @@ async def test_resume_is_not_found(mesh: Mesh) -> None:
 async def test_a_bad_request_ends_alone(mesh: Mesh) -> None:
     """Sampling parameters are checked at the public edge and by the engine, not here."""
     gateway = await mesh.gateway()
-    bad = submit(2, num_samples=2, accepted_token_ids=[1])
+    bad = submit(2, num_samples=2, journals=[SampleJournal(sample_index=2)])
     await gateway.send(submit=[submit(1), bad])
     stream = await mesh.engines[0].next_stream()
     (add,) = await stream.next_adds(1)
     (finished,) = (await gateway.next_frame()).finished
     assert (finished.slot, finished.reason) == (2, ERROR)
-    assert (finished.error.code, finished.error.field) == (
-        grpc.StatusCode.INVALID_ARGUMENT.value[0],
-        "accepted_token_ids",
-    )
+    assert (finished.error.code, finished.error.field) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "journals")
     stream.send(finished=[Finished(slot=add.slot, reason=LENGTH)])
     assert (await gateway.until_finished(1))[2].reason == LENGTH
 
@@ -240,7 +237,7 @@ async def test_live_slots_without_news_bring_heartbeats(mesh: Mesh) -> None:
 async def test_tokens_of_an_earlier_attempt_count_and_their_text_is_not_repeated(mesh: Mesh) -> None:
     gateway = await mesh.gateway()
     ids = mesh.ids("Once upon a time")
-    await gateway.send(submit=[submit(1, accepted_token_ids=ids[:2], emitted_text_bytes=3)])
+    await gateway.send(submit=[submit(1, journals=[SampleJournal(token_ids=ids[:2], emitted_text_bytes=3)])])
     stream = await mesh.engines[0].next_stream()
     (add,) = await stream.next_adds(1)
     assert list(add.accepted_token_ids) == ids[:2]

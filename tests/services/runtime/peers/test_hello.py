@@ -1,7 +1,6 @@
 """The handshake compares identities and models, and credit limits frames."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -63,7 +62,7 @@ def test_empty_fields_are_not_compared() -> None:
     assert fingerprint_difference(ours, theirs, fields=("model", "tokenizer")) is None
 
 
-def test_takes_what_was_granted() -> None:
+async def test_takes_what_was_granted() -> None:
     credit = Credit(1)
     assert [credit.take(), credit.take()] == [True, False]
     credit.grant(2)
@@ -93,10 +92,9 @@ async def test_a_cancelled_wait_takes_nothing() -> None:
     assert credit.take()
 
 
-def test_credit_is_withheld_only_by_a_peer_that_grants_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credit_is_withheld_only_by_a_peer_that_grants_nothing() -> None:
     now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    credit = Credit()
+    credit = Credit(clock=lambda: now)
 
     def looks(*, wanted: bool, grants: int) -> list[bool]:
         nonlocal now

@@ -1,7 +1,5 @@
 """A peer may owe something for a while; the pauses of this process do not count."""
 
-import time
-
 import pytest
 
 from tokenloom.services.runtime.peers.patience import Patience
@@ -15,10 +13,8 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(time, "monotonic", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def looks_until_over(patience: Patience, clock: Clock, seconds: float, most: int) -> int:
@@ -31,12 +27,12 @@ def looks_until_over(patience: Patience, clock: Clock, seconds: float, most: int
 
 
 def test_it_ends_after_the_time_however_often_one_looks(clock: Clock) -> None:
-    assert looks_until_over(Patience(10.0), clock, 0.5, 100) == 19
-    assert looks_until_over(Patience(10.0), clock, 0.25, 100) == 39
+    assert looks_until_over(Patience(10.0, clock), clock, 0.5, 100) == 19
+    assert looks_until_over(Patience(10.0, clock), clock, 0.25, 100) == 39
 
 
 def test_it_begins_anew_when_nothing_is_owed(clock: Clock) -> None:
-    patience = Patience(10.0)
+    patience = Patience(10.0, clock)
     assert looks_until_over(patience, clock, 0.5, 19) == 19
     clock.now += 0.5
     assert not patience.is_over(owes=False)
@@ -44,7 +40,7 @@ def test_it_begins_anew_when_nothing_is_owed(clock: Clock) -> None:
 
 
 def test_a_pause_of_this_process_is_a_short_turn(clock: Clock) -> None:
-    patience = Patience(10.0)
+    patience = Patience(10.0, clock)
     clock.now += 3600
     assert not patience.is_over(owes=True)
     assert looks_until_over(patience, clock, 0.5, 17) == 17

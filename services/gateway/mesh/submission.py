@@ -1,0 +1,179 @@
+"""Keeps what a request needs to continue on another output processor when its own is lost."""
+
+from collections.abc import Callable
+
+from google.protobuf.duration_pb2 import Duration
+
+from tokenloom.request import errors
+from tokenloom.v1 import output_processor_pb2 as pb
+
+from .collector import Collector
+
+MAX_LOSSES_ALONE = 3
+"""Output processors that may end while they run a request alone, without any new output of it. Then the request ends,
+because it may be what ends them."""
+
+
+class KeptPrompts:
+    """Limits the bytes of the prompts that the gateway keeps for requests in work."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+
+    def reserve(self, num_bytes: int) -> bool:
+        """Reserve room for a prompt; return False if it does not fit."""
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
+        return True
+
+    def release(self, num_bytes: int) -> None:
+        """Return what was reserved."""
+        self._left += num_bytes
+
+
+class Submission:
+    """Holds one Submit from its beginning until its last sample has ended, whichever output processors run it.
+
+    A prompt that does not fit into the budget of kept prompts is forgotten once it was sent. If the output processor of
+    such a request is lost, the request ends with a retryable error.
+
+    Attributes:
+        collector: Receives the output: sample ``i`` at ``first_index + i``.
+        num_live: Samples that have not ended.
+        num_bytes: Size of the prompt.
+        engine_deaths: Engines that died while they ran it.
+        num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
+        refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
+        withdraw: Ends it at its output processor.
+    """
+
+    __slots__ = (
+        "_kept",
+        "_losses_alone",
+        "_num_reserved",
+        "_num_samples",
+        "_num_tokens_sent",
+        "_refusal",
+        "_started",
+        "_submit",
+        "collector",
+        "engine_deaths",
+        "first_index",
+        "num_bytes",
+        "num_live",
+        "num_prompt_logprobs",
+        "refused_by",
+        "withdraw",
+    )
+
+    def __init__(
+        self, submit: pb.Submit, collector: Collector, first_index: int, kept: KeptPrompts, *, now: float
+    ) -> None:
+        """``submit``: its slot is filled in here; it must not change any more. ``now``: when its timeout began."""
+        self.collector = collector
+        self.first_index = first_index
+        self.num_live = self._num_samples = submit.num_samples or 1
+        self.num_bytes = _prompt_bytes(submit)
+        self.engine_deaths = submit.engine_deaths
+        self.num_prompt_logprobs = submit.num_prompt_logprobs
+        self.refused_by: list[object] = []
+        self.withdraw: Callable[[], None] | None = None
+        self._submit: pb.Submit | None = submit
+        self._kept = kept
+        self._num_reserved = self.num_bytes if kept.reserve(self.num_bytes) else 0
+        self._started = now
+        self._losses_alone = 0
+        self._num_tokens_sent = 0
+        self._refusal: errors.TokenloomError | None = None
+
+    def first(self, slot: int) -> pb.Submit:
+        """Return what to send at the very beginning."""
+        assert self._submit is not None
+        submit = self._submit
+        submit.slot = slot
+        self._forget_unless_kept()
+        return submit
+
+    def again(self, slot: int, *, now: float) -> pb.Submit:
+        """Return what to send to another output processor, or to the first one after a wait."""
+        assert self._submit is not None
+        submit = pb.Submit()
+        submit.CopyFrom(self._submit)
+        submit.slot = slot
+        if submit.HasField("timeout"):
+            left_ns = submit.timeout.ToNanoseconds() - round((now - self._started) * 1e9)
+            submit.timeout.CopyFrom(_duration(left_ns))
+        submit.engine_deaths = self.engine_deaths
+        submit.num_prompt_logprobs = self.num_prompt_logprobs
+        for sample_index in range(self._num_samples):
+            journal = self.collector.journal(self.first_index + sample_index, sample_index)
+            if journal.token_ids or journal.emitted_text_bytes or journal.finished:
+                submit.journals.append(journal)
+        if submit.journals:
+            submit.take_over = False  # what the client has must not come again
+        self._num_tokens_sent = self._num_tokens()
+        self._forget_unless_kept()
+        return submit
+
+    def lost(self, *, was_alone: bool) -> None:
+        """Note that its output processor was lost. ``was_alone``: it was the only request there."""
+        self.refused_by.clear()
+        if self._num_tokens() > self._num_tokens_sent:
+            self._losses_alone = 0
+        self._losses_alone += was_alone
+        if self._submit is None:
+            message = "The output processor handling this request became unavailable, and its prompt was too large"
+            self.fail(errors.Unavailable(f"{message} to be kept for another one; retry."))
+        elif self._losses_alone >= MAX_LOSSES_ALONE:
+            self.fail(errors.Internal(f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request."))
+
+    def refused(self, stream: object, error: errors.TokenloomError) -> None:
+        """Note that an output processor refused to run it, or the rest of it."""
+        self.refused_by.append(stream)
+        self._refusal = error
+        if self._submit is None:
+            self.fail(errors.Unavailable(error.message, retry_after=error.retry_after))
+
+    def fail_as_refused(self) -> None:
+        """End it because all output processors have refused it."""
+        assert self._refusal is not None
+        self.fail(errors.ResourceExhausted(self._refusal.message, retry_after=self._refusal.retry_after))
+
+    def cancel(self) -> None:
+        """End it because its output is not wanted any more. This has no effect if it has ended."""
+        if self.withdraw is not None:
+            self.withdraw()
+        self.release()
+
+    def fail(self, error: errors.TokenloomError) -> None:
+        """End it with an error."""
+        self.collector.fail(error)
+        self.release()
+
+    def release(self) -> None:
+        """Forget the prompt, because the request has ended. A second call has no effect."""
+        self._submit = None
+        self._kept.release(self._num_reserved)
+        self._num_reserved = 0
+
+    def _forget_unless_kept(self) -> None:
+        if not self._num_reserved:
+            self._submit = None
+
+    def _num_tokens(self) -> int:
+        return sum(self.collector.num_tokens(self.first_index + sample) for sample in range(self._num_samples))
+
+
+def _prompt_bytes(submit: pb.Submit) -> int:
+    """Return the size of a prompt in memory, in bytes."""
+    size = 4 * len(submit.prompt.token_ids)
+    if submit.prompt.embeds:
+        size += sum(len(span.rows) for span in submit.prompt.embeds)
+    return size
+
+
+def _duration(nanoseconds: int) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(max(nanoseconds, 0))
+    return duration

@@ -1,0 +1,58 @@
+"""Holds the streams of all gateways, so that a drain reaches each of them."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tokenloom.request import errors
+
+from .gateway_session import Session
+
+_FLUSH_SECONDS = 1.0
+"""How long the gateways may take to read the last frames."""
+
+
+class Sessions:
+    """Knows the sessions that run."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[Session, None] = {}  # one for each gateway's stream
+        self._leaving = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @contextmanager
+    def joined(self, session: Session) -> Iterator[None]:
+        """Hold a session while it runs."""
+        self._sessions[session] = None
+        self._empty.clear()
+        if self._leaving:
+            session.leave()
+        try:
+            yield
+        finally:
+            del self._sessions[session]
+            if not self._sessions:
+                self._empty.set()
+
+    def leave(self) -> None:
+        """Report to every gateway that this output processor drains. To be called before a request is refused."""
+        self._leaving = True
+        for session in self._sessions:
+            session.leave()
+
+    def move(self) -> None:
+        """End all live requests, so that their gateways send them to other output processors."""
+        for session in self._sessions:
+            session.move(errors.TryElsewhere("The output processor is shutting down; retry."))
+
+    async def close(self) -> None:
+        """End the streams after :meth:`leave`, once the gateways have read what is left of them."""
+        if not self._leaving:
+            return
+        for session in self._sessions:
+            session.half_close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_SECONDS):
+                await self._empty.wait()

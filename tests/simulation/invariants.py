@@ -1,0 +1,95 @@
+"""What must hold after every run, whatever went wrong in it."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from tests.engine_core.invariants import check_idle
+
+from .load import Answer, expected
+from .mesh import Mesh, SimulatedEngine
+
+SLACK_SECONDS = 0.2
+"""How late a request may end after its deadline, for what is on its way."""
+IDLE_SECONDS = 12.0
+"""Within so many seconds after the last answer every part has given back what it held."""
+
+
+def check_answers(answers: Sequence[Answer], mesh: Mesh) -> Iterator[str]:
+    """Yield what is wrong with the answers."""
+    frozen = mesh.gateway.frozen_seconds
+    for number, answer in enumerate(answers):
+        for fault in _check_answer(answer, frozen):
+            yield f"request {number}: {fault}"
+
+
+def _check_answer(answer: Answer, frozen_seconds: float) -> Iterator[str]:
+    ask, tokens = answer.ask, expected(answer.ask)
+    if answer.bug is not None:
+        yield f"raised {answer.bug!r}"
+    if answer.ended_at is None:
+        yield "never ended"
+    elif answer.ended_at - answer.began_at > ask.timeout + frozen_seconds + SLACK_SECONDS:
+        yield f"waited {answer.ended_at - answer.began_at:.2f} s, its time was {ask.timeout} s"
+    for sample, found in enumerate(answer.tokens):
+        if found != tokens[: len(found)]:
+            yield f"sample {sample} has wrong tokens: {found}, not {tokens}"
+        elif answer.is_complete and found != tokens:
+            yield f"sample {sample} lacks tokens: {len(found)} of {len(tokens)}"
+        if answer.num_ends[sample] != 1 if answer.is_complete else answer.num_ends[sample] > 1:
+            yield f"sample {sample} ended {answer.num_ends[sample]} times"
+
+
+async def check_idle_mesh(mesh: Mesh) -> list[str]:
+    """Wait until every part has given back what it held; return what is still held."""
+    loop = mesh.network.loop
+    ends_at = loop.time() + IDLE_SECONDS
+    while held := list(_held(mesh)):
+        if loop.time() > ends_at:
+            return held
+        await asyncio.sleep(0.25)
+    for part in mesh.of_kind("engine"):
+        assert isinstance(part.service, SimulatedEngine)
+        try:
+            check_idle(part.service.core.core.scheduler)
+        except AssertionError as error:
+            held.append(f"{part.name}: {error!r}")
+    return held
+
+
+def _held(mesh: Mesh) -> Iterator[str]:
+    for part in mesh.parts.values():
+        assert part.process is not None, f"{part.name} is down"
+        for name, number in _counts(part.kind, part.service):
+            if number:
+                yield f"{part.name} holds {number} {name}"
+
+
+def _counts(kind: str, service: object) -> Iterator[tuple[str, int]]:
+    if kind == "engine":
+        yield from _engine_counts(service)  # type: ignore[arg-type]
+    elif kind == "output_processor":
+        requests = service.requests  # type: ignore[attr-defined]
+        yield "requests", requests.num_live
+        links = requests._placer._links._links.values()
+        yield "attempts", sum(len(link._attempts) for link in links)
+        yield "counted picks", sum(requests._placer._snapshot._picks.values())
+        yield "waiting picks", len(requests._placer._picks._waiting)
+    elif kind == "gateway":
+        generator = service.generator  # type: ignore[attr-defined]
+        yield "outputs", generator.num_live
+        streams = [link.stream for link in generator._outputs._links if link.stream is not None]
+        yield "slots", sum(len(stream._slots) for stream in streams)
+    elif kind == "coordinator":
+        records = service.servicer._registry._records.values()  # type: ignore[attr-defined]
+        yield "picks", sum(len(record._counted) for record in records)
+        yield "reported requests", sum(record.report.running + record.report.waiting for record in records)
+
+
+def _engine_counts(service: SimulatedEngine) -> Iterator[tuple[str, int]]:
+    scheduler, engine = service.core.core.scheduler, service.engine
+    yield "requests in the core", len(scheduler.requests)
+    yield "blocks", scheduler.kv.pool.num_blocks - scheduler.kv.pool.num_free
+    yield "leases", scheduler.stats().num_leases
+    yield "live requests", engine.load.num_live
+    yield "attempts", len(engine.core._live)
+    yield "steps", int(service.core.core.has_work())

@@ -1,0 +1,226 @@
+"""Builds the mesh of a plan out of the real services, without tokenizers, HTTP and processes of cores."""
+
+import asyncio
+import functools
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+
+from tokenloom.checkpoint import DEMO_MODEL, CheckpointInfo, tokenizer_fingerprint
+from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
+from tokenloom.services.coordinator.service import CoordinatorService
+from tokenloom.services.engine.engine_settings import EngineSettings
+from tokenloom.services.engine.running_engine import RunningEngine
+from tokenloom.services.engine.service import EngineService
+from tokenloom.services.gateway import service as gateway_service
+from tokenloom.services.gateway.gateway_settings import GatewaySettings
+from tokenloom.services.gateway.generation.generation import Generator
+from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
+from tokenloom.services.output_processor.service import OutputProcessorService, load_checkpoint
+from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.runtime.host.surroundings import Surroundings
+from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
+from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from tokenloom.v1.types_pb2 import Fingerprint
+
+from .core_client import CoreClient
+from .kv_memory import MemoryTransport, Pools
+from .network import Network
+from .parts import Make, Part
+from .plan import Plan
+from .virtual_loop import Process
+
+VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+MAX_MODEL_LEN = 128
+LEASE_SECONDS = 3.0
+
+Loaded = tuple[CheckpointInfo, Vocabulary, Fingerprint]
+
+
+@functools.cache
+def load_once(path: Path, settings: OutputProcessorSettings) -> Loaded:
+    """Read the checkpoint as an output processor does, once for all seeds."""
+    return load_checkpoint(path, settings)
+
+
+class TokenizerStub(tokenizer_pb2_grpc.TokenizerServicer):
+    """Reports which tokenizer it has; prompts are token ids."""
+
+    def __init__(self, settings: TokenizerSettings) -> None:
+        self._settings = settings
+
+    async def GetTokenizerInfo(self, request: object, context: object) -> tokenizer_pb2.GetTokenizerInfoResponse:
+        return tokenizer_pb2.GetTokenizerInfoResponse(fingerprint=_fingerprint(), max_token_bytes=16)
+
+    async def start(self, host: Host) -> None:
+        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, host._edge)  # type: ignore[arg-type]
+
+    async def drain(self) -> None:
+        """Do nothing: calls end at once."""
+
+    async def stop(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+
+class SimulatedGateway:
+    """Runs the gateway without its HTTP and gRPC edges: clients use its generator.
+
+    Attributes:
+        generator: Runs requests, once started.
+    """
+
+    generator: Generator
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+
+    async def start(self, host: Host) -> None:
+        settings = self._settings
+        shares = gateway_service._divide(settings, gateway_service._load_keys(settings))
+        mesh = await gateway_service._connect(settings, host, shares)
+        await gateway_service._wait_whole(mesh.health)
+        self.generator = mesh.generator
+
+    async def drain(self) -> None:
+        await self.generator.drain()
+
+    async def stop(self) -> None:
+        """Do nothing: the process ends."""
+
+
+class SimulatedEngine(EngineService):
+    """Shows the engine that it started, and its core."""
+
+    engine: RunningEngine
+
+    def __init__(self, settings: EngineSettings, core: CoreClient) -> None:
+        super().__init__(settings, core)
+        self.core = core
+
+    async def start(self, host: Host) -> RunningEngine:
+        self.engine = await super().start(host)
+        return self.engine
+
+
+class Mesh:
+    """Holds the parts of one run.
+
+    Attributes:
+        parts: By name, the gateway last.
+    """
+
+    def __init__(self, network: Network, plan: Plan) -> None:
+        self.network = network
+        self.plan = plan
+        self.pools = Pools(network)
+        self.parts: dict[str, Part] = {}
+        self._add(CoordinatorSettings(**_common("coordinator-0"), settle_seconds=0.5, pd_threshold=24), _coordinator)
+        self._add(TokenizerSettings(**_common("tokenizer-0")), _tokenizer)
+        for name in plan.output_processors:
+            self._add(OutputProcessorSettings(**_common(name), coordinator=address("coordinator-0")), _output_processor)
+        for name, role in zip(plan.engines, plan.roles, strict=True):
+            self._add(_engine_settings(name, role, plan.num_blocks), self._engine)
+        self._add(_gateway_settings(plan), _gateway)
+
+    async def start(self) -> None:
+        """Start every part; return when a request would be answered."""
+        await asyncio.gather(*(part.start() for part in self.parts.values()))
+
+    @property
+    def gateway(self) -> Part:
+        return self.parts["gateway-0"]
+
+    def of_kind(self, kind: str) -> list[Part]:
+        """Return the parts of one service."""
+        return [part for part in self.parts.values() if part.kind == kind]
+
+    def _add(self, settings: Any, make: Any) -> None:
+        bound: Make = functools.partial(make, settings)
+        self.parts[settings.instance_id] = Part(self.network, self.plan.seed, settings, bound)
+
+    def _engine(self, settings: EngineSettings, process: Process, world: Surroundings) -> SimulatedEngine:
+        transports = [MemoryTransport(self.pools, process)] if settings.kv_transports else []
+        config = _core_config(settings)
+        return SimulatedEngine(
+            settings, CoreClient(config, VOCAB_SIZE, self.plan.step_seconds, Random(world.random.random()), transports)
+        )
+
+
+def address(name: str) -> str:
+    """Return where a part listens."""
+    return f"unix:/simulation/{name}"
+
+
+@functools.cache
+def _fingerprint() -> Fingerprint:
+    return Fingerprint(model="tokenloom-demo", tokenizer=tokenizer_fingerprint(DEMO_MODEL))
+
+
+@functools.cache
+def _core_config(settings: EngineSettings) -> Any:
+    config = settings.engine_config("")
+    return msgspec.structs.replace(config, worker=msgspec.structs.replace(config.worker, model=""))
+
+
+def _common(name: str) -> dict[str, Any]:
+    return {"instance_id": name, "listen": address(name), "metrics_listen": "", "drain_timeout": 20.0}
+
+
+@functools.cache
+def _engine_settings(name: str, role: str, num_blocks: int) -> EngineSettings:
+    moves_kv = role != "both"
+    return EngineSettings.of(
+        **_common(name),
+        worker="hash",
+        role=role,
+        coordinator=address("coordinator-0"),
+        max_model_len=MAX_MODEL_LEN,
+        num_kv_blocks=num_blocks,
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        kv_listen=address(f"{name}-kv") if moves_kv else "",
+        kv_transports=("shm",) if moves_kv else (),
+        kv_lease_seconds=LEASE_SECONDS,
+        kv_load_timeout=2.0,
+    )
+
+
+@functools.cache
+def _cached_gateway_settings(processors: tuple[str, ...]) -> GatewaySettings:
+    return GatewaySettings.of(
+        **_common("gateway-0"),
+        http_listen="127.0.0.1:0",
+        tokenizers=[address("tokenizer-0")],
+        output_processors=list(processors),
+        coordinator=address("coordinator-0"),
+    )
+
+
+def _gateway_settings(plan: Plan) -> GatewaySettings:
+    return _cached_gateway_settings(tuple(address(name) for name in plan.output_processors))
+
+
+def _coordinator(settings: CoordinatorSettings, process: Process, world: Surroundings) -> CoordinatorService:
+    return CoordinatorService(settings)
+
+
+def _tokenizer(settings: TokenizerSettings, process: Process, world: Surroundings) -> TokenizerStub:
+    return TokenizerStub(settings)
+
+
+def _output_processor(
+    settings: OutputProcessorSettings, process: Process, world: Surroundings
+) -> OutputProcessorService:
+    return OutputProcessorService(settings, load_once)
+
+
+def _gateway(settings: GatewaySettings, process: Process, world: Surroundings) -> SimulatedGateway:
+    return SimulatedGateway(settings)
+
+
+__all__ = ["LEASE_SECONDS", "MAX_MODEL_LEN", "VOCAB_SIZE", "Mesh", "ServiceSettings", "load_once"]

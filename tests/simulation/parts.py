@@ -1,0 +1,118 @@
+"""Parts of the mesh that can be killed, frozen, drained and started again."""
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from tokenloom.services.runtime.host.host import Host
+from tokenloom.services.runtime.host.service import Service, running
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.runtime.host.surroundings import Surroundings
+from tokenloom.services.runtime.host.tasks import first_of
+
+from .network import Network
+from .surroundings import surroundings
+from .virtual_loop import Process
+
+START_SECONDS = 30.0
+"""A part that has not started by then never will."""
+
+Make = Callable[[Process, Surroundings], Service]
+"""Makes the service of one process."""
+
+
+class Part:
+    """Runs a service as one process after another.
+
+    Attributes:
+        process: The present one; None while it is down.
+        service: The service of the present process.
+        frozen_seconds: How long it was frozen so far.
+        failures: Why processes ended that nothing was done to.
+    """
+
+    def __init__(self, network: Network, seed: int, settings: ServiceSettings, make: Make) -> None:
+        self.settings = settings
+        self.process: Process | None = None
+        self.service: Any = None
+        self.host: Host | None = None
+        self.frozen_seconds = 0.0
+        self.failures: list[str] = []
+        self._network = network
+        self._loop = network.loop
+        self._seed = seed
+        self._make = make
+        self._num_starts = 0
+        self._stop = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._frozen_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.settings.instance_id
+
+    @property
+    def kind(self) -> str:
+        return self.settings.service
+
+    async def start(self) -> None:
+        """Start a process and return when it serves."""
+        assert self.process is None, f"{self.name} runs already"
+        self._num_starts += 1
+        process = self.process = Process(self.name)
+        self._stop, self._ended = asyncio.Event(), asyncio.Event()
+        started: asyncio.Future[None] = self._loop.create_future()
+        run = self._run(process, self._stop, started)
+        self._loop.create_task(run, name=self.name, context=process.context)
+        async with asyncio.timeout(START_SECONDS):
+            await started
+
+    async def drain(self) -> None:
+        """Send SIGTERM and return when the process has ended."""
+        self._stop.set()
+        await self._ended.wait()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        if self.process is not None:
+            self.thaw()
+            process, self.process = self.process, None
+            self._loop.kill(process)
+            self._network.died(process)
+            self._ended.set()
+
+    def freeze(self) -> None:
+        """Send SIGSTOP."""
+        if self.process is not None and self._frozen_at is None:
+            self._frozen_at = self._loop.time()
+            self._loop.freeze(self.process)
+            self._network.froze(self.process)
+
+    def thaw(self) -> None:
+        """Send SIGCONT."""
+        if self.process is not None and self._frozen_at is not None:
+            self.frozen_seconds += self._loop.time() - self._frozen_at
+            self._frozen_at = None
+            self._loop.thaw(self.process)
+
+    async def _run(self, process: Process, stop: asyncio.Event, started: "asyncio.Future[None]") -> None:
+        random = Random(f"{self._seed} {self.name} {self._num_starts}")
+        world = surroundings(self._network, process, random)
+        try:
+            self.service = self._make(process, world)
+            async with running(self.service, self.settings, world) as self.host:
+                started.set_result(None)
+                await first_of(stop.wait(), self.host.failure.wait())
+        except Exception as error:
+            if not started.done():
+                started.set_exception(error)
+            self.failures.append(f"{self.name} failed: {error!r}")
+        self._exited(process)
+
+    def _exited(self, process: Process) -> None:
+        if self.process is process:
+            self.process = None
+            self._loop.kill(process)
+            self._network.died(process)
+            self._ended.set()

@@ -1,0 +1,121 @@
+"""Runs one seed from the start of its mesh to the check of everything that is left."""
+
+import asyncio
+import gc
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from .faults import KINDS, inject
+from .invariants import check_answers, check_idle_mesh
+from .load import Answer, Client
+from .mesh import Mesh
+from .network import Network
+from .plan import Ask, Plan, make_plan
+from .virtual_loop import VirtualLoop
+
+
+@dataclass
+class Result:
+    """Reports one run.
+
+    Attributes:
+        violations: What must not have happened; empty after a good run.
+        outcomes: How many requests ended how.
+        trace: Hash of every write of the run.
+        seconds: Virtual seconds of the run.
+    """
+
+    plan: Plan
+    violations: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    answers: list[Answer] = field(default_factory=list)
+    trace: str = ""
+    num_frames: int = 0
+    seconds: float = 0.0
+
+
+def run_seed(seed: int, kinds: tuple[str, ...] = KINDS) -> Result:
+    """Run the plan of a seed. ``kinds``: the faults that may happen."""
+    return run_plan(make_plan(seed, kinds))
+
+
+def run_plan(plan: Plan) -> Result:
+    """Run a plan. The garbage collector waits until the end: it would end the tasks of dead processes."""
+    result = Result(plan)
+    gc.disable()
+    with _reported(result):
+        loop = _run_plan(plan, result)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # what ends in the middle never awaits its last calls
+            loop.close()
+            del loop
+            gc.collect()
+    gc.enable()
+    return result
+
+
+@contextmanager
+def _reported(result: Result) -> Iterator[None]:
+    """Report what Python cannot raise. When the run is over, tasks that never ended are dropped, and some protest."""
+    before = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        if not result.trace:
+            result.violations.append(f"not raised: {unraisable.exc_value!r} in {unraisable.object!r}")
+
+    sys.unraisablehook = report
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+def _run_plan(plan: Plan, result: Result) -> VirtualLoop:
+    loop = VirtualLoop()
+    network = Network(loop, Random(f"network {plan.seed}"), plan.mean_delay)
+    began_at = loop.time()
+    try:
+        loop.run(_run(network, plan, result))
+    except Exception as error:
+        result.violations.append(f"the run ended with {error!r}")
+    result.violations += loop.failures
+    result.seconds = loop.time() - began_at
+    result.trace, result.num_frames = network.trace(), network.num_frames
+    return loop
+
+
+async def _run(network: Network, plan: Plan, result: Result) -> None:
+    mesh = Mesh(network, plan)
+    await mesh.start()
+    clients = [Client(mesh, ask) for ask in plan.asks]
+    result.answers = [client.answer for client in clients]
+    async with asyncio.TaskGroup() as group:
+        for client in clients:
+            group.create_task(_send(client, client.answer.ask))
+        for fault in plan.faults:
+            group.create_task(inject(mesh, fault))
+    result.violations += check_answers(result.answers, mesh)
+    result.violations += await check_idle_mesh(mesh)
+    result.violations += [failure for part in mesh.parts.values() for failure in part.failures]
+    result.outcomes.update(map(_outcome, result.answers))
+
+
+async def _send(client: Client, ask: Ask) -> None:
+    await asyncio.sleep(ask.at)
+    await client.run()
+
+
+def _outcome(answer: Answer) -> str:
+    if answer.is_complete:
+        return "complete"
+    if answer.was_cancelled:
+        return "cancelled"
+    if answer.lost_gateway:
+        return "gateway lost"
+    return repr(answer.error or answer.bug)

@@ -1,0 +1,195 @@
+"""Gives a simulated process its sockets: channels to its peers, and the addresses at which it listens."""
+
+import asyncio
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tokenloom.services.runtime.host.grpc_limits import GrpcLimits
+from tokenloom.services.runtime.host.listener import Listener
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
+from tokenloom.services.runtime.host.servicer_edge import Edge
+from tokenloom.services.runtime.host.surroundings import Clock, Port, Surroundings
+from tokenloom.services.runtime.host.surroundings import Network as HostNetwork
+from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.services.runtime.local_streams.call import LocalCall
+from tokenloom.services.runtime.local_streams.server import ServerCall
+from tokenloom.services.runtime.peers.channels import MAX_MESSAGE_BYTES, Channels
+from tokenloom.services.runtime.peers.tls import MeshTLS
+
+from .exchange import Exchange, Served
+from .network import Find, Network
+from .pipe import Pipe
+from .virtual_loop import Process
+
+
+def surroundings(network: Network, process: Process, random: Random) -> Surroundings:
+    """Return the surroundings of one simulated process."""
+    loop = network.loop
+    clock = Clock(loop.time, lambda: round(loop.time() * 1e9))
+    return Surroundings(_Sockets(network, process), random, clock)
+
+
+class _Call:
+    """What ``grpc.HandlerCallDetails`` says about a call."""
+
+    invocation_metadata = ()
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+
+class _Listening(Listener):
+    """Serves an edge at an address of the network."""
+
+    def __init__(self, network: Network, process: Process, address: str, edge: Edge) -> None:
+        self._network = network
+        self._process = process
+        self._address = address
+        self._find: Find = lambda method: edge.service(_Call(method))  # type: ignore[arg-type]
+
+    async def open(self, *_: object) -> str:
+        self._network.listen(self._address, self._process, self._find)
+        return self._address
+
+    async def close(self, grace: float) -> None:
+        """Stop accepting connections. Those that are open break when the process ends."""
+        self._network.unlisten(self._address, self._process)
+
+
+class _Port(Port):
+    """A further address of a process."""
+
+    def __init__(self, listening: _Listening, address: str) -> None:
+        self._listening = listening
+        self.address = address
+
+    async def start(self) -> None:
+        await self._listening.open()
+
+    async def close(self, grace: float) -> None:
+        await self._listening.close(grace)
+
+
+class _Sockets(HostNetwork):
+    """Makes the sockets of one simulated process."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network = network
+        self._process = process
+
+    def listener(self, settings: ServiceSettings, edge: Edge) -> Listener:
+        return _Listening(self._network, self._process, settings.listen, edge)
+
+    def port(
+        self, edge: Edge, listen: str, limits: GrpcLimits, tls: MeshTLS | None, *, insecure: bool, field: str
+    ) -> Port:
+        edge.is_ready = True
+        return _Port(_Listening(self._network, self._process, listen, edge), listen)
+
+    def channels(self, tls: MeshTLS | None = None) -> Channels:
+        return _Channels(self._network, self._process)
+
+
+class _Channels(Channels):
+    def __init__(self, network: Network, process: Process) -> None:
+        self._network = network
+        self._process = process
+
+    def open(self, address: str, service: str) -> grpc.aio.Channel:
+        return Channel(self._network, self._process, address)
+
+
+class Channel(grpc.aio.Channel):
+    """Calls what listens at one address when the call begins."""
+
+    def __init__(self, network: Network, process: Process, address: str) -> None:
+        self._network = network
+        self._process = process
+        self._address = address
+        self._calls: dict[Any, None] = {}
+
+    def stream_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
+        def begin() -> LocalCall[Any, Any]:
+            call: LocalCall[Any, Any] = LocalCall(
+                method, request_serializer, response_deserializer, MAX_MESSAGE_BYTES, _is_stopped
+            )
+            self._calls[call] = None
+            call.add_done_callback(self._calls.pop)
+            self._network.loop.call_soon(self._connect_stream, call)
+            return call
+
+        return begin
+
+    def unary_stream(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
+        def begin(request: Any, timeout: float | None = None, metadata: object = None) -> Exchange:
+            return self._exchange(method, request_serializer(request), response_deserializer, timeout)
+
+        return begin
+
+    def unary_unary(
+        self, method: str, request_serializer: Any = None, response_deserializer: Any = None, **_: Any
+    ) -> Any:
+        def begin(request: Any, timeout: float | None = None, metadata: object = None) -> Any:
+            exchange = self._exchange(method, request_serializer(request), response_deserializer, timeout)
+            return asyncio.ensure_future(exchange.unary())
+
+        return begin
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        raise NotImplementedError
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        raise NotImplementedError
+
+    async def channel_ready(self) -> None:
+        raise NotImplementedError
+
+    async def close(self, grace: float | None = None) -> None:
+        for call in list(self._calls):
+            call.cancel()
+
+    async def __aenter__(self) -> "Channel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _connect_stream(self, call: LocalCall[Any, Any]) -> None:
+        if call.done():
+            return
+        if (found := self._network.find(self._address)) is None:
+            call.on_lost()
+            return
+        server, find = found
+        served = ServerCall(find, Tasks(_ignore), MAX_MESSAGE_BYTES, _ignore, _is_stopped)
+        Pipe.connect(self._network, self._process, call.connection, server, served.connection)
+
+    def _exchange(self, method: str, request: bytes, deserialize: Any, timeout: float | None) -> Exchange:
+        exchange = Exchange(method, request, deserialize)
+        if timeout is not None:
+            exchange.set_deadline(timeout)
+        if (found := self._network.find(self._address)) is None:
+            self._network.loop.call_soon(exchange.refused)
+        else:
+            server, find = found
+            Pipe.connect(self._network, self._process, exchange, server, Served(find, Tasks(_ignore)))
+        return exchange
+
+
+def _is_stopped(transport: asyncio.Transport) -> bool:
+    assert isinstance(transport, Pipe)
+    return transport.is_peer_stopped()
+
+
+def _ignore(_: object) -> None:
+    """Do nothing: the edge has turned the error into a status."""

@@ -1,0 +1,34 @@
+"""A few seeds of the simulation: nothing is violated, and a seed takes the same course in every process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation.runner import run_seed
+
+SEEDS = 40
+TRACED = 3
+PROGRAM = "from tests.simulation.runner import run_seed; print(*(run_seed(seed).trace for seed in range({})))"
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_nothing_is_violated(seed: int) -> None:
+    assert not run_seed(seed).violations
+
+
+def test_a_seed_takes_the_same_course_in_every_process() -> None:
+    traces = [run_seed(seed).trace for seed in range(TRACED)]
+    for hash_seed in ("1", "2"):
+        assert _traces_elsewhere(hash_seed) == traces
+    assert len(set(traces)) == TRACED
+
+
+def _traces_elsewhere(hash_seed: str) -> list[str]:
+    """Return the traces of a process that hashes strings differently."""
+    command = [sys.executable, "-c", PROGRAM.format(TRACED)]
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    root = Path(__file__).parent.parent.parent
+    return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True).stdout.split()

@@ -2,19 +2,21 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .errors import ExecutorFailedError
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_cache_size import size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
+from .process.step_pulse import StepPulse
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
@@ -34,11 +36,13 @@ class EngineCore:
         executor: Executor,
         kv: CoreKV | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        pulse: StepPulse | None = None,
     ) -> None:
         """Load the model and size the KV cache.
 
         Raises ``ValueError`` naming a setting or a feature of the model that does not work. ``kv`` moves KV blocks in
-        and out of the pool, if given. ``clock`` returns nanoseconds.
+        and out of the pool, if given. ``clock`` returns nanoseconds. ``pulse`` shows how
+        far the step in work is.
         """
         self.executor = executor
         self._kv = kv
@@ -61,6 +65,8 @@ class EngineCore:
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         warm_up = self._initialize_kv_cache(config, kv_cache, model.kv_bytes_per_token)
+        self._pulse = pulse or StepPulse()
+        self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
         self._max_in_flight = executor.max_concurrent_batches
@@ -189,6 +195,7 @@ class EngineCore:
                 self._unsampled = scheduled, transfers
             else:
                 masks = self._grammars.start_step(scheduled, requests)
+        self._pulse.began(scheduled.total_num_scheduled_tokens)
         try:
             self.executor.execute_model(scheduled)
         finally:
@@ -226,16 +233,22 @@ class EngineCore:
             if self._grammars is not None:
                 self._grammars.wait_for_masks()
         finally:
-            self.steps_in_flight.clear()
-            self._unsampled = None
-            if self._iterations is not None:
-                self._iterations.abandon()
-            scheduler.recover_from_failed_step(scheduled.finished_req_ids)
+            self._begin_anew(scheduled.finished_req_ids)
             scheduler.ended.outputs[:0] = outputs
+
+    def _begin_anew(self, finished_req_ids: Sequence[str] = ()) -> None:
+        """Forget the steps in flight, and let every request begin anew."""
+        self.steps_in_flight.clear()
+        self._unsampled = None
+        self._pulse.failed()
+        if self._iterations is not None:
+            self._iterations.abandon()
+        self.scheduler.recover_from_failed_step(finished_req_ids)
 
     def _update(
         self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
+        self._pulse.ended()
         if step.transfers is not None:
             step.transfers.step_ended()
         self._abort(take_aborts())
@@ -279,6 +292,15 @@ class EngineCore:
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget all cached blocks. Does nothing and returns False while requests run that may not be preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+
+    def replace_workers(self) -> None:
+        """Start other workers because one has ended. Requests are computed anew from their tokens, and no block is
+        cached any more. Raises ``ExecutorFailedError`` if that does not work."""
+        if self.sleeping.is_sleeping():
+            raise ExecutorFailedError("a worker ended while the engine sleeps")
+        drain(self.steps_in_flight)
+        self._begin_anew()
+        self.executor.replace_workers()
 
     def check_health(self) -> None:
         """Raise ``ExecutorFailedError`` if a worker fails or does not answer in time."""

@@ -43,7 +43,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "
         "the rest to other instances; migrate moves all of them at once.",
     ] = "finish"
-    max_waiting: Annotated[Count, "Requests that may wait in addition to those in the batch."] = 2048
+    max_waiting: Annotated[
+        Count,
+        "Requests that may wait in addition to those in the batch, a bound of the engine's memory: the gateways' "
+        "--max-queue-seconds limits requests first.",
+    ] = 16384
     frame_interval: Annotated[
         Annotated[float, Meta(ge=0, le=0.1)],
         "Seconds between frames to an output processor, except for first tokens and ends, so that "

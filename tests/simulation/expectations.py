@@ -23,12 +23,18 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
         return False
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
+    if any(_concerns(fault, "engine") or _concerns(fault, "coordinator") for fault in happened):
+        return False
     return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
 
 
 def is_allowed(error: TokenloomError) -> bool:
     """Return whether a client may get this error of a fault: it says that another try may succeed."""
     return error.code in _RETRYABLE
+
+
+def _concerns(fault: Fault, service: str) -> bool:
+    return fault.target.startswith(service) or fault.other.startswith(service)
 
 
 def _ends_requests(fault: Fault) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from tokenloom.request.errors import TokenloomError
+from tokenloom.request.errors import ResourceExhausted, TokenloomError
 
 from .load import Answer
 from .plan import Fault, Plan
@@ -21,6 +21,8 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
     """Return whether nothing that happened may have ended this request."""
     if answer.ask.timeout < PATIENT_SECONDS or answer.was_cancelled or not plan.spares or not answer.gateways:
         return False
+    if isinstance(answer.error, ResourceExhausted) and not any(answer.tokens):
+        return False  # refused at its arrival, because few blocks make a long queue
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
     if any(_concerns(fault, "engine") or _concerns(fault, "coordinator") for fault in happened):

@@ -195,7 +195,6 @@ def _gateway_settings(name: str, processors: tuple[str, ...]) -> GatewaySettings
         output_processors=list(processors),
         coordinator=address("coordinator-0"),
         max_kept_prompt_bytes=KEPT_BYTES,
-        max_queue_seconds=3600.0,  # a few blocks make long queues; what is refused then is not the matter here
     )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -159,4 +160,7 @@ async def test_no_request_notices_that_its_output_processor_went(outside: Outsid
             await process.start()
             await until_connected(outside, 2)
         assert await work == undisturbed
+        moved = re.search(r"^tokenloom_gateway_requests_moved_total (\S+)", (await http.get("/metrics")).text, re.M)
+        assert moved is not None
+        assert float(moved[1]) >= 8, "the signals hit requests that had begun"
         await outside.until_idle()

@@ -20,7 +20,8 @@ from .metrics import Metrics
 from .output_processor_settings import Drain, OutputProcessorSettings
 from .placement.engine_link import INITIAL_CREDIT
 from .placement.placement import EngineLinks, Placer
-from .request.requests import Requests
+from .request.kept_requests import KeptRequests
+from .request.requests import Requests, SampleGroup
 from .stream.gateway_session import Session
 from .stream.sessions import Sessions
 from .text.vocabulary import Vocabulary
@@ -64,6 +65,8 @@ class OutputProcessorService:
         links = EngineLinks(greet, host.failed, host.channels, hang_seconds=settings.engine_hang_timeout)
         placer = Placer(host.channels.open(settings.coordinator, "coordinator"), fingerprint, links)
         self._closing.push_async_callback(placer.close)
+        kept = KeptRequests[SampleGroup](host.failed, settings.keep_lost_requests, settings.max_kept_bytes)
+        self._closing.push_async_callback(kept.close)
         self._closing.push_async_callback(sessions.close)  # before the placer
         requests = self.requests = Requests(
             placer,
@@ -71,6 +74,7 @@ class OutputProcessorService:
             frozenset(info.eos_token_ids),
             Metrics(host.metrics, lambda: requests.num_live, lambda: links.num_open),
             max_requests=settings.max_requests,
+            kept=kept,
             tracer=host.tracer,
             clock=host.clock.nanoseconds,
         )

@@ -2,11 +2,13 @@
 
     TokenloomError
     ├── InvalidArgument        400  the caller's fault; ``field`` names what is wrong
-    │   └── PayloadTooLarge    413
+    │   ├── PayloadTooLarge    413
+    │   └── BodyChanged        422  the request was begun with another body
     ├── Unauthenticated        401
     ├── PermissionDenied       403
     ├── NotFound               404
-    │   └── ModelNotFound      404
+    │   ├── ModelNotFound      404
+    │   └── RequestLost        404  the request cannot be resumed; it may be sent again
     ├── FailedPrecondition     400  (409 would invite a blind retry)
     ├── Aborted                409  replaced by something newer
     ├── Unimplemented          400
@@ -14,7 +16,8 @@
     ├── ResourceExhausted      503  full; ``retry_after`` says when to retry
     │   └── RateLimitExceeded  429  the tenant is at a limit of its own, named by ``limit``
     ├── Unavailable            503  down or shutting down; ``retry_after`` says when to retry
-    │   └── TryElsewhere       503  another part of the same kind may take the request, or the rest of it
+    │   ├── TryElsewhere       503  another part of the same kind may take the request, or the rest of it
+    │   └── GatewayLeaving     503  the gateway shuts down; the answer can be resumed through another one
     ├── DeadlineExceeded       504
     └── Internal               500  a bug; only the log has its cause
 
@@ -84,6 +87,10 @@ class PayloadTooLarge(InvalidArgument, http=413):
     """The body is over the size limit."""
 
 
+class BodyChanged(InvalidArgument, http=422):
+    """The request that the caller resumes or repeats was begun with another body."""
+
+
 class Unauthenticated(TokenloomError, code=_Code.UNAUTHENTICATED, http=401, openai="authentication_error"):
     """The credentials are missing or wrong."""
 
@@ -98,6 +105,10 @@ class NotFound(TokenloomError, code=_Code.NOT_FOUND, http=404, openai="not_found
 
 class ModelNotFound(NotFound, openai=_WRONG):
     """No model of this name is served."""
+
+
+class RequestLost(NotFound):
+    """The request that the caller resumes is not known, or not any more. The caller may send it again as a new one."""
 
 
 class FailedPrecondition(TokenloomError, code=_Code.FAILED_PRECONDITION, http=400, openai=_WRONG):
@@ -150,6 +161,10 @@ class TryElsewhere(Unavailable):
     """The part that was asked cannot run the request, or the rest of it (it drains, is full, or its core died), but
     another part of the same kind may. The caller within the mesh places the request again; a client sees this error
     only when no other part is left."""
+
+
+class GatewayLeaving(Unavailable):
+    """The gateway that streams the answer shuts down; the caller can resume the answer through another one."""
 
 
 class DeadlineExceeded(TokenloomError, code=_Code.DEADLINE_EXCEEDED, http=504, openai="timeout_error"):
@@ -261,6 +276,12 @@ def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
     log.debug("call failed: %s %s", error.code(), error.details())
     default_retry = 1.0 if error.code() is grpc.StatusCode.UNAVAILABLE else None
     return _make(error.code(), "", _TRANSPORT_MESSAGES.get(error.code(), "internal error"), None, default_retry)
+
+
+def was_cut(error: grpc.aio.AioRpcError | grpc.Call) -> bool:
+    """Return whether a call ended with its connection: neither side of it has ended it with an error of ours."""
+    is_of_transport = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return is_of_transport and _attached_status(error) is None
 
 
 def openai_body(error: BaseException) -> dict[str, dict[str, str | None]]:

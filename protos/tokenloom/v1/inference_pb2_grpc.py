@@ -41,6 +41,11 @@ class InferenceStub:
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/tokenloom.v1.Inference/Resume',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.InferenceResumeRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.GenerateSession = channel.stream_stream(
                 '/tokenloom.v1.Inference/GenerateSession',
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -60,6 +65,17 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Generates text and streams it. Each index ends with its finish reason; the last message has the usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
+        token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
+        then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
+        or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
+        ABORTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +104,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.InferenceResumeRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateSession': grpc.stream_stream_rpc_method_handler(
@@ -129,6 +150,33 @@ class Inference:
             target,
             '/tokenloom.v1.Inference/Generate',
             tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tokenloom.v1.Inference/Resume',
+            tokenloom_dot_v1_dot_inference__pb2.InferenceResumeRequest.SerializeToString,
             tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

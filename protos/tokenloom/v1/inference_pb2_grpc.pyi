@@ -37,6 +37,13 @@ class InferenceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
+    Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.InferenceResumeRequest, _inference_pb2.GenerateResponse]
+    """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
+    token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
+    then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
+    or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
+    ABORTED.
+    """
     GenerateSession: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
@@ -55,6 +62,13 @@ class InferenceAsyncStub(InferenceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
+    Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.InferenceResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
+    """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
+    token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
+    then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
+    or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
+    ABORTED.
+    """
     GenerateSession: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
     before it. A turn may be sent while the one before is being answered; it then waits. The last token of a turn is not continued. A turn ends
@@ -76,6 +90,19 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
+
+    @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _inference_pb2.InferenceResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
+        """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
+        token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
+        then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
+        or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
+        ABORTED.
+        """
 
     @_abc_1.abstractmethod
     def GenerateSession(

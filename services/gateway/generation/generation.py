@@ -19,6 +19,7 @@ from ..metrics import GatewayMetrics, RequestWatch
 from .admission import Admission, Place
 from .beam_outputs import BeamTexts
 from .beam_run import BeamRun
+from .claim import NEW, Claim
 from .job import Job
 from .outputs_reasoning import OutputsReasoning
 from .preparation import Prepared, Preparer
@@ -32,7 +33,7 @@ class Generation:
     Output ``i`` is sample ``i % num_samples`` of prompt ``i // num_samples``.
 
     Attributes:
-        request_id: Random; never the client's.
+        request_id: Random, or made from the client's idempotency key; complete once the request was submitted.
         prompts: The token ids of each prompt.
         prompt_texts: The text of each prompt, when it is to be echoed.
         prompt_logprobs: By prompt, when asked for: complete with the first tokens of any sample.
@@ -51,8 +52,10 @@ class Generation:
         metrics: GatewayMetrics,
         reasoning_marks: ReasoningMarks | None = None,
         on_first_token: Callable[[], None] | None = None,
+        claim: Claim = NEW,
     ) -> None:
         """``on_first_token``: called with the first token of each output."""
+        self._claim = claim
         submits = prepared.submits
         self.request_id = request_id
         self.prompts: list[Sequence[int]] = list(map(_prompt_ids, submits))
@@ -123,10 +126,14 @@ class Generation:
         assert isinstance(collector, Collector), "a beam search submits its steps itself"
         left_ns = max(self._started_ns + round(timeout * 1e9) - self._clock(), 0)
         submits, self._submits = self._submits, ()  # only the pool keeps them, within its budget
+        claim = self._claim
+        self.request_id = claim.request_id or pool.name(self.request_id)
+        send = pool.resume if claim.resumes else pool.submit
         for index, submit in enumerate(submits):
             submit.request_id = self.request_id if len(submits) == 1 else f"{self.request_id}-{index}"
             submit.timeout.FromNanoseconds(left_ns)
-            self._cancels.append(pool.submit(submit, collector, index * self.num_samples))
+            submit.fingerprint, submit.take_over = claim.fingerprint, claim.takes_over
+            self._cancels.append(send(submit, collector, index * self.num_samples))
 
     def search(self, pool: OutputPool, texts: BeamTexts, *, timeout: float) -> None:
         """Search the outputs of every prompt with beams, while the caller takes them. ``timeout``: as in `submit`."""
@@ -228,19 +235,26 @@ class Generator:
         return self._mesh.load()
 
     @asynccontextmanager
-    async def open(self, job: Job, trace_headers: Headers = NO_HEADERS) -> AsyncIterator[Generation]:
+    async def open(
+        self, job: Job, trace_headers: Headers = NO_HEADERS, claim: Claim = NEW
+    ) -> AsyncIterator[Generation]:
         """Run a generation for the length of the ``async with``; cancel it at the end if it still runs.
 
-        ``trace_headers``: of the trace that the client has begun. Raises any of :mod:`errors`;
-        :class:`errors.DeadlineExceeded` covers the time of the body too.
+        Args:
+            trace_headers: Of the trace that the client has begun.
+            claim: Which request of the mesh it is.
+
+        Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
         """
+        if job.beam_search is not None and claim.fingerprint:
+            raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
         tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
-        with self._admission.admit(job) as place, tracing as trace:
+        with self._admission.admit(job, timeout) as place, tracing as trace:
             try:
                 async with asyncio.timeout(timeout):
                     is_search = job.beam_search is not None
-                    generation = await self._begin(job, place)
+                    generation = await self._begin(job, place, claim)
                     del job  # the client's texts, which may be large, must not live as long as its answer
                     if trace is not None:
                         trace.outcome = generation
@@ -257,13 +271,17 @@ class Generator:
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
 
+    async def end_of_present(self) -> None:
+        """Return when the generations that are open now have ended; new ones are still admitted."""
+        await self._admission.end_of_present()
+
     async def drain(self) -> None:
         """Refuse new generations, and return when none is open."""
         await self._admission.drain()
 
-    async def _begin(self, job: Job, place: Place) -> Generation:
+    async def _begin(self, job: Job, place: Place, claim: Claim) -> Generation:
         """Prepare a request and reserve its tokens."""
         prepared = await self._preparer.prepare(job)
         place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
         request_id = self._random.randbytes(16).hex()
-        return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output)
+        return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output, claim)

@@ -109,6 +109,8 @@ class InputSession:
             raise InvalidArgument("n must be 1 in a session: only one output can be continued", "n")
         if request.HasField("beam_search"):
             raise InvalidArgument("beam_search is not supported in a session", "beam_search")
+        if request.resumable:
+            raise InvalidArgument("resumable is not supported in a session: its turns cannot be resumed", "resumable")
         if request.HasField("truncate_prompt_tokens"):
             raise InvalidArgument("truncate_prompt_tokens is not supported in a session", "truncate_prompt_tokens")
         job, _ = read_request(request, plans, self._tenant, timeout)

@@ -1,7 +1,8 @@
 """Serves the public gRPC API."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import chain, repeat
 from typing import Any
 
 import grpc.aio
@@ -12,6 +13,8 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan, ParsedMessage
+from ..generation.claim import NEW, Claim
+from ..generation.delivered import Delivered
 from ..generation.generation import Generation, Generator
 from ..generation.job import Job
 from ..health import MeshHealth
@@ -21,6 +24,7 @@ from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
 from .inference_request import InputSession, read_request
+from .resumption import read_claim, read_resumption
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -53,8 +57,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         check_model(request.model or None, self._model)
         with self._shares.of(call_tenant()).body(request.ByteSize()):
             job, plan = read_request(request, self._plans, call_tenant(), context.time_remaining())
+            claim = read_claim(request, call_tenant(), context.invocation_metadata() or ())
             await _echo_id(request, context)
-            await self._answer(request, job, plan, context)
+            await self._answer(request, job, plan, context, claim=claim)
+
+    async def Resume(  # type: ignore[override]
+        self, request: inference_pb2.InferenceResumeRequest, context: Context
+    ) -> None:
+        """Writes to the context, for the same reason."""
+        original = request.request
+        check_model(original.model or None, self._model)
+        with self._shares.of(call_tenant()).body(request.ByteSize()):
+            job, plan = read_request(original, self._plans, call_tenant(), context.time_remaining())
+            claim, delivered = read_resumption(request)
+            await _echo_id(original, context)
+            await self._answer(original, job, plan, context, claim=claim, delivered=delivered)
 
     async def GenerateSession(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
@@ -95,25 +112,43 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         plan: MessagePlan | None,
         context: Context,
         session: InputSession | None = None,
+        claim: Claim = NEW,
+        delivered: Delivered | None = None,
     ) -> None:
-        """Write the answer to one request. ``session``: gets its tokens."""
+        """Write the answer to one request.
+
+        Args:
+            session: Gets its tokens.
+            claim: Which request of the mesh it is.
+            delivered: What the client has of the answer; None: it begins now.
+        """
         trace_headers = pick_headers(context.invocation_metadata() or ())
-        async with self._generator.open(job, trace_headers) as generation:
+        async with self._generator.open(job, trace_headers, claim) as generation:
             if session is not None:
                 session.begin(generation.prompts[0])
-            prompt_ids = generation.prompts[0] if request.return_prompt_token_ids else ()
+            has_begun = delivered is not None and not delivered.is_over
+            prompt_ids = generation.prompts[0] if request.return_prompt_token_ids and not has_begun else ()
             live = generation.num_outputs
+            text_lengths = [0] * live if claim.fingerprint else None
             turns = [] if plan is None else [_turn(plan, generation) for _ in range(live)]
             while not generation.done:
-                for delta in await generation.take():
+                for delta, is_new in _parts(await generation.take(), delivered):
                     response = _response(generation, delta)
+                    if text_lengths is not None:
+                        text_lengths[delta.index] += len(delta.text)
+                        response.text_length = text_lengths[delta.index]
                     if session is not None:
                         session.take(delta.token_ids)
                     if turns:
                         _split_text(response, turns[delta.index], ends=delta.finished is not None)
+                    live -= delta.finished is not None
+                    if not is_new:
+                        if live:
+                            continue
+                        # The usage comes with the last end, which the client may have had before the others.
+                        response = inference_pb2.GenerateResponse(request_id=generation.request_id, index=delta.index)
                     response.prompt_token_ids.extend(prompt_ids)
                     prompt_ids = ()
-                    live -= delta.finished is not None
                     if not live:
                         response.usage.CopyFrom(generation.usage)
                         if request.return_timeline:
@@ -126,6 +161,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         limits = self._health.limits()
         model = inference_pb2.Model(name=self._model, max_model_len=limits.max_model_len if limits else 0)
         return inference_pb2.ListModelsResponse(models=[model])
+
+
+def _parts(deltas: list[Delta], delivered: Delivered | None) -> Iterator[tuple[Delta, bool]]:
+    """Return output with whether it is new to the client."""
+    if delivered is None:
+        return zip(deltas, repeat(True), strict=False)
+    return chain.from_iterable(map(delivered.cut, deltas))
 
 
 def _turn(plan: MessagePlan, generation: Generation) -> ParsedMessage:

@@ -10,6 +10,8 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pick_headers
 
+from ..generation.claim import Claim
+from ..generation.delivered import Delivered
 from ..generation.generation import Generation, Generator
 from ..generation.job import Job
 from ..mesh.collector import Delta
@@ -18,6 +20,7 @@ from ..openai.completions import CompletionAnswer, CompletionsApi
 from ..openai.openai_models import Body, Options
 from ..tenants.tenant import Tenant
 from . import orca, sse
+from .claims import read_claim
 from .exchange import JSON, Exchange
 from .exchange import Headers as HeaderPairs
 from .json_body import BodyParser
@@ -45,24 +48,31 @@ class Endpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         jobs = [await self._read(exchange)]  # a list: this frame must not keep the prompts while the model generates
-        options = jobs[0][1]
+        options, claim = jobs[0][1:]
         headers = _trace_headers(exchange) if b"traceparent" in exchange.headers else NO_HEADERS
         with exchange.until_disconnected():
-            async with self.generator.open(jobs.pop()[0], headers) as generation:
+            async with self.generator.open(jobs.pop()[0], headers, claim) as generation:
                 if log.isEnabledFor(logging.DEBUG):
                     RequestLog(log, generation.request_id).debug("is the client's %s", exchange.request_id.decode())
                 answer = self.api.answer(generation, options)
                 if options.stream:
                     deltas = await generation.take()  # an error before the first output still gets its own status
                     await exchange.start(200, [*sse.HEADERS, *self._load_headers(exchange)])
-                    await _stream(exchange, generation, answer, deltas)
+                    events = answer.first_events()
+                    if options.resumed is not None:
+                        delivered = Delivered(options.resumed.positions)
+                        events = await _repeat(exchange, generation, answer, delivered, deltas, events)
+                        deltas = []
+                    await _stream(exchange, generation, answer, deltas, events)
                 else:
                     await _whole(exchange, generation, answer, self._load_headers(exchange))
 
-    async def _read(self, exchange: Exchange) -> tuple[Job, Options]:
-        """Return what the body asks for."""
+    async def _read(self, exchange: Exchange) -> tuple[Job, Options, Claim]:
+        """Return what the body asks for, and which request of the mesh it is."""
         with await exchange.read_body(self.max_body_bytes) as received:
-            return await self.parser.read(received.data, partial(self._job, exchange.tenant))
+            job, options = await self.parser.read(received.data, partial(self._job, exchange.tenant))
+            options, claim = read_claim(exchange, received.data, job, options)
+            return job, options, claim
 
     def _job(self, tenant: Tenant, body: Body) -> tuple[Job, Options]:
         check_model(body.get("model"), self.model)
@@ -90,10 +100,33 @@ def _trace_headers(exchange: Exchange) -> Headers:
     return pick_headers((name.decode("latin-1"), value) for name, value in exchange.headers.items())
 
 
-async def _stream(exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta]) -> None:
-    """Write the body of a stream, from its first deltas on."""
-    events = answer.first_events()
+async def _repeat(
+    exchange: Exchange, generation: Generation, answer: Answer, delivered: Delivered, deltas: list[Delta], events: bytes
+) -> bytes:
+    """Write the rest of a resumed stream, up to where all that follows is new to the client. Return the events that are
+    left to write. ``events``: what comes before ``deltas``."""
+    slices = Slices()
+    while True:
+        for delta in deltas:
+            for part, is_new in delivered.cut(delta):
+                if part.logprobs and answer.is_large(part):
+                    await slices.run(answer.shape(part))
+                if is_new:
+                    events += answer.events(part)
+                else:
+                    answer.repeat(part)
+        if delivered.is_over or generation.done:
+            return events
+        if events:
+            await exchange.write(events)
+            events = b""
+        deltas = await generation.take()
 
+
+async def _stream(
+    exchange: Exchange, generation: Generation, answer: Answer, deltas: list[Delta], events: bytes
+) -> None:
+    """Write the body of a stream, from its first deltas on. ``events``: what comes before them."""
     direct = exchange.direct
 
     def write_now(delta: Delta) -> bool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -13,6 +13,8 @@ from tokenloom.request.validation import max_logprobs
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
+
+from .capacity import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +49,21 @@ class MeshView:
         self._limits: types_pb2.ModelLimits | None = None
         self._limits_of: types_pb2.Fingerprint | None = None
         self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
+        self._capacity = Capacity()
+        self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
 
     @property
     def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
         """Return all engines of the last complete snapshot."""
         return self._snapshot.engines
+
+    def follow_capacity(self, fingerprint: types_pb2.Fingerprint, on_capacity: Callable[[Capacity], None]) -> None:
+        """Call ``on_capacity`` now and with each snapshot. Without a serving engine, or without a coordinator, it gets
+        the last capacity, with no load."""
+        self._on_capacity = on_capacity
+        self.limits(fingerprint)
+        self._update_capacity()
 
     def load(self) -> MeshLoad:
         """Return the load of all engines, as they last reported it."""
@@ -110,6 +121,7 @@ class MeshView:
                 finally:
                     call.cancel()
                     self.connected = False
+                self._publish_capacity(self._capacity.without_load())
                 await asyncio.sleep(BACKOFF)
 
     def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
@@ -121,6 +133,7 @@ class MeshView:
             if list(map(_IDENTITY, before.engines)) != list(map(_IDENTITY, snapshot.engines)):
                 self._update_limits()
                 self._update_lost(before, snapshot)
+        self._update_capacity()
 
     def _update_lost(self, before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> None:
         """Note the engines that left without draining."""
@@ -130,6 +143,17 @@ class MeshView:
             if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
                 self._lost.setdefault(entry.identity.engine_id, now)
         self._lost = {name: lost_at for name, lost_at in self._lost.items() if name not in present}
+
+    def _update_capacity(self) -> None:
+        if self._limits_of is None:
+            return
+        serving = self.serving(self._limits_of)
+        self._publish_capacity(Capacity.of(serving) if serving else self._capacity.without_load())
+
+    def _publish_capacity(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        if self._on_capacity is not None:
+            self._on_capacity(capacity)
 
     def _update_limits(self) -> None:
         if self._limits_of is None:

@@ -15,6 +15,7 @@ from tokenloom.services.runtime.peers import hello
 from tokenloom.v1 import output_processor_pb2 as pb
 from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
+from .request_ids import UNKNOWN_MARK, mark_of
 from .submission import Submission
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,9 @@ class StreamOwner(Protocol):
 
     def on_open(self) -> None:
         """Called when requests may be sent on a stream."""
+
+    def on_unknown(self, stream: "ProcessStream", submission: Submission) -> None:
+        """Called when an output processor does not have a request that is to be resumed; another one may."""
 
     def on_moved(self, stream: "ProcessStream", submission: Submission, error: errors.TokenloomError) -> None:
         """Called when the output processor does not run a request, or the rest of it; another one may."""
@@ -70,6 +74,9 @@ class ProcessStream:
         slot = self._next_slot
         self._next_slot += 1
         self._slots[slot] = submission
+        if submission.is_sought:
+            self._message().resume.append(submission.resume(slot))
+            return slot
         submit = submission.again(slot, now=asyncio.get_running_loop().time()) if again else submission.first(slot)
         num_bytes = submission.num_bytes + 4 * sum(len(journal.token_ids) for journal in submit.journals)
         self._message(num_bytes).submit.append(submit)
@@ -168,6 +175,10 @@ class ProcessStream:
             self.cancel(finished.slot)  # its other samples move with it
             self._owner.on_moved(self, target, errors.from_proto(finished.error))
             return
+        if finished.error.reason == errors.RequestLost.reason and target.is_sought:
+            del self._slots[finished.slot]
+            self._owner.on_unknown(self, target)
+            return
         target.num_live -= 1
         if not target.num_live:
             del self._slots[finished.slot]
@@ -195,11 +206,13 @@ class OutputLink:
 
     Attributes:
         stream: The live stream, once both sides have said hello; otherwise None.
+        mark: What stands for the output processor in ids of requests, once it has said hello.
     """
 
     def __init__(self, address: str, ours: types_pb2.Hello, owner: StreamOwner) -> None:
         """``ours``: what this gateway says hello with. ``owner``: learns what happens to the streams."""
         self.address = address
+        self.mark = UNKNOWN_MARK
         self._owner = owner
         self.stream: ProcessStream | None = None
         self._ours = ours
@@ -233,6 +246,7 @@ class OutputLink:
             await call.write(pb.ProcessInput(hello=self._ours))
             frame = await _next(call)
         hello.check_hello(frame.hello, fingerprint=self._ours.fingerprint)
+        self.mark = mark_of(frame.hello.peer_id)
         return frame.leaving
 
 

@@ -15,10 +15,13 @@ from tokenloom.v1 import output_processor_pb2_grpc, types_pb2
 
 from .collector import Collector
 from .output_link import INITIAL_CREDIT, OutputLink, ProcessStream
+from .request_ids import UNKNOWN_MARK, mark_in, marked, rank
 from .submission import KeptPrompts, Submission
 
 Cancel: TypeAlias = Callable[[], None]
 
+SEARCH_SECONDS = 3.0
+"""How long a request that is to be resumed waits for output processors that are not connected."""
 _PLACED_AT_ONCE = 16
 """Requests that are moved before the event loop serves other work."""
 
@@ -54,6 +57,7 @@ class OutputPool:
         self._turn = 0
         self._waiting: dict[Submission, None] = {}  # in order of arrival; bounded by what the gateway admits
         self._wake = asyncio.Event()
+        self._sought: dict[Submission, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
     @property
     def num_connected(self) -> int:
@@ -90,30 +94,83 @@ class OutputPool:
             self._wait(submission)
         return partial(self._cancel, submission)
 
+    def name(self, random_digits: str) -> str:
+        """Return the id of a new request: the digits, and the mark of the output processor that is next in turn."""
+        return marked(random_digits, next((link.mark for link in self._in_turn() if self._may_run(link)), UNKNOWN_MARK))
+
+    def resume(self, submit: pb.Submit, collector: Collector, index: int) -> Cancel:
+        """Find the output processor that has a request of another gateway, or of another call, and collect its output
+        from the beginning. ``submit`` is what would begin the request; if it moves later on, it is continued with that.
+
+        Returns what cancels it. The collector fails with ``RequestLost`` if no output processor has the request.
+        """
+        now = asyncio.get_running_loop().time()
+        submission = Submission(submit, collector, index, self._kept, now=now, sought_until=now + SEARCH_SECONDS)
+        self._seek(submission)
+        return partial(self._cancel, submission)
+
     def on_open(self) -> None:
         """Send the requests that wait."""
         self._wake.set()
+        for submission in list(self._sought):
+            self._seek(submission)
+
+    def on_unknown(self, stream: ProcessStream, submission: Submission) -> None:
+        """Ask the next output processor for a request that is to be resumed."""
+        submission.refused_by.append(stream)
+        self._seek(submission)
 
     def on_moved(self, stream: ProcessStream, submission: Submission, error: errors.TokenloomError) -> None:
         """Place a request that an output processor has refused, or has ended before its end."""
         submission.refused(stream, error)
+        submission.sought_until = 0.0  # it was found there
         self._wait(submission)
 
     def on_lost(self, stream: ProcessStream, submissions: list[Submission]) -> None:
         """Place the requests of a stream that has ended."""
         was_alone = len(submissions) == 1 and not stream.leaving
         for submission in submissions:
+            if submission.is_sought:
+                self._seek(submission)
+                continue
             submission.lost(was_alone=was_alone)
             self._wait(submission)
 
     def _choose(self, submission: Submission) -> ProcessStream | None:
-        """Return the stream that is next in turn, among those that have not refused the request."""
-        for _ in self._links:
-            self._turn = (self._turn + 1) % len(self._links)
-            link = self._links[self._turn]
-            if self._may_run(link) and link.stream not in submission.refused_by:
-                return link.stream
-        return None
+        """Return a stream among those that have not refused the request: the one that its id names, otherwise the next
+        in turn. A request that may be running already goes where every gateway would send it."""
+        able = [link for link in self._in_turn() if self._may_run(link) and link.stream not in submission.refused_by]
+        if not able:
+            return None
+        if submission.takes_over:
+            link = min(able, key=lambda link: rank(submission.request_id, link.mark))
+        else:
+            mark = mark_in(submission.request_id)
+            link = next((link for link in able if link.mark == mark), able[0])
+            self._turn = self._links.index(link)
+        return link.stream
+
+    def _in_turn(self) -> list[OutputLink]:
+        """Return all links, the next in turn first."""
+        after = self._turn + 1
+        return self._links[after:] + self._links[:after]
+
+    def _seek(self, submission: Submission) -> None:
+        """Ask the likeliest output processor that was not asked yet; wait for those that are not connected."""
+        if (timer := self._sought.pop(submission, None)) is not None:
+            timer.cancel()
+        if submission.collector.failed:
+            return
+        links = sorted(self._links, key=lambda link: rank(submission.request_id, link.mark))
+        streams = [link.stream for link in links]
+        stream = next((each for each in streams if each is not None and each not in submission.refused_by), None)
+        loop = asyncio.get_running_loop()
+        if stream is not None:
+            self._send(submission, stream)
+        elif all(streams) or loop.time() >= submission.sought_until:
+            submission.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
+        else:
+            self._sought[submission] = loop.call_at(submission.sought_until, self._seek, submission)
 
     def _may_run(self, link: OutputLink) -> bool:
         return link.stream is not None and not link.stream.leaving and link.address in self._members
@@ -130,6 +187,8 @@ class OutputPool:
 
     def _cancel(self, submission: Submission) -> None:
         self._waiting.pop(submission, None)
+        if (timer := self._sought.pop(submission, None)) is not None:
+            timer.cancel()
         submission.cancel()
 
     async def _place_waiting(self) -> None:

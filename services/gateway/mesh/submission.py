@@ -46,6 +46,8 @@ class Submission:
         num_prompt_logprobs: Positions of the prompt whose log probabilities arrived.
         refused_by: The streams that refused it, or the rest of it, since its output processor was last lost.
         withdraw: Ends it at its output processor.
+        sought_until: When the search ends for the output processor that has the request, which is to be resumed; 0: it
+            is a new request, or its output processor was found.
     """
 
     __slots__ = (
@@ -64,13 +66,25 @@ class Submission:
         "num_live",
         "num_prompt_logprobs",
         "refused_by",
+        "request_id",
+        "sought_until",
+        "takes_over",
         "withdraw",
     )
 
     def __init__(
-        self, submit: pb.Submit, collector: Collector, first_index: int, kept: KeptPrompts, *, now: float
+        self,
+        submit: pb.Submit,
+        collector: Collector,
+        first_index: int,
+        kept: KeptPrompts,
+        *,
+        now: float,
+        sought_until: float = 0.0,
     ) -> None:
         """``submit``: its slot is filled in here; it must not change any more. ``now``: when its timeout began."""
+        self.request_id, self.takes_over = submit.request_id, submit.take_over
+        self.sought_until = sought_until
         self.collector = collector
         self.first_index = first_index
         self.num_live = self._num_samples = submit.num_samples or 1
@@ -94,6 +108,24 @@ class Submission:
         submit.slot = slot
         self._forget_unless_kept()
         return submit
+
+    @property
+    def is_sought(self) -> bool:
+        """Whether the request is to be resumed, and the output processor that has it has sent nothing yet."""
+        return bool(self.sought_until) and not self._num_tokens()
+
+    def resume(self, slot: int) -> pb.Resume:
+        """Return what to send to an output processor that may have the request. All output is sent again: the parsers
+        of an answer need its beginning."""
+        submit = self._submit
+        assert submit is not None
+        return pb.Resume(
+            slot=slot,
+            request_id=submit.request_id,
+            tenant=submit.tenant,
+            num_samples=submit.num_samples,
+            fingerprint=submit.fingerprint,
+        )
 
     def again(self, slot: int, *, now: float) -> pb.Submit:
         """Return what to send to another output processor, or to the first one after a wait."""

@@ -9,6 +9,7 @@ from ..generation.generation import Generation
 from ..http import sse
 from ..mesh.collector import Delta
 from ..metrics import FINISH_REASONS
+from .event_ids import CONTENT_ENDED, MAX_OUTPUTS, EventIds
 from .json_blocks import joined
 from .openai_logprobs import Position, positions, prompt_entries
 from .openai_models import Options
@@ -25,6 +26,8 @@ class AnswerBase:
     Attributes:
         has_details: Whether an event without text may be worth sending.
         writer: Makes the events of the stream.
+        ids: Makes the ids of the events; None: the client did not ask for them.
+        resumed: What the client has of the answer, if it resumes it.
     """
 
     def __init__(self, generation: Generation, options: Options, prefix: str, model: str, event_name: str) -> None:
@@ -37,7 +40,13 @@ class AnswerBase:
         self.has_details = options.return_token_ids or options.continuous_usage or options.num_logprobs is not None
         self._id = f"{prefix}-{generation.request_id}"
         self._model = model
-        self._created = int(time.time())
+        self.resumed = options.resumed
+        self._created = int(time.time()) if self.resumed is None else self.resumed.created
+        self.ids: EventIds | None = None
+        if options.event_ids and generation.num_outputs <= MAX_OUTPUTS:
+            self.ids = EventIds(generation.request_id, self._created, generation.num_outputs)
+            for index in () if self.resumed is None else self.resumed.entries:
+                self.repeated(index)
         self.writer = sse.EventWriter(self._id, event_name, self._created, model, usage_is_null=options.include_usage)
 
     def head(self, object_name: str) -> dict[str, object]:
@@ -50,9 +59,23 @@ class AnswerBase:
 
     def last_events(self) -> bytes:
         """Return the event that holds the usage, when asked for."""
-        if not self.options.include_usage:
+        if not self.options.include_usage or (self.resumed is not None and self.resumed.usage_sent):
             return b""
-        return self.writer.event(b"", sse.members(self.timeline()), self.usage)
+        line = b"" if self.ids is None else self.ids.last_line()
+        return line + self.writer.event(b"", sse.members(self.timeline()), self.usage)
+
+    def repeated(self, index: int) -> None:
+        """Take note that output which the client has was shaped once more."""
+        if self.ids is not None and self.resumed is not None:
+            self.ids.restore(self.resumed, index)
+
+    def has_begun(self, index: int) -> bool:
+        """Return whether the client of a resumed answer has an event of an output."""
+        return self.resumed is not None and index in self.resumed.entries
+
+    def has_content(self, index: int) -> bool:
+        """Return whether the client of a resumed answer has all content of an output."""
+        return self.resumed is not None and self.resumed.entries.get(index, "").endswith(CONTENT_ENDED)
 
     def timeline(self) -> dict[str, object]:
         if not self.options.return_timeline:

@@ -18,6 +18,7 @@ from ..tenants.tenant import Tenant
 from ..tools.tool_request import NO_TOOLS, read_tool_request
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
 from .chat_messages import read_chat
+from .event_ids import CONTENT_ENDED, FINISHED
 from .json_blocks import JsonBlocks
 from .openai_logprobs import chat_entry
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
@@ -70,20 +71,38 @@ class ChatAnswer:
             extra = b',"prompt_token_ids":' + sse.encode_json(list(self._base.generation.prompts[0]))
         events = b""
         for index in range(len(self._turns)):
+            if self._base.has_begun(index):
+                continue
             role = sse.choice(index, b'"delta":{"role":"assistant","content":""}')
-            events += self._writer.event(role, extra, self._base.usage_of(index))
+            events += self._line(index) + self._writer.event(role, extra, self._base.usage_of(index))
         return events
+
+    def _line(self, index: int, state: str = "") -> bytes:
+        """Return the line of an event's id; empty if the client did not ask for ids."""
+        return b"" if self._base.ids is None else self._base.ids.line(index, state)
 
     def events(self, delta: Delta) -> bytes:
         """Return the events of some output; empty when there is nothing to send."""
         turn = self._turns[delta.index]
+        if (ids := self._base.ids) is not None:
+            ids.advance(delta)
         if delta.finished is None and not self._has_details:
-            return b"%b%b%b" % (turn.head, sse.encode_json(delta.text), turn.tail) if delta.text else b""
+            if not delta.text:
+                return b""
+            event = b"%b%b%b" % (turn.head, sse.encode_json(delta.text), turn.tail)
+            return event if ids is None else ids.line(delta.index) + event
         events = self._content_event(delta, turn)
         if delta.finished is not None:
+            if self._base.has_content(delta.index):
+                events = b""
             self._live -= 1
             events += self._last_event(delta.index, delta.finished)
         return events
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client of a resumed answer has: what follows depends on it."""
+        self.events(delta)
+        self._base.repeated(delta.index)
 
     def last_events(self) -> bytes:
         """Return the events after all output, without ``[DONE]``."""
@@ -141,7 +160,8 @@ class ChatAnswer:
         ids = sse.token_ids_member(delta.token_ids) if self._base.options.return_token_ids else b""
         logprobs = b"".join(_logprobs(self._content(delta, turn))) if delta.logprobs else b"null"
         choice = sse.choice(delta.index, b'"delta":%b' % sse.encode_json(added), extra=ids, logprobs=logprobs)
-        return self._writer.event(choice, usage=self._base.usage_of(delta.index))
+        line = self._line(delta.index, "" if delta.finished is None else CONTENT_ENDED)
+        return line + self._writer.event(choice, usage=self._base.usage_of(delta.index))
 
     def _last_event(self, index: int, finished: output_processor_pb2.RequestFinished) -> bytes:
         """Return the event that ends an output."""
@@ -150,7 +170,7 @@ class ChatAnswer:
         choice = sse.choice(index, b'"delta":{}', finish, stop)
         is_last = self._live == 0 and not self._base.options.include_usage
         timeline = sse.members(self._base.timeline()) if is_last else b""
-        return self._writer.event(choice, timeline, self._base.usage_of(index))
+        return self._line(index, FINISHED) + self._writer.event(choice, timeline, self._base.usage_of(index))
 
     def _choice(self, index: int, turn: "_Turn") -> dict[str, object]:
         """Return a choice; its log probabilities are only marked."""

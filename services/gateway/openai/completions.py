@@ -13,6 +13,7 @@ from ..mesh.collector import Delta
 from ..openapi.request_schemas import CompletionRequest
 from ..tenants.tenant import Tenant
 from .answer import MANY_PARTS, VALUES_PER_STEP, AnswerBase, choice_blocks, finish_reason
+from .event_ids import FINISHED
 from .openai_logprobs import CompletionLogprobs, Position
 from .openai_models import Body, BodyReader, Options, make_job, sampling_params
 
@@ -72,9 +73,14 @@ class CompletionAnswer:
 
     def events(self, delta: Delta) -> bytes:
         """Return the events of some output; empty when there is nothing to send."""
+        if (ids := self._base.ids) is not None:
+            ids.advance(delta)
         if delta.finished is None and not self._has_details:
+            if not delta.text:
+                return b""
             head, tail = self._text_ends[delta.index]
-            return b"%b%b%b" % (head, sse.encode_json(delta.text), tail) if delta.text else b""
+            event = b"%b%b%b" % (head, sse.encode_json(delta.text), tail)
+            return event if ids is None else ids.line(delta.index) + event
         if self._base.options.echo_only:
             _drop_output(delta)
         if not (delta.text or delta.finished is not None or (self._has_details and delta.token_ids)):
@@ -96,7 +102,13 @@ class CompletionAnswer:
         if self._base.options.num_logprobs is not None:
             logprobs = b"".join(self._logprobs[delta.index].take())
         choice = sse.choice(delta.index, b'"text":' + sse.encode_json(text), finish, extra, logprobs)
-        return self._writer.event(choice, timeline, self._base.usage_of(delta.index))
+        line = b"" if ids is None else ids.line(delta.index, "" if delta.finished is None else FINISHED)
+        return line + self._writer.event(choice, timeline, self._base.usage_of(delta.index))
+
+    def repeat(self, delta: Delta) -> None:
+        """Shape output that the client of a resumed answer has: what follows depends on it."""
+        self.events(delta)
+        self._base.repeated(delta.index)
 
     def last_events(self) -> bytes:
         """Return the events after all output, without ``[DONE]``."""

@@ -25,6 +25,7 @@ from ..openapi.request_schemas import (
     TokenizeRequest,
 )
 from ..tenants.tenant import Tenant
+from .event_ids import EventId
 from .response_format import read_response_format
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,10 @@ class Options:
     """Return only the prompt."""
     plan: MessagePlan | None = None
     """How to parse a chat's turns; None: as text."""
+    event_ids: bool = False
+    """Write an id into each event of the stream."""
+    resumed: EventId | None = None
+    """What the client has of the answer; None: it begins now."""
 
     @classmethod
     def of(cls, fields: CommonFields, sampling: types_pb2.SamplingParams, **own: Any) -> "Options":

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tokenloom.request import errors
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.runtime.host.tasks import Tasks
-from tokenloom.services.runtime.telemetry.tracing import Span, Tracer, pick_headers
-from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Submit
+from tokenloom.services.runtime.telemetry.tracing import Tracer
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, Submit
 from tokenloom.v1.types_pb2 import FinishReason, SamplingParams
 
 from ..metrics import Metrics
@@ -16,8 +16,14 @@ from ..placement.engine_link import Attempt
 from ..placement.placement import Asked, Placer
 from ..stream.outbox import Outbox
 from ..text.vocabulary import Vocabulary
+from .kept_requests import KeptRequests
 from .legs import Legs
+from .request_trace import RequestTrace
 from .sample_output import SampleOutput
+
+_UNWANTED = (FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_ABORT)
+_GROUP_BYTES = 4096
+"""Memory of the objects of a request that has ended."""
 
 
 class Requests:
@@ -32,10 +38,15 @@ class Requests:
         metrics: Metrics,
         *,
         max_requests: int,
+        kept: KeptRequests["SampleGroup"],
         tracer: Tracer | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``clock`` returns nanoseconds, by which the times of requests are measured."""
+        """Args:
+        kept: Holds the requests that can be resumed.
+        clock: Returns nanoseconds, by which the times of requests are measured.
+        """
+        self.kept = kept
         self._clock = clock
         self._placer = placer
         self._vocabulary = vocabulary
@@ -49,8 +60,9 @@ class Requests:
         self.num_live = 0
 
     def ask(self, submit: Submit) -> Asked | None:
-        """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait."""
-        if self._draining or self.num_live + _num_samples(submit) > self._max_requests:
+        """Ask the coordinator for the engine of a request that is not made yet. Returns None when that has to wait, or
+        when the request may be running already."""
+        if submit.take_over or self._draining or self.num_live + _num_samples(submit) > self._max_requests:
             return None
         return self._placer.ask(submit)
 
@@ -59,7 +71,7 @@ class Requests:
 
         Args:
             outbox: Receives its output.
-            tasks: Own its placements.
+            tasks: Own its placements, unless it may outlive the stream.
             on_end: Called with its slot, once, when its last sample has ended.
 
         Raises ``InvalidArgument`` for a Submit that names no sampling parameters or whose journals are not those of its
@@ -85,11 +97,17 @@ class Requests:
         trace = RequestTrace.open(self._tracer, submit) if submit.trace_headers else None
         self.num_live += count
         self._idle.clear()
-        return SampleGroup(submit, samples, self._placer, tasks, trace, self._sample_ended, on_end)
+        if not submit.fingerprint:
+            return SampleGroup(submit, samples, self._placer, tasks, trace, self._sample_ended, on_end)
+        group = SampleGroup(submit, samples, self._placer, self.kept.tasks, trace, self._sample_ended, on_end)
+        group.on_over = self.kept.ended
+        self.kept.add(group)
+        return group
 
     async def drain(self) -> None:
         """Refuse new requests, and return when the live ones have ended."""
         self._draining = True
+        self.kept.hurry()
         await self._idle.wait()
 
     def _check(self, submit: Submit, count: int) -> None:
@@ -121,11 +139,12 @@ class SampleGroup:
         samples: list[SampleOutput],
         placer: Placer,
         tasks: Tasks,
-        trace: "RequestTrace | None",
+        trace: RequestTrace | None,
         on_sample_end: Callable[[RequestFinished], None],
         on_end: Callable[[int], object],
     ) -> None:
         self._submit = submit
+        self._outputs = samples
         self._placer = placer
         self._trace = trace
         self._on_sample_end = on_sample_end
@@ -142,6 +161,78 @@ class SampleGroup:
         self._first = self._samples[0]
         self._waiting: list[Legs] = []  # samples that begin when the first one has settled
         self._timer: asyncio.TimerHandle | None = None
+        self.slot = submit.slot
+        self.on_taken: Callable[[int], object] = _ignore
+        self.on_over: Callable[[SampleGroup], object] = _ignore
+
+    @property
+    def request_id(self) -> str:
+        return self._submit.request_id
+
+    @property
+    def tenant(self) -> str:
+        return self._submit.tenant
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Of the client's body; empty if the request ends with its stream."""
+        return self._submit.fingerprint
+
+    @property
+    def num_samples(self) -> int:
+        return _num_samples(self._submit)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all samples have ended."""
+        return self._num_live == 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all samples have ended as the client asked: with no error, and not cancelled."""
+        ends = [output.finished for output in self._outputs]
+        return all(end is not None and end.reason not in _UNWANTED for end in ends)
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether all output so far can be sent again. The output of samples that had ended elsewhere is not here."""
+        return len(self._outputs) == self.num_samples and all(output.can_repeat for output in self._outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the request takes, about."""
+        return _GROUP_BYTES + self._submit.ByteSize() + sum(output.num_kept_bytes for output in self._outputs)
+
+    def detach(self) -> None:
+        """Continue without a stream, because the gateway was lost."""
+        self._on_end = self.on_taken = _ignore
+        for output in self._outputs:
+            output.detach()
+
+    def attach(
+        self,
+        outbox: Outbox,
+        slot: int,
+        positions: Iterable[SamplePosition],
+        on_end: Callable[[int], object],
+        on_taken: Callable[[int], object],
+    ) -> None:
+        """Send the output from the positions on, and what follows, to another stream, and none to the one before.
+
+        Args:
+            on_end: Called with the slot, once, when the last sample ends; not if it has ended already.
+            on_taken: Called with the slot when the request moves on to another stream.
+
+        Raises ``InvalidArgument`` for a position that the output does not have.
+        """
+        of_sample = {position.sample_index: position for position in positions}
+        begin = SamplePosition()
+        for output in self._outputs:
+            output.check(of_sample.get(output.sample_index, begin))
+        self.on_taken(self.slot)
+        self.slot, self._on_end, self.on_taken = slot, on_end, on_taken
+        for output in self._outputs:
+            output.attach(outbox, slot, of_sample.get(output.sample_index, begin))
 
     def start(self, asked: Asked | None = None) -> None:
         """Start the first sample. ``asked``: its pick, if one was asked for."""
@@ -200,44 +291,13 @@ class SampleGroup:
             self._timer.cancel()
         if self._trace is not None:
             self._trace.end()
-        self._on_end(self._submit.slot)
+        self._on_end(self.slot)
+        self.on_over(self)
+        self._samples = []  # a request that is kept needs only its output
 
 
-class RequestTrace:
-    """Holds the output processor's span of one request. The span takes the place of the gateway's in the request's
-    headers, so that placements and engines make their spans under it."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        self._error = ""
-
-    @classmethod
-    def open(cls, tracer: Tracer | None, submit: Submit) -> "RequestTrace | None":
-        """Begin the span. Without a tracer, or for a request that is not sampled, return None and drop the headers."""
-        headers = pick_headers(submit.trace_headers.items())
-        submit.trace_headers.clear()
-        if tracer is None or not headers:
-            return None
-        span = tracer.start("process", headers, attributes={"gen_ai.request.id": submit.request_id})
-        if span is None:
-            return None
-        submit.trace_headers.update(span.headers)
-        return cls(span)
-
-    def sample_ended(self, finished: RequestFinished) -> None:
-        """Add a span from the sample's first token to its last; an attribute says how long making its text took."""
-        now, timeline = time.monotonic_ns(), finished.timeline
-        attributes = {
-            "tokenloom.sample_index": finished.sample_index,
-            "tokenloom.attempts": finished.attempts,
-            "tokenloom.detokenize.busy_seconds": timeline.detokenize_ns / 1e9,
-        }
-        self._span.child("detokenize", now - timeline.decode_ns, now, attributes)
-        self._error = self._error or finished.error.message
-
-    def end(self) -> None:
-        """End the span, with the first error of the samples if there was one."""
-        self._span.end(error=self._error)
+def _ignore(_: object) -> None:
+    """Do nothing."""
 
 
 def _num_samples(submit: Submit) -> int:

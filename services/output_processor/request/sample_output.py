@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors, logprob_columns
 from tokenloom.v1.engine_pb2 import Finished
-from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, Submit
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SampleJournal, SamplePosition, SlotTextLogprobs, Submit
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs, Timeline
 
-from ..stream.outbox import Outbox, PacedOutbox
+from ..stream.outbox import NOWHERE, Outbox, PacedOutbox
 from ..text.detokenizer import Detokenizer, StopMatch
-from ..text.logprob_texts import PromptLogprobs, with_texts
+from ..text.logprob_texts import PromptLogprobs, part_with_texts, with_texts
 from ..text.vocabulary import Vocabulary
 
 _ABORT, _ERROR, _STOP = (
@@ -18,6 +18,9 @@ _ABORT, _ERROR, _STOP = (
     FinishReason.FINISH_REASON_ERROR,
     FinishReason.FINISH_REASON_STOP,
 )
+
+_TOKEN_BYTES = 36
+"""Memory of a token in a journal: an integer, and the list's reference to it."""
 
 
 class SampleOutput:
@@ -32,6 +35,7 @@ class SampleOutput:
         timeline: Filled as the request proceeds; the times of tokens are filled in at the end.
         clock: Returns nanoseconds.
         num_attempts: 1, and one more for each engine that was replaced after it failed.
+        finished: How it ended; None while it runs.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class SampleOutput:
         params, prompt_ids, interval = submit.sampling_params, submit.prompt.token_ids, submit.text.stream_interval
         self._submit = submit
         self._key = submit.slot, sample_index
+        self._interval = interval
         self._outbox = outbox
         num_given = 0 if journal is None else len(journal.token_ids)
         self._rows = PacedOutbox(outbox, interval, num_given) if interval > 1 else outbox
@@ -65,8 +70,12 @@ class SampleOutput:
         # Kept as numbers until the end: setting a protobuf field costs as much as decoding a token.
         self._first_token_ns = self._last_token_ns = self._detokenize_ns = 0
         self._prefill: Finished | None = None
+        # Log probabilities cannot be made again, unlike text.
+        has_logprobs = has_prompt_logprobs or params.HasField("logprobs")
+        self._kept_logprobs: list[SlotTextLogprobs] | None = [] if submit.fingerprint and has_logprobs else None
         self.sample_index = sample_index
         self.token_ids: list[int] = []
+        self.finished: RequestFinished | None = None
         self.stop_match: StopMatch | None = None
         self.timeline = Timeline()
         self.num_attempts = 1
@@ -117,7 +126,7 @@ class SampleOutput:
         if self._prompt_logprobs is None:
             raise errors.Internal("the engine sent log probabilities of the prompt, which the request did not ask for")
         if (columns := self._prompt_logprobs.take(token_index, logprobs)) is not None:
-            self._rows.add_logprobs(self._key, columns)
+            self._send_logprobs(columns)
 
     def prefilled(self, finished: Finished) -> None:
         """Note the end of the prefill leg: everything after the first token counts as decoding."""
@@ -126,7 +135,7 @@ class SampleOutput:
     def retry(self) -> None:
         """Note that an engine died and that its leg is placed again."""
         self.num_attempts += 1
-        self._outbox.engine_died(self._submit.slot)
+        self._outbox.engine_died(self._key[0])
 
     def finish(self, finished: Finished) -> RequestFinished:
         """End because the engine has finished, and send the text that was held back for a stop string."""
@@ -148,7 +157,7 @@ class SampleOutput:
         """End because the engine died. Output that a stop string has completed is complete all the same."""
         if self.stop_match is not None:
             return self.stop()
-        self._outbox.engine_died(self._submit.slot)
+        self._outbox.engine_died(self._key[0])
         return self.fail(errors.Unavailable("The engine that ran this request became unavailable; retry."))
 
     def stop(self) -> RequestFinished:
@@ -164,10 +173,69 @@ class SampleOutput:
         """End with an error; text that was held back for a stop string is not shown."""
         return self._end(_ERROR, error=error)
 
+    @property
+    def num_kept_bytes(self) -> int:
+        """Bytes of memory that the output takes, about."""
+        return _TOKEN_BYTES * len(self.token_ids) + sum(columns.ByteSize() for columns in self._kept_logprobs or ())
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether everything is here that :meth:`attach` sends. Log probabilities of tokens that another output
+        processor sent are not."""
+        if self._kept_logprobs is None:
+            return True
+        first = next(
+            (columns.token_index for columns in self._kept_logprobs if not columns.prompt), len(self.token_ids)
+        )
+        has_all = first == 0 or not self._submit.sampling_params.HasField("logprobs")
+        return has_all and not self._submit.num_prompt_logprobs
+
+    def detach(self) -> None:
+        """Send nothing more, because the gateway was lost; the output is kept for :meth:`attach`."""
+        self._outbox = self._rows = NOWHERE
+
+    def check(self, position: SamplePosition) -> None:
+        """Raise ``InvalidArgument`` for a position beyond the output."""
+        if position.num_tokens > len(self.token_ids):
+            message = f"the output has {len(self.token_ids)} tokens, not {position.num_tokens}"
+            raise errors.InvalidArgument(message, "positions")
+
+    def attach(self, outbox: Outbox, slot: int, position: SamplePosition) -> None:
+        """Send the output from a position on, and everything that follows, to another slot or stream."""
+        start = position.num_tokens
+        data = self._text_so_far().encode()
+        self._key = slot, self._key[1]
+        self._outbox = outbox
+        self._rows = PacedOutbox(outbox, self._interval) if self._interval > 1 else outbox
+        self._bytes_to_skip = max(position.emitted_text_bytes - len(data), 0)
+        text = data[position.emitted_text_bytes :].decode(errors="ignore")
+        for columns in self._kept_logprobs or ():
+            if (rest := part_with_texts(columns, 0 if columns.prompt else start)) is not None:
+                self._rows.add_logprobs(self._key, rest)
+        if text or start < len(self.token_ids):
+            self._rows.add(self._key, text, start, self.token_ids[start:])
+        if self.finished is not None:
+            finished = RequestFinished()
+            finished.CopyFrom(self.finished)
+            finished.slot = slot
+            self._rows.finish(finished)
+
+    def _text_so_far(self) -> str:
+        """Return all text that was sent, made again from the tokens."""
+        detokenizer = _detokenizer(self._submit, self._vocabulary)
+        ends = bool(self.token_ids) and self.token_ids[-1] in self._stop_token_ids
+        text, _ = detokenizer.step(self.token_ids, ends_with_stop_token=ends)
+        return text if self.finished is None else text + detokenizer.finish()
+
     def _add_logprobs(self, token_index: int, token_ids: Sequence[int], logprobs: Logprobs) -> None:
         """Send the log probabilities of tokens that were just added, without those of tokens after a stop string."""
         columns = with_texts(self._vocabulary, token_ids, logprob_columns.part(logprobs, 0, len(token_ids)))
         columns.token_index = token_index
+        self._send_logprobs(columns)
+
+    def _send_logprobs(self, columns: SlotTextLogprobs) -> None:
+        if self._kept_logprobs is not None:
+            self._kept_logprobs.append(columns)
         self._rows.add_logprobs(self._key, columns)
 
     def _detokenize(self, token_ids: Sequence[int]) -> tuple[str, StopMatch | None]:
@@ -211,6 +279,7 @@ class SampleOutput:
             attempts=self.num_attempts,
             timeline=self.timeline,
         )
+        self.finished = finished
         self._rows.finish(finished)
         return finished
 

@@ -1,12 +1,19 @@
 """Serves the stream of one gateway: its slots, its credit and its frames."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.hello import HEARTBEAT_SECONDS, NO_CREDIT_SECONDS, Credit, check_hello
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, ProcessInput, RequestFinished, Submit
+from tokenloom.v1.output_processor_pb2 import (
+    ProcessFrame,
+    ProcessInput,
+    RequestFinished,
+    Resume,
+    SamplePosition,
+    Submit,
+)
 from tokenloom.v1.types_pb2 import FinishReason, Hello
 
 from ..placement.placement import Asked
@@ -15,7 +22,7 @@ from .outbox import Outbox
 
 
 class Session:
-    """Serves one ``Process`` stream. When the stream ends, for whatever reason, its requests are aborted."""
+    """Serves one ``Process`` stream. At its end, requests that can be resumed continue; all others are aborted."""
 
     def __init__(self, hello: Hello, requests: Requests) -> None:
         """``hello``: what this process sends first."""
@@ -43,6 +50,7 @@ class Session:
         Raises what ends the stream: a wrong hello, a reused slot, no credit for too long.
         """
         messages = aiter(messages)
+        kept, peer = self._requests.kept, None
         try:
             first = await anext(messages, None)
             if first is None:
@@ -50,6 +58,8 @@ class Session:
             ours = self._hello
             check_hello(first.hello, peer_id=ours.peer_id, epoch=ours.epoch, fingerprint=ours.fingerprint)
             self._credit.grant(first.hello.initial_credit)
+            peer = first.hello.peer_id, first.hello.epoch
+            kept.connect(peer)
             self._has_left = self._leaving
             await write(ProcessFrame(hello=ours, leaving=self._leaving))
             self._tasks.spawn(self._read(first, messages), name="gateway-read")
@@ -57,8 +67,11 @@ class Session:
             while (frame := await self._next_frame()) is not None:
                 await write(frame)
         finally:
+            if peer is not None:
+                kept.disconnect(peer)
             for group in list(self._live.values()):
-                group.cancel()
+                if not group.fingerprint or peer is None or not kept.lose(group, peer):
+                    group.cancel()
             await self._tasks.close()
 
     def leave(self) -> None:
@@ -94,7 +107,7 @@ class Session:
                     await asyncio.sleep(0)  # replaying many tokens must not hold up the requests that run
         for resume in message.resume:
             self._take_slot(resume.slot)
-            self._refuse(resume.slot, errors.NotFound("Taking over a request is not supported yet."))
+            self._resume(resume)
         for slot in message.cancel_slots:
             if (group := self._live.get(slot)) is not None:
                 group.cancel()
@@ -105,14 +118,42 @@ class Session:
     def _submit(self, submit: Submit, asked: Asked | None) -> None:
         self._take_slot(submit.slot)
         try:
+            if submit.take_over and (known := self._requests.kept.find(submit)) is not None:
+                self._attach(known, submit.slot)
+                return
             group = self._requests.make(submit, self._outbox, self._tasks, self._live.pop)
         except Exception as error:  # a fault of one request never ends the stream of all
             self._refuse(submit.slot, error)
             return
+        group.on_taken = self._taken
+        self._begin(submit.slot, group)
+        group.start(asked)
+
+    def _resume(self, resume: Resume) -> None:
+        try:
+            group = self._requests.kept.find(resume)
+            if group is None:
+                raise errors.RequestLost("The request is not known, or not any more; send it again as a new request.")
+            self._attach(group, resume.slot, resume.positions)
+        except Exception as error:  # a fault of one request never ends the stream of all
+            self._refuse(resume.slot, error)
+
+    def _attach(self, group: SampleGroup, slot: int, positions: Iterable[SamplePosition] = ()) -> None:
+        """Send a request's output from the positions on."""
+        group.attach(self._outbox, slot, positions, self._live.pop, self._taken)
+        self._requests.kept.attached(group)
+        if not group.is_over:
+            self._begin(slot, group)
+
+    def _begin(self, slot: int, group: SampleGroup) -> None:
         if not self._live:
             self._written_at = self._loop.time()  # the first heartbeat is due from now on
-        self._live[submit.slot] = group
-        group.start(asked)
+        self._live[slot] = group
+
+    def _taken(self, slot: int) -> None:
+        """End a slot whose request moves to another one."""
+        if self._live.pop(slot, None) is not None:
+            self._refuse(slot, errors.Aborted("The answer continues in another call, which has resumed it."))
 
     def _take_slot(self, slot: int) -> None:
         if slot <= self._last_slot:

@@ -70,6 +70,28 @@ class Outbox:
         return frame
 
 
+class _Nowhere(Outbox):
+    """Drops output whose gateway was lost; the samples keep it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+
+    def add(self, key: Key, text: str, token_index: int, token_ids: Sequence[int]) -> None:
+        """Drop it."""
+
+    def add_logprobs(self, key: Key, logprobs: SlotTextLogprobs) -> None:
+        """Drop them."""
+
+    def finish(self, finished: RequestFinished) -> None:
+        """Drop it."""
+
+    def engine_died(self, slot: int) -> None:
+        """Drop it."""
+
+
+NOWHERE = _Nowhere()
+
+
 class PacedOutbox:
     """Holds back the output of one sample whose client wants larger pieces (``stream_interval``): passes on its first
     token, then every ``interval`` tokens, and the rest at its end."""

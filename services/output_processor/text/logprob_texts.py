@@ -20,6 +20,23 @@ def with_texts(vocabulary: Vocabulary, token_ids: Sequence[int], logprobs: Logpr
     )
 
 
+def part_with_texts(columns: SlotTextLogprobs, start: int) -> SlotTextLogprobs | None:
+    """Return a copy of the positions from token ``start`` of the output on; None if it would be empty."""
+    skipped, top = max(start - columns.token_index, 0), columns.logprobs.top
+    num_positions = logprob_columns.num_positions(columns.logprobs)
+    if skipped >= num_positions:
+        return None
+    rest = SlotTextLogprobs()
+    if not skipped:
+        rest.CopyFrom(columns)
+        return rest
+    rest.token_index = columns.token_index + skipped
+    rest.logprobs.CopyFrom(logprob_columns.part(columns.logprobs, skipped, num_positions))
+    rest.sampled_text.extend(columns.sampled_text[skipped:])
+    rest.token_text.extend(columns.token_text[skipped * top :])
+    return rest
+
+
 class PromptLogprobs:
     """Passes on the log probabilities of one prompt, from its second token on: each once, though attempts repeat."""
 

@@ -102,6 +102,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.state = coordinator_pb2.ENGINE_STATE_SERVING
         self.engines: Sequence[str] = ["engine-0"]
         self.is_away = False
+        self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self._changed = asyncio.Condition()
 
     async def set_state(self, state: coordinator_pb2.EngineState) -> None:
@@ -132,8 +133,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         identity = coordinator_pb2.EngineIdentity(
             engine_id=name, fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
         )
-        report = coordinator_pb2.EngineReport(state=self.state, running=3, waiting=2, kv_usage=0.25)
-        return coordinator_pb2.EngineEntry(identity=identity, report=report)
+        entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
+        entry.report.state = self.state
+        return entry
 
 
 class FakeRequest:

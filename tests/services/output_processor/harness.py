@@ -19,8 +19,8 @@ class Mesh:
     tokenizer: Tokenizer
     gateways: list[Gateway] = field(default_factory=list)
 
-    async def gateway(self, credit: int = 1000) -> Gateway:
-        gateway = Gateway(self.channel, credit)
+    async def gateway(self, credit: int = 1000, peer_id: str = "gateway-0") -> Gateway:
+        gateway = Gateway(self.channel, credit, peer_id)
         self.gateways.append(gateway)
         await gateway.greet()
         return gateway

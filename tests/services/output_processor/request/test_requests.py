@@ -15,6 +15,7 @@ from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.output_processor.metrics import Metrics
+from tokenloom.services.output_processor.request.kept_requests import KeptRequests
 from tokenloom.services.output_processor.request.requests import Requests, SampleGroup
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
@@ -195,7 +196,10 @@ class Bounded:
     def __init__(self, tokenizer: Tokenizer, max_requests: int) -> None:
         metrics = Metrics(CollectorRegistry(), lambda: 0, lambda: 0)
         placer: Any = NoPlacer()
-        self.requests = Requests(placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests)
+        kept = KeptRequests[SampleGroup](lambda error: None, 60, 1 << 20)
+        self.requests = Requests(
+            placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests, kept=kept
+        )
         self.tasks = Tasks(lambda error: None)
         self.ended: list[int] = []
 

@@ -15,7 +15,7 @@ from tokenloom.request import errors
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, Resume, SampleJournal
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
@@ -166,13 +166,6 @@ async def test_half_close_lets_live_requests_end(mesh: Mesh) -> None:
     stream.send(finished=[Finished(slot=slot, reason=LENGTH)])
     assert (await gateway.until_finished(1))[2].reason == LENGTH
     assert await asyncio.wait_for(gateway.call.read(), SOON) is grpc.aio.EOF
-
-
-async def test_resume_is_not_found(mesh: Mesh) -> None:
-    gateway = await mesh.gateway()
-    await gateway.send(resume=[Resume(slot=1, request_id="lost")])
-    (finished,) = (await gateway.next_frame()).finished
-    assert (finished.slot, finished.reason, finished.error.reason) == (1, ERROR, "NOT_FOUND")
 
 
 async def test_a_bad_request_ends_alone(mesh: Mesh) -> None:

@@ -1,0 +1,41 @@
+"""Reads which request of the mesh a call of the public gRPC API stands for, and what its caller has of the answer."""
+
+from collections.abc import Iterable
+
+from tokenloom.request.errors import InvalidArgument
+from tokenloom.v1 import inference_pb2
+
+from ..generation.claim import NEW, Claim, claim_key, fingerprint
+from ..generation.delivered import Delivered, Position
+from ..mesh.request_ids import is_request_id
+from ..tenants.tenant import Tenant
+
+KEY_FIELD = "idempotency-key"
+
+
+def read_claim(
+    request: inference_pb2.GenerateRequest, tenant: Tenant, metadata: Iterable[tuple[str, str | bytes]]
+) -> Claim:
+    """Return the claim of a call of Generate. Raises ``InvalidArgument`` for a malformed key."""
+    key = next((value for name, value in metadata if name == KEY_FIELD), None)
+    if key is not None:
+        return claim_key(tenant.name, str(key), _fingerprint(request), KEY_FIELD)
+    return Claim(fingerprint=_fingerprint(request)) if request.resumable else NEW
+
+
+def read_resumption(request: inference_pb2.InferenceResumeRequest) -> tuple[Claim, Delivered]:
+    """Return the claim of a call of Resume, and what its caller has. Raises ``InvalidArgument`` naming the field."""
+    if not is_request_id(request.request_id):
+        raise InvalidArgument("request_id must be that of the answer to resume", "request_id")
+    num_outputs = request.request.n or 1
+    positions = {
+        each.index: Position(each.num_tokens, each.text_length, each.finished, each.num_prompt_logprobs)
+        for each in request.positions
+    }
+    if len(positions) < len(request.positions) or max(positions, default=0) >= num_outputs:
+        raise InvalidArgument(f"positions must be of different indices, below {num_outputs}", "positions")
+    return Claim(request.request_id, _fingerprint(request.request), resumes=True), Delivered(positions)
+
+
+def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
+    return fingerprint("Generate", request.SerializeToString(deterministic=True))

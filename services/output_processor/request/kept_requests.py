@@ -1,0 +1,177 @@
+"""Keeps requests that can be resumed: those whose gateway was lost, and for a while those that have ended."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.host.tasks import Tasks
+from tokenloom.v1.output_processor_pb2 import Resume, Submit
+
+Peer: TypeAlias = tuple[str, int]
+"""A gateway's name and epoch."""
+
+DRAIN_SECONDS = 5.0
+"""Time that requests without a gateway have while the output processor drains: a client resumes within a second."""
+
+
+class Kept(Protocol):
+    """A request that can be resumed."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def fingerprint(self) -> bytes: ...
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def is_complete(self) -> bool: ...
+    @property
+    def can_repeat(self) -> bool: ...
+
+    def cancel(self) -> None:
+        """End it, because its output is not wanted any more."""
+
+    def detach(self) -> None:
+        """Continue without a stream."""
+
+
+R = TypeVar("R", bound=Kept)
+
+
+class KeptRequests(Generic[R]):
+    """Finds the requests that can be resumed by their ids.
+
+    A request whose gateway was lost is cancelled after ``seconds``, or as soon as the same incarnation of the gateway
+    connects again, because it submits its requests itself. A request that has ended without an error is forgotten after
+    ``seconds``, or when more recent ones fill ``max_bytes``. The limit of live requests bounds those that run.
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], None], seconds: float, max_bytes: int) -> None:
+        """``on_failure``: gets the error of a task that fails."""
+        self.tasks = Tasks(on_failure)
+        self._seconds = seconds
+        self._max_bytes = max_bytes
+        self._by_id: dict[str, R] = {}
+        self._lost: dict[str, tuple[R, Peer, asyncio.TimerHandle]] = {}  # requests without a stream
+        self._ended: dict[str, tuple[R, int, float]] = {}  # with bytes and time to go; the oldest first
+        self._ended_bytes = 0
+        self._purge_timer: asyncio.TimerHandle | None = None
+        self._connected: dict[Peer, int] = {}
+
+    @property
+    def num_lost(self) -> int:
+        """Requests that run without a gateway."""
+        return len(self._lost)
+
+    def add(self, request: R) -> None:
+        """Make a request known. One of the same id that has ended, or has no gateway, is forgotten; one that has a
+        gateway stays known instead."""
+        request_id = request.request_id
+        if request_id in self._ended:
+            self._forget(request_id)
+        elif request_id in self._lost:
+            self._lost[request_id][0].cancel()
+        self._by_id.setdefault(request_id, request)
+
+    def find(self, wanted: Resume | Submit) -> R | None:
+        """Return the request that a gateway wants to continue, None if it is not known, or is another tenant's.
+
+        Raises ``BodyChanged`` if it began with another body, ``InvalidArgument`` if it has another number of samples.
+        """
+        request = self._by_id.get(wanted.request_id)
+        if request is None or request.tenant != wanted.tenant or not request.can_repeat:
+            return None
+        if wanted.fingerprint and wanted.fingerprint != request.fingerprint:
+            raise errors.BodyChanged("The body differs from the body that this request was begun with.")
+        if request.num_samples != max(wanted.num_samples, 1):
+            message = f"The request has {request.num_samples} samples, not {max(wanted.num_samples, 1)}."
+            raise errors.InvalidArgument(message, "num_samples")
+        return request
+
+    def connect(self, peer: Peer) -> None:
+        """Note a gateway's stream, and cancel requests that this incarnation lost: it submits them again."""
+        self._connected[peer] = self._connected.get(peer, 0) + 1
+        for request, lost_by, _ in list(self._lost.values()):
+            if lost_by == peer:
+                request.cancel()
+
+    def disconnect(self, peer: Peer) -> None:
+        """Note the end of a gateway's stream."""
+        self._connected[peer] -= 1
+        if not self._connected[peer]:
+            del self._connected[peer]
+
+    def lose(self, request: R, peer: Peer) -> bool:
+        """Keep a request whose gateway was lost. Returns False if it cannot be resumed or need not be."""
+        is_known = self._by_id.get(request.request_id) is request
+        if not is_known or not request.can_repeat or peer in self._connected or not self._seconds:
+            return False
+        request.detach()
+        timer = asyncio.get_running_loop().call_later(self._seconds, request.cancel)
+        self._lost[request.request_id] = request, peer, timer
+        return True
+
+    def attached(self, request: R) -> None:
+        """Note that a request has a stream again."""
+        if (lost := self._lost.pop(request.request_id, None)) is not None:
+            lost[2].cancel()
+
+    def ended(self, request: R) -> None:
+        """Keep the output of a request that has ended as its client asked; forget any other one."""
+        request_id = request.request_id
+        if self._by_id.get(request_id) is not request:
+            return
+        self.attached(request)
+        num_bytes = request.num_bytes
+        if not request.is_complete or num_bytes > self._max_bytes or not self._seconds:
+            del self._by_id[request_id]
+            return
+        until = asyncio.get_running_loop().time() + self._seconds
+        self._ended[request_id] = request, num_bytes, until
+        self._ended_bytes += num_bytes
+        while self._ended_bytes > self._max_bytes:
+            self._forget(next(iter(self._ended)))
+        if self._purge_timer is None:
+            self._purge_timer = asyncio.get_running_loop().call_at(until, self._purge)
+
+    def hurry(self) -> None:
+        """Wait less for gateways, because the output processor drains."""
+        loop = asyncio.get_running_loop()
+        for request_id, (request, peer, timer) in list(self._lost.items()):
+            timer.cancel()
+            self._lost[request_id] = request, peer, loop.call_later(min(self._seconds, DRAIN_SECONDS), request.cancel)
+        self._seconds = min(self._seconds, DRAIN_SECONDS)
+
+    async def close(self) -> None:
+        """Cancel the requests without a gateway, and forget all others."""
+        for request, _, _ in list(self._lost.values()):
+            request.cancel()
+        for request_id in list(self._ended):
+            self._forget(request_id)
+        if self._purge_timer is not None:
+            self._purge_timer.cancel()
+        await self.tasks.close()
+
+    def _purge(self) -> None:
+        """Forget the requests whose time is over, and wait for the next one."""
+        self._purge_timer = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        while self._ended:
+            request_id, (_, _, until) = next(iter(self._ended.items()))
+            if until > now:
+                self._purge_timer = loop.call_at(until, self._purge)
+                return
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        _, num_bytes, _ = self._ended.pop(request_id)
+        self._ended_bytes -= num_bytes
+        del self._by_id[request_id]

@@ -1,0 +1,179 @@
+"""Tests for how long, and how many of them, requests are kept that can be resumed."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.loop_clock import pass_time, settle
+from tokenloom.request import errors
+from tokenloom.services.output_processor.request.kept_requests import DRAIN_SECONDS, KeptRequests
+from tokenloom.v1.output_processor_pb2 import Resume
+
+SECONDS = 60.0
+PEER = "gateway-0", 1
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """A request whose size and end a test chooses."""
+
+    kept: "KeptRequests[FakeRequest]"
+    request_id: str = "a"
+    tenant: str = "someone"
+    fingerprint: bytes = b"body"
+    num_samples: int = 1
+    num_bytes: int = 100
+    is_over: bool = False
+    is_complete: bool = False
+    can_repeat: bool = True
+    is_attached: bool = True
+    log: list[str] = field(default_factory=list)
+
+    def end(self, *, complete: bool = True) -> None:
+        self.is_over, self.is_complete = True, complete
+        self.kept.ended(self)
+
+    def cancel(self) -> None:
+        self.log.append("cancelled")
+        self.end(complete=False)
+
+    def detach(self) -> None:
+        self.is_attached = False
+
+
+@pytest.fixture
+def kept() -> KeptRequests[FakeRequest]:
+    return KeptRequests(lambda error: None, SECONDS, 1000)
+
+
+def begun(kept: KeptRequests[FakeRequest], request_id: str = "a") -> FakeRequest:
+    request = FakeRequest(kept, request_id)
+    kept.add(request)
+    return request
+
+
+def find(kept: KeptRequests[FakeRequest], request_id: str = "a") -> FakeRequest | None:
+    return kept.find(Resume(request_id=request_id, tenant="someone"))
+
+
+async def test_a_lost_request_is_cancelled_when_its_time_is_over(kept: KeptRequests[FakeRequest]) -> None:
+    request = begun(kept)
+    assert kept.lose(request, PEER)
+    assert not request.is_attached
+    pass_time(SECONDS - 1)
+    await settle()
+    assert find(kept) is request
+    pass_time(2)
+    await settle()
+    assert request.log == ["cancelled"]
+    assert find(kept) is None
+    assert kept.num_lost == 0
+
+
+async def test_a_resumed_request_has_no_limit_but_its_own(kept: KeptRequests[FakeRequest]) -> None:
+    request = begun(kept)
+    kept.lose(request, PEER)
+    kept.attached(request)
+    pass_time(2 * SECONDS)
+    await settle()
+    assert request.log == []
+    kept.connect(PEER)
+    assert request.log == []
+
+
+async def test_ended_requests_are_forgotten_in_order(kept: KeptRequests[FakeRequest]) -> None:
+    first, second = begun(kept, "first"), begun(kept, "second")
+    first.end()
+    pass_time(SECONDS / 2)
+    second.end()
+    pass_time(SECONDS / 2 + 1)
+    await settle()
+    assert find(kept, "first") is None
+    assert find(kept, "second") is second
+    pass_time(SECONDS / 2)
+    await settle()
+    assert find(kept, "second") is None
+
+
+async def test_the_bytes_of_ended_requests_are_bounded(kept: KeptRequests[FakeRequest]) -> None:
+    requests = [begun(kept, str(number)) for number in range(12)]
+    for request in requests:
+        request.end()
+    assert [find(kept, request.request_id) for request in requests] == [None, None, *requests[2:]]
+    large = begun(kept, "large")
+    large.num_bytes = 1001
+    large.end()
+    assert find(kept, "large") is None
+    assert find(kept, "11") is requests[11], "what cannot be kept displaces nothing"
+    await kept.close()
+    assert find(kept, "11") is None
+
+
+async def test_errors_and_cancelled_requests_are_forgotten_at_once(kept: KeptRequests[FakeRequest]) -> None:
+    begun(kept).end(complete=False)
+    assert find(kept) is None
+
+
+async def test_an_incarnation_that_is_connected_resumes_nothing(kept: KeptRequests[FakeRequest]) -> None:
+    """It submits its requests itself, on whichever of its streams it noticed the loss first."""
+    kept.connect(PEER)
+    kept.connect(PEER)
+    kept.disconnect(PEER)
+    assert not kept.lose(begun(kept), PEER)
+    other = begun(kept, "other")
+    assert kept.lose(other, ("gateway-0", 2))
+    kept.connect(("gateway-0", 3))
+    assert other.log == []
+    kept.connect(("gateway-0", 2))
+    assert other.log == ["cancelled"]
+
+
+async def test_a_request_submitted_again_takes_the_place_of_one_without_a_stream(
+    kept: KeptRequests[FakeRequest],
+) -> None:
+    lost = begun(kept)
+    kept.lose(lost, PEER)
+    second = begun(kept)
+    assert lost.log == ["cancelled"]
+    assert find(kept) is second
+    third = begun(kept)
+    assert find(kept) is second, "it has a stream"
+    third.end()
+    assert find(kept) is second
+    second.end()
+    fourth = begun(kept)
+    assert find(kept) is fourth
+
+
+async def test_what_is_found_is_the_callers(kept: KeptRequests[FakeRequest]) -> None:
+    request = begun(kept)
+    for wanted in (Resume(request_id="a"), Resume(request_id="b", tenant="someone")):
+        assert kept.find(wanted) is None
+    with pytest.raises(errors.BodyChanged):
+        kept.find(Resume(request_id="a", tenant="someone", fingerprint=b"else"))
+    with pytest.raises(errors.InvalidArgument, match="samples"):
+        kept.find(Resume(request_id="a", tenant="someone", num_samples=2))
+    request.can_repeat = False
+    assert find(kept) is None
+    assert not kept.lose(request, PEER)
+
+
+async def test_a_drain_waits_for_a_moment(kept: KeptRequests[FakeRequest]) -> None:
+    first = begun(kept, "first")
+    kept.lose(first, PEER)
+    kept.hurry()
+    second = begun(kept, "second")
+    kept.lose(second, PEER)
+    pass_time(DRAIN_SECONDS + 1)
+    await asyncio.sleep(0)
+    await settle()
+    assert (first.log, second.log) == (["cancelled"], ["cancelled"])
+
+
+async def test_nothing_is_kept_for_no_time() -> None:
+    kept = KeptRequests[FakeRequest](lambda error: None, 0, 1000)
+    request = begun(kept)
+    assert not kept.lose(request, PEER)
+    request.end()
+    assert find(kept) is None

@@ -1,0 +1,267 @@
+"""Tests requests that outlive the stream of their gateway, and continue on another one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.services.output_processor.fakes import LENGTH, EngineStream, Gateway, submit
+from tests.services.output_processor.harness import Mesh
+from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Resume, SamplePosition, Submit
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs
+
+ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
+TEXT = "Once upon a time, naïve"
+
+
+def kept(slot: int = 1, **fields: Any) -> Submit:
+    """A request that can be resumed."""
+    return submit(slot, fingerprint=b"body", tenant="someone", **fields)
+
+
+def resume(slot: int = 1, of: int = 1, **fields: Any) -> Resume:
+    return Resume(**{"slot": slot, "request_id": f"request-{of}", "tenant": "someone"} | fields)
+
+
+def end(slot: int, num_tokens: int) -> list[Finished]:
+    return [Finished(slot=slot, reason=LENGTH, num_output_tokens=num_tokens)]
+
+
+async def collect(gateway: Gateway, num_ends: int = 1) -> tuple[dict[int, str], dict[int, list[int]], list[Any]]:
+    """Return text and tokens by sample, and the ends."""
+    texts, ids, ends = dict[int, str](), dict[int, list[int]](), list[RequestFinished]()
+    while len(ends) < num_ends:
+        frame = await gateway.next_frame()
+        add(frame, texts, ids)
+        ends += frame.finished
+    return texts, ids, ends
+
+
+def add(frame: ProcessFrame, texts: dict[int, str], ids: dict[int, list[int]]) -> None:
+    tokens = list(frame.token_ids)
+    counts = list(frame.num_tokens) or [1] * len(frame.slot)
+    samples = list(frame.sample_index) or [0] * len(frame.slot)
+    for sample, text, count in zip(samples, frame.text, counts, strict=True):
+        texts[sample] = texts.get(sample, "") + text
+        ids.setdefault(sample, []).extend(tokens[:count])
+        del tokens[:count]
+
+
+async def lost(mesh: Mesh, request: Submit, first: Sequence[int]) -> tuple[EngineStream, int]:
+    """Bring a request to its first tokens and lose its gateway."""
+    gateway = await mesh.gateway(peer_id="lost")
+    stream, (slot,) = await mesh.started(gateway, request)
+    stream.send((slot, 0, first))
+    await gateway.next_frame()
+    gateway.close()
+    return stream, slot
+
+
+async def refusal(gateway: Gateway, *, slot: int = 1, **fields: Any) -> str:
+    """Return the reason for which a Resume is refused."""
+    await gateway.send(resume=[resume(slot, **fields)])
+    ((finished,),) = ((await gateway.next_frame()).finished,)
+    assert (finished.slot, finished.reason) == (slot, ERROR)
+    return finished.error.reason
+
+
+async def test_a_request_continues_on_the_stream_of_another_gateway(mesh: Mesh) -> None:
+    ids = mesh.ids(TEXT)
+    stream, slot = await lost(mesh, kept(), ids[:3])
+    other = await mesh.gateway(peer_id="other")
+    stream.send((slot, 3, ids[3:5]))
+    await other.send(resume=[resume(fingerprint=b"body")])
+    assert list((await other.next_frame()).token_ids) in (ids[:3], ids[:5])
+    stream.send((slot, 5, ids[5:]), finished=end(slot, len(ids)))
+    await collect(other)
+    again = await mesh.gateway(peer_id="third")  # an end may have been lost with its gateway too
+    await again.send(resume=[resume()])
+    texts, tokens, (finished,) = await collect(again)
+    assert (texts[0], tokens[0]) == (TEXT, ids)
+    assert (finished.slot, finished.reason, finished.completion_tokens) == (1, LENGTH, len(ids))
+
+
+@pytest.mark.parametrize("detached", [True, False])
+async def test_output_is_sent_from_the_callers_position_on(mesh: Mesh, detached: bool) -> None:
+    ids = mesh.ids(TEXT)
+    stream, slot = await lost(mesh, kept(), ids)
+    if detached:
+        stream.send(finished=end(slot, len(ids)))
+    data = TEXT.encode()
+    for start in range(len(ids) + 1):
+        num_bytes = len(mesh.tokenizer.decode(ids[:start]).encode().removesuffix("\ufffd".encode()))
+        other = await mesh.gateway(peer_id=f"other-{start}")
+        await other.send(resume=[resume(positions=[SamplePosition(num_tokens=start, emitted_text_bytes=num_bytes)])])
+        if not detached and start == len(ids):
+            stream.send(finished=end(slot, len(ids)))
+        if detached or start == len(ids):
+            texts, tokens, _ = await collect(other)
+        else:
+            texts, tokens = {}, {}
+            add(await other.next_frame(), texts, tokens)
+        assert (texts.get(0, "").encode(), tokens.get(0, [])) == (data[num_bytes:], ids[start:])
+
+
+async def test_samples_have_positions_of_their_own(mesh: Mesh) -> None:
+    gateway = await mesh.gateway(peer_id="lost")
+    await gateway.send(submit=[kept(num_samples=2)])
+    stream = await mesh.engines[0].next_stream()
+    first, second = await stream.next_adds(2)
+    a, b = mesh.ids("Once upon"), mesh.ids("a time")
+    stream.send((first.slot, 0, a), (second.slot, 0, b))
+    await gateway.next_frame()
+    gateway.close()
+    other = await mesh.gateway(peer_id="other")
+    position = SamplePosition(sample_index=1, num_tokens=1, emitted_text_bytes=1)
+    await other.send(resume=[resume(num_samples=2, positions=[position])])
+    stream.send(finished=end(first.slot, len(a)) + end(second.slot, len(b)))
+    texts, tokens, ends = await collect(other, 2)
+    assert texts == {0: "Once upon", 1: " time"}
+    assert tokens == {0: a, 1: b[1:]}
+    assert sorted(finished.sample_index for finished in ends) == [0, 1]
+
+
+async def test_log_probabilities_are_kept(mesh: Mesh) -> None:
+    ids = mesh.ids("Once upon a time")
+    gateway = await mesh.gateway(peer_id="lost")
+    stream, (slot,) = await mesh.started(gateway, kept(logprobs=1, prompt_logprobs=0))
+    prompt = SlotLogprobs(slot=slot, prompt=True, token_index=1, logprobs=Logprobs(sampled=[-1, -2], rank=[3, 4]))
+    columns = Logprobs(sampled=map(float, ids), rank=ids, top=1, token_id=ids, logprob=map(float, ids))
+    stream.send((slot, 0, ids), logprobs=[prompt, SlotLogprobs(slot=slot, token_index=0, logprobs=columns)])
+    before = await gateway.next_frame()
+    gateway.close()
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume(7)])
+    whole = await other.next_frame()
+    for each in before.logprobs:
+        each.slot = 7
+    assert list(whole.logprobs) == list(before.logprobs)
+    await other.send(resume=[resume(8, positions=[SamplePosition(num_tokens=1, emitted_text_bytes=1)])])
+    frame = await other.next_frame()
+    of_output = frame.logprobs[1]
+    assert of_output.token_index == 1
+    assert list(of_output.logprobs.sampled) == ids[1:]
+    assert list(of_output.token_text) == list(of_output.sampled_text) == list(before.logprobs[1].sampled_text[1:])
+    assert [(taken.slot, taken.error.reason) for taken in frame.finished] == [(7, "ABORTED")]
+
+
+async def test_text_held_for_a_stop_string_is_held_again(mesh: Mesh) -> None:
+    ids = mesh.ids("a time")
+    stream, slot = await lost(mesh, kept(stop=["time flies"]), ids)
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume()])
+    assert list((await other.next_frame()).text) == ["a "]
+    flies = mesh.ids(" flies")
+    stream.send((slot, len(ids), flies))
+    await stream.next_input()
+    stream.send(finished=[Finished(slot=slot, reason=LENGTH, num_output_tokens=len(ids + flies))])
+    texts, _, (finished,) = await collect(other)
+    assert (texts.get(0, ""), finished.stop_reason) == ("", "time flies")
+
+
+async def test_larger_pieces_stay_large(mesh: Mesh) -> None:
+    ids = mesh.ids(TEXT)
+    stream, slot = await lost(mesh, kept(stream_interval=4), ids[:2])
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume()])
+    assert list((await other.next_frame()).token_ids) == ids[:2]
+    for i in range(2, len(ids)):
+        stream.send((slot, i, ids[i : i + 1]))
+    stream.send(finished=end(slot, len(ids)))
+    assert len((await other.next_frame()).token_ids) == 4
+    texts, _, _ = await collect(other)
+    assert TEXT.endswith(texts[0])
+
+
+async def test_a_live_request_is_taken_over(mesh: Mesh) -> None:
+    ids = mesh.ids(TEXT)
+    old, new = await mesh.gateway(peer_id="old"), await mesh.gateway(peer_id="new")
+    stream, (slot,) = await mesh.started(old, kept())
+    stream.send((slot, 0, ids[:1]))
+    await old.next_frame()
+    await new.send(resume=[resume(5)])
+    assert (await old.until_finished(1))[2].error.reason == "ABORTED"
+    assert list((await new.next_frame()).token_ids) == ids[:1]
+    await old.send(cancel_slots=[1])
+    old.close()
+    stream.send((slot, 1, ids[1:]), finished=end(slot, len(ids)))
+    assert (await new.until_finished(5))[2].completion_tokens == len(ids)
+
+
+async def test_what_cannot_be_resumed_is_aborted_with_its_stream(mesh: Mesh) -> None:
+    stream, slot = await lost(mesh, submit(1, tenant="someone"), mesh.ids("a"))
+    assert list((await stream.next_input()).abort_slots) == [slot]
+    assert await refusal(await mesh.gateway(peer_id="other")) == "REQUEST_LOST"
+
+
+async def test_unknown_ids_and_those_of_other_tenants_are_refused_alike(mesh: Mesh) -> None:
+    await lost(mesh, kept(), mesh.ids("a"))
+    other = await mesh.gateway(peer_id="other")
+    await other.send(resume=[resume(1, of=9), resume(2, tenant="another"), resume(3, tenant="")])
+    ends = list[RequestFinished]()
+    while len(ends) < 3:
+        ends += (await other.next_frame()).finished
+    assert {(each.error.reason, each.error.message) for each in ends} == {(ends[0].error.reason, ends[0].error.message)}
+    assert ends[0].error.reason == "REQUEST_LOST"
+
+
+async def test_another_body_or_number_of_samples_is_refused(mesh: Mesh) -> None:
+    await lost(mesh, kept(), mesh.ids("a"))
+    other = await mesh.gateway(peer_id="other")
+    assert await refusal(other, fingerprint=b"else") == "BODY_CHANGED"
+    assert await refusal(other, slot=2, num_samples=2) == "INVALID_ARGUMENT"
+    assert await refusal(other, slot=3, positions=[SamplePosition(num_tokens=2)]) == "INVALID_ARGUMENT"
+    await other.send(resume=[resume(4)])
+    assert list((await other.next_frame()).text) == ["a"]
+
+
+async def test_cancelled_requests_cannot_be_resumed(mesh: Mesh) -> None:
+    gateway = await mesh.gateway(peer_id="old")
+    stream, (slot,) = await mesh.started(gateway, kept())
+    await gateway.send(cancel_slots=[1])
+    assert list((await stream.next_input()).abort_slots) == [slot]
+    assert await refusal(await mesh.gateway(peer_id="other")) == "REQUEST_LOST"
+
+
+async def test_a_gateway_that_comes_back_submits_again_itself(mesh: Mesh) -> None:
+    stream, slot = await lost(mesh, kept(), mesh.ids("a"))
+    back = await mesh.gateway(peer_id="lost")
+    assert list((await stream.next_input()).abort_slots) == [slot]
+    assert await refusal(back) == "REQUEST_LOST"
+    await back.send(submit=[kept(1 + 1)])
+    (add_,) = await stream.next_adds(1)
+    assert add_.slot != slot
+
+
+async def test_take_over_attaches_or_starts(mesh: Mesh) -> None:
+    ids = mesh.ids(TEXT)
+    first = await mesh.gateway(peer_id="first")
+    stream, (slot,) = await mesh.started(first, kept(take_over=True))
+    stream.send((slot, 0, ids[:2]))
+    await first.next_frame()
+    first.close()
+    again = kept(take_over=True)
+    other = await mesh.gateway(peer_id="other")
+    changed = kept(3, take_over=True)
+    changed.request_id, changed.fingerprint = again.request_id, b"else"
+    await other.send(submit=[again, changed])
+    frame = await other.next_frame()
+    assert list(frame.token_ids) == ids[:2]
+    assert [(each.slot, each.error.reason) for each in frame.finished] == [(3, "BODY_CHANGED")]
+    stream.send((slot, 2, ids[2:]), finished=end(slot, len(ids)))
+    assert (await other.until_finished(1))[2].completion_tokens == len(ids)
+    third = await mesh.gateway(peer_id="third")
+    await third.send(submit=[again])
+    assert (await third.until_finished(1))[0] == TEXT
+
+
+async def test_an_error_is_not_repeated(mesh: Mesh) -> None:
+    first = await mesh.gateway(peer_id="first")
+    stream, (slot,) = await mesh.started(first, kept(take_over=True))
+    stream.send((slot, 4, [5]))  # tokens are missing
+    assert (await first.until_finished(1))[2].reason == ERROR
+    await stream.next_input()
+    other = await mesh.gateway(peer_id="other")
+    await other.send(submit=[kept(take_over=True)])
+    assert len(await stream.next_adds(1)) == 1

@@ -83,18 +83,18 @@ async def outside(socket_dir: Path, flags: tuple[str, ...]) -> AsyncIterator[Out
         await asyncio.gather(*(part.start() for part in [*mesh.parts_here, *mesh.processes]))
         async with asyncio.timeout(SOON):
             await mesh.gateway.start()
-            await until_connected(mesh, 2)
+            await until_connected(mesh)
         yield mesh
     finally:
         await mesh.gateway.stop()
         await asyncio.gather(*(part.stop() for part in mesh.parts_here), *(each.close() for each in mesh.processes))
 
 
-async def until_connected(mesh: Outside, count: int) -> None:
-    """The gateway may send new requests to so many."""
-    pool: Any = mesh.gateway.service._started[0].health._outputs  # type: ignore[union-attr]
-    while pool.num_connected != count:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+async def until_connected(mesh: Outside) -> None:
+    """The gateway may send new requests to both."""
+    async with asyncio.timeout(SOON), mesh.http() as http:
+        while (await http.get("/health")).json()["parts"]["output_processor"]["serving"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def streamed(http: httpx.AsyncClient, fields: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -158,7 +158,7 @@ async def test_no_request_notices_that_its_output_processor_went(outside: Outsid
         for process in outside.processes:
             await process.end(number)
             await process.start()
-            await until_connected(outside, 2)
+            await until_connected(outside)
         assert await work == undisturbed
         moved = re.search(r"^tokenloom_gateway_requests_moved_total (\S+)", (await http.get("/metrics")).text, re.M)
         assert moved is not None

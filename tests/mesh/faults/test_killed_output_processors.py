@@ -137,10 +137,29 @@ async def called(mesh: Mesh) -> dict[int, tuple[str, list[int], int]]:
     return outputs
 
 
+async def conversed(mesh: Mesh) -> list[tuple[str, list[int]]]:
+    """The turns of one session."""
+    turns: list[tuple[str, list[int]]] = []
+    params = types_pb2.SamplingParams(max_tokens=20, temperature=0.0)
+    async with open_channel(mesh.gateway.settings.listen) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).GenerateSession()
+        for text in ("Once", " upon", " a time"):
+            request = inference_pb2.GenerateRequest(model=MODEL, text=text, sampling_params=params, ignore_eos=True)
+            await call.write(request)
+        await call.done_writing()
+        text, ids = "", list[int]()
+        async for part in call:
+            text, ids = text + part.text, [*ids, *part.token_ids]
+            if part.finish_reason:
+                turns.append((text, ids))
+                text, ids = "", []
+    return turns
+
+
 async def everything(mesh: Mesh, http: httpx.AsyncClient, stop: str) -> list[Any]:
     stopped = {"stop": [stop], "include_stop_str_in_output": False}
     bodies = [*REQUESTS.values(), stopped, {**stopped, "include_stop_str_in_output": True, "n": 2}]
-    return list(await asyncio.gather(called(mesh), *(streamed(http, body) for body in bodies)))
+    return list(await asyncio.gather(called(mesh), conversed(mesh), *(streamed(http, body) for body in bodies)))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from .kserve.kserve_servicer import KServeServicer
 from .mesh.mesh_view import MeshView
 from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
-from .metrics import GatewayMetrics, MeshGauges
+from .metrics import GatewayMetrics, MeshGauges, count_moved
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
@@ -160,6 +160,7 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         host.epoch,
         host.channels,
         max_kept_bytes=settings.max_kept_prompt_bytes,
+        on_moved=count_moved(host.metrics).inc,
     )
     health = MeshHealth(tokenizers, outputs, view)
     host.spawn(tokenizers.run(), name="tokenizer probes")

@@ -56,13 +56,14 @@ class OutputPool:
 
     @property
     def num_connected(self) -> int:
-        """Return how many output processors take requests."""
+        """Return how many output processors would be sent a new request at once."""
         return sum(map(self._may_run, self._links))
 
     @property
     def num_known(self) -> int:
-        """Return how many output processors should take requests."""
-        return sum(link.address in self._members for link in self._links)
+        """Return how many output processors should take requests: those that leave are not among them."""
+        leaving = sum(link.stream is not None and link.stream.leaving for link in self._links)
+        return sum(link.address in self._members for link in self._links) - leaving
 
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
         """Connect to all of them, and keep them connected for as long as the host lives."""

@@ -118,10 +118,18 @@ class GatewayService:
         assert self._started is not None
         host, mesh, http = self._started
         mesh.health.draining = True
-        async with asyncio.TaskGroup() as group:
-            group.create_task(host.leave(self._settings.drain_timeout))
-            group.create_task(http.drain(mesh.generator.end_of_present()))
-        await mesh.generator.drain()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send_away(host, mesh.generator))
+                group.create_task(http.drain(mesh.generator.end_of_present()))
+            await mesh.generator.drain()
+        finally:
+            mesh.generator.leave_resumable()
+
+    async def _send_away(self, host: Host, generator: Generator) -> None:
+        await host.leave(self._settings.drain_timeout)
+        if self._settings.drain == "migrate":  # now: a client that resumes makes a new connection
+            generator.leave_resumable()
 
     async def stop(self) -> None:
         if self._started is not None:

@@ -95,15 +95,21 @@ class Admission:
             self._idle.set()
 
     def _check_wait(self, job: Job, share: TenantShare, timeout: float) -> None:
-        backlog = self._backlog
-        # As for the places: a tenant may have at most as much of the queue as is free.
-        queue_share = share.pending_outputs / backlog.pending if backlog.pending and self._shares.is_shared else 0.0
+        priority = max(job.priority, self._most_urgent_priority)
         try:
-            backlog.check(Claim(max(job.priority, self._most_urgent_priority), timeout, queue_share))
+            self._backlog.check(Claim(priority, timeout, self._queue_share(share)))
         except errors.ResourceExhausted as error:
             share.refused[MAX_QUEUE_SECONDS] += 1
             self._refusals.add(error.message)
             raise
+
+    def _queue_share(self, share: TenantShare) -> float:
+        """Return which part of the queue runs before a new request of a tenant: as much for each tenant that waits as
+        this tenant has there itself."""
+        if not (self._shares.is_shared and self._backlog.pending):
+            return 1.0
+        num_others = sum(other.pending_outputs > 0 for other in self._shares if other is not share)
+        return min((num_others + 1) * share.pending_outputs / self._backlog.pending, 1.0)
 
 
 class Pending:

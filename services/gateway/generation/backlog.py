@@ -25,13 +25,13 @@ class Claim:
     Attributes:
         priority: Lower values are more urgent; 0 is the default.
         timeout: Seconds that the whole request may take.
-        queue_share: The share of this gateway's queue that the request's tenant has, 0 to 1; 0 if the gateway has only
-            one tenant.
+        queue_share: The part of the queue that runs before the request, 0 to 1: engines take the tenants' requests in
+            turn, so a tenant with few requests does not wait for all requests of another one.
     """
 
     priority: int
     timeout: float
-    queue_share: float = 0.0
+    queue_share: float = 1.0
 
 
 class Backlog:
@@ -80,7 +80,7 @@ class Backlog:
     def check(self, claim: Claim) -> None:
         """Raise ``ResourceExhausted``, with the time after which a retry may succeed, if the request would wait for too
         long: longer than its priority permits, or than it may take at all."""
-        wait = self.wait_seconds() * (1.0 + claim.queue_share)
+        wait = self.wait_seconds() * claim.queue_share
         allowed = min(self._allowed_seconds(claim.priority), claim.timeout)
         if wait <= allowed:
             return

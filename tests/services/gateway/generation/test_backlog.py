@@ -20,7 +20,7 @@ def backlog(max_seconds: float = 10.0, **capacity: float) -> Backlog:
     return backlog
 
 
-def is_admitted(backlog: Backlog, priority: int = 0, timeout: float = HOUR, queue_share: float = 0.0) -> bool:
+def is_admitted(backlog: Backlog, priority: int = 0, timeout: float = HOUR, queue_share: float = 1.0) -> bool:
     try:
         backlog.check(Claim(priority, timeout, queue_share))
     except ResourceExhausted:
@@ -105,13 +105,13 @@ def test_a_request_that_would_miss_its_own_deadline_is_refused() -> None:
     assert not is_admitted(busy, timeout=4)
 
 
-def test_a_tenant_may_have_as_much_of_the_queue_as_is_free() -> None:
+def test_a_tenant_waits_only_for_its_part_of_the_queue() -> None:
     busy = backlog(seats=10, starts_per_second=1)
-    busy.add(15, 15)
-    assert busy.wait_seconds() == pytest.approx(6)
-    assert not is_admitted(busy, queue_share=1.0)
+    busy.add(25, 25)
+    assert busy.wait_seconds() == pytest.approx(16)
+    assert not is_admitted(busy)
     assert is_admitted(busy, queue_share=0.5)
-    assert is_admitted(busy)
+    assert is_admitted(busy, queue_share=0.0)
 
 
 def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:

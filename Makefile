@@ -64,10 +64,16 @@ check-protos: install ## fail if the committed stubs are stale
 lint-protos: ## check the protos with buf lint (Node.js)
 	cd protos && npx --yes @bufbuild/buf@1.75.0 lint
 
+breaking-protos: ## check that the protos understand those of the last release (Node.js)
+	cd protos && npx --yes @bufbuild/buf@1.75.0 breaking --against last_release.binpb
+
 ##@ Generated files
 
 protos: install ## regenerate the client stubs beside the .proto files
 	cd protos && $(PROTOC) --python_out=. --grpc_python_out=. --pyi_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+
+release-protos: ## keep the protos as those of a release, for breaking-protos (Node.js)
+	cd protos && npx --yes @bufbuild/buf@1.75.0 build --exclude-source-info --output last_release.binpb
 
 docs: install ## write the pages of docs/ that come from the code
 	$(BIN)/python -m tokenloom.reference docs
@@ -117,6 +123,9 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 
 ##@ Longer tests
 
+compat: install ## serve requests with meshes whose parts are of this and of the last release (2 minutes)
+	$(BIN)/python -m tests.compat
+
 soak: install ## run random schedules of faults, random JSON schemas, expensive grammars and malformed requests
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling
@@ -164,4 +173,4 @@ house: install ## print figures about the source tree: sizes, hops of a request,
 help: ## print this help
 	@awk 'BEGIN {FS = ":.*?## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*?## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: install demo test lint types pyright check-protos lint-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images soak attack soak-memory clients browser containers metrics-check gpu-check bench house help
+.PHONY: install demo test lint types pyright check-protos lint-protos breaking-protos release-protos protos docs metrics-docs wheels lock audit sbom check-images pin-images compat soak attack soak-memory clients browser containers metrics-check gpu-check bench house help

@@ -15,6 +15,7 @@ from .kv_cache.kv_cache_config import KVCacheConfig
 from .kv_cache.kv_cache_size import size_kv_cache
 from .kv_transfer.core_kv import CoreKV
 from .kv_transfer.kv_connector import StepTransfers, take_news
+from .process.step_pulse import StepPulse
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
@@ -34,11 +35,13 @@ class EngineCore:
         executor: Executor,
         kv: CoreKV | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        pulse: StepPulse | None = None,
     ) -> None:
         """Load the model and size the KV cache.
 
         Raises ``ValueError`` naming a setting or a feature of the model that does not work. ``kv`` moves KV blocks in
-        and out of the pool, if given. ``clock`` returns nanoseconds.
+        and out of the pool, if given. ``clock`` returns nanoseconds. ``pulse`` shows how
+        far the step in work is.
         """
         self.executor = executor
         self._kv = kv
@@ -61,6 +64,8 @@ class EngineCore:
         self.pausing = Pausing(self.scheduler)
         self.sleeping = Sleeping(self.scheduler, self.pausing, executor)
         warm_up = self._initialize_kv_cache(config, kv_cache, model.kv_bytes_per_token)
+        self._pulse = pulse or StepPulse()
+        self._pulse.warmed_up(warm_up.seconds)
         self.steps_in_flight: deque[StepInFlight] = deque()
         """Steps that the executor has begun and whose results are not processed yet, oldest first."""
         self._max_in_flight = executor.max_concurrent_batches
@@ -189,6 +194,7 @@ class EngineCore:
                 self._unsampled = scheduled, transfers
             else:
                 masks = self._grammars.start_step(scheduled, requests)
+        self._pulse.began(scheduled.total_num_scheduled_tokens)
         try:
             self.executor.execute_model(scheduled)
         finally:
@@ -228,6 +234,7 @@ class EngineCore:
         finally:
             self.steps_in_flight.clear()
             self._unsampled = None
+            self._pulse.failed()
             if self._iterations is not None:
                 self._iterations.abandon()
             scheduler.recover_from_failed_step(scheduled.finished_req_ids)
@@ -236,6 +243,7 @@ class EngineCore:
     def _update(
         self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
     ) -> list[EngineCoreOutput]:
+        self._pulse.ended()
         if step.transfers is not None:
             step.transfers.step_ended()
         self._abort(take_aborts())

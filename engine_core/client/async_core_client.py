@@ -16,6 +16,7 @@ from ..errors import EngineDeadError
 from ..kv_transfer.kv_messages import KVCall, KVEvent
 from ..process.core_io import ENGINE_CORE_DEAD
 from ..process.core_launch import CoreProcess
+from ..process.step_pulse import Pulse, PulseMemory
 from ..wire.array_arena import ArrayArena, Loan
 from ..wire.messages import (
     AcceptTokens,
@@ -110,6 +111,7 @@ class AsyncMPClient:
         self._grace = grace
         self._process = CoreProcess(command)
         self._arena = ArrayArena(config.parallel.array_arena_bytes)
+        self._pulse = PulseMemory()
         self._context = zmq.asyncio.Context()
         # ZMQ's default bound applies: with 1000 messages in the queue, a send waits.
         self._input = self._bind(zmq.PUSH, self._process.input_address)
@@ -131,9 +133,18 @@ class AsyncMPClient:
         """The id of the core's process."""
         return self._process.pid
 
+    def pulse(self) -> Pulse | None:
+        """Return whether the core's steps end in time; None on systems without the memory for it."""
+        return self._pulse.read()
+
+    def kill(self, reason: str) -> None:
+        """Kill the core: every operation fails with ``EngineDeadError`` and this reason."""
+        self._fail(EngineDeadError(reason))
+        self._process.kill()
+
     async def start(self) -> CoreReady:
         try:
-            ready = await asyncio.to_thread(self._process.start, self._config, self._arena.address)
+            ready = await asyncio.to_thread(self._process.start, self._config, self._arena.address, self._pulse.fd)
         except BaseException:
             self._process.kill()  # also ends the wait in the thread if this task was cancelled
             raise
@@ -184,6 +195,7 @@ class AsyncMPClient:
         self._fail(EngineDeadError("the client was closed"))
         self._context.destroy(linger=0)
         self._arena.close()
+        self._pulse.close()
 
     async def _send(self, kind: RequestType, message: object, loan: Loan | None = None) -> None:
         frames = [kind.value, *encode(message, loan)]

@@ -46,9 +46,9 @@ class CoreProcess:
         """The id of the process; None before it was spawned."""
         return self._process.pid if self._process else None
 
-    def start(self, config: EngineConfig, arrays: ArenaAddress | None) -> CoreReady:
-        """Spawn the process, which inherits the memory of ``arrays``, and lead it through HELLO → INIT → READY. Blocks
-        while the model loads.
+    def start(self, config: EngineConfig, arrays: ArenaAddress | None = None, pulse_fd: int | None = None) -> CoreReady:
+        """Spawn the process, which inherits the memory of ``arrays`` and the descriptor of its pulse, and lead it
+        through HELLO → INIT → READY. Blocks while the model loads.
 
         Raises ``EngineStartError`` with the core's message, or with its exit status if it sent none;
         ``EngineConfigError`` if the configuration or the checkpoint is wrong.
@@ -61,12 +61,12 @@ class CoreProcess:
                 [*self._command, "--handshake", self._handshake_address],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                pass_fds=() if arrays is None else (arrays.fd,),
+                pass_fds=[fd for fd in (arrays.fd if arrays is not None else None, pulse_fd) if fd is not None],
             )
             hello = self._receive(socket)
             assert isinstance(hello, CoreHello), hello
             kv_address = self.kv_address if config.kv.transports else ""
-            init = CoreInit(self.input_address, self.output_address, config, kv_address, arrays)
+            init = CoreInit(self.input_address, self.output_address, config, kv_address, arrays, pulse_fd)
             socket.send_multipart(encode(init))
             ready = self._receive(socket)
             assert isinstance(ready, CoreReady), ready

@@ -37,6 +37,7 @@ from ..wire.serialization import Decoder, encode
 from .core_io import InputItem, InputThread, OutputSocket
 from .core_launch import remove_sockets
 from .process_guard import ProcessGuard
+from .step_pulse import StepPulse, inherited_cells
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +152,8 @@ def run_engine_core(
             init = _shake_hands(socket)
             try:
                 kv = make_core_kv(init.config, make_transports(init.config))
-                core = EngineCore(init.config, make_executor(init.config), kv)
+                pulse = StepPulse(inherited_cells(init.pulse_fd) if init.pulse_fd is not None else None)
+                core = EngineCore(init.config, make_executor(init.config), kv, pulse=pulse)
             except Exception as error:
                 socket.send_multipart(encode(_failed(error)))
                 return 1

@@ -98,6 +98,7 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "deadline_ns",
         "first_output_sent",
         "first_scheduled_ns",
         "limit_status",
@@ -169,6 +170,8 @@ class Request:
         self.num_cached_tokens = 0
         self.num_external_cached_tokens = 0
         self.arrival_ns = arrival_ns
+        self.deadline_ns = arrival_ns + message.timeout_ns if message.timeout_ns else 0
+        """When the request may not begin any more, on the clock of its arrival; 0: never."""
         self.first_scheduled_ns: int | None = None
         self.first_output_sent = False
 

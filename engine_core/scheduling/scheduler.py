@@ -23,6 +23,7 @@ from .step_results import StepResults
 from .steps_in_flight import StepsInFlight
 from .waiting_requests import SchedulingPolicy, check_config, refusal
 
+_EXPIRED = "the request's time ran out before the engine could begin it"
 _IN_QUEUE = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -68,7 +69,7 @@ class Scheduler:
         self._in_flight = StepsInFlight() if config.async_scheduling else None
         self._clock = clock
         self._recorder = StatsRecorder(clock, cache, config)
-        self._planner = StepPlanner(config, self.waiting, self._tenants, self.kv, self._remote, self._recorder)
+        self._planner = StepPlanner(config, self.waiting, self._tenants, self.kv, self._remote, self._recorder, clock)
         self.running = self._planner.running
         self.ended = EndedRequests(
             self.requests, self._tenants, self.kv, self._remote, grammars, self._in_flight, self._recorder
@@ -172,6 +173,8 @@ class Scheduler:
             self._admit_compiled(self._grammars)
         plan = self._planner.plan(self.pause_state)
         self.ended.outputs += plan.early_outputs
+        for request in self._planner.take_expired():
+            self.ended.end_at_limit(request, _EXPIRED, ErrorKind.DEADLINE_EXCEEDED)
         self._is_stalled = not (plan.num_scheduled_tokens or plan.preempted_req_ids or self._in_flight)
         if not plan.num_scheduled_tokens:
             self._preempted_req_ids += plan.preempted_req_ids  # the worker learns of them with the next step

@@ -53,8 +53,10 @@ class StatsRecorder:
             self._note(request, EngineCoreEventType.PREEMPTED, self._clock())
 
     def prefill_stats(self, request: Request) -> PrefillStats:
-        """Return the statistics of a request whose first token was just drawn."""
+        """Count a request whose first token was just drawn, and return the statistics of its prefill."""
         assert request.first_scheduled_ns is not None
+        self._counters.num_prefilled_requests += 1
+        self._counters.num_prefilled_tokens += request.num_prompt_tokens
         return PrefillStats(
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,

@@ -3,6 +3,7 @@
 import bisect
 import enum
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 
 from ..config import SchedulerConfig
@@ -114,7 +115,9 @@ class StepPlanner:
         kv: KVCacheManager,
         remote: RemoteKV | None,
         recorder: StatsRecorder,
+        clock: Callable[[], int],
     ) -> None:
+        """``clock`` returns nanoseconds."""
         self.running: list[Request] = []
         """In the order of the policy, like ``waiting``; changed in place only."""
         self._waiting = waiting
@@ -127,7 +130,7 @@ class StepPlanner:
         self._max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._beside_decode = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self._by_priority = SchedulingPolicy(config.policy) is SchedulingPolicy.PRIORITY
-        self._admission = Admission(waiting, kv, remote, config)
+        self._admission = Admission(waiting, kv, remote, config, clock)
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
@@ -142,6 +145,11 @@ class StepPlanner:
         if has_room:
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
         return plan
+
+    def take_expired(self) -> list[Request]:
+        """Return the requests whose time ran out before they could begin; they are in no queue any more."""
+        expired, self._admission.expired = self._admission.expired, []
+        return expired
 
     def requeue(self, request: Request, status: RequestStatus) -> None:
         """Take the blocks of a request back and let it wait again. The caller removes it from ``running``."""

@@ -2,6 +2,7 @@
 
 import enum
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..config import SchedulerConfig
@@ -86,11 +87,18 @@ class Admission:
     Attributes:
         seats: Requests that run, or load KV, by tenant. The caller sets it before it calls :meth:`next` in a step, and
             then it is kept up to date. None while not more than one tenant has requests.
+        expired: Requests that were taken out of the queue because their time has run out; the caller ends them.
     """
 
     def __init__(
-        self, queue: WaitingRequests, kv: KVCacheManager, remote: RemoteKV | None, config: SchedulerConfig
+        self,
+        queue: WaitingRequests,
+        kv: KVCacheManager,
+        remote: RemoteKV | None,
+        config: SchedulerConfig,
+        clock: Callable[[], int],
     ) -> None:
+        """``clock`` returns nanoseconds."""
         self._queue = queue
         self._kv = kv
         self._remote = remote
@@ -101,17 +109,24 @@ class Admission:
         self._watermark = int(kv.pool.num_blocks * config.watermark)
         self._blocked: _Blocked | None = None
         self.seats: Counter[str] | None = None
+        self.expired: list[Request] = []  # bounded by the queue; the scheduler empties it in each step
+        self._clock = clock
 
     def next(self, max_tokens: int, *, others_run: bool, only_begun: bool = False) -> Request | None:
         """Remove the next request that may run from the queue, and give it the blocks that hold its beginning.
 
         Requests at the head whose KV is on another engine are sent to wait for it. Returns None if no request may run
-        with ``max_tokens`` left in the step. ``only_begun`` admits only requests that were preempted.
+        with ``max_tokens`` left in the step. A request whose time has run out is not computed. ``only_begun`` admits
+        only requests that were preempted.
         """
         while (request := self._head_begun() if only_begun else self._queue.peek(self.seats)) is not None:
             # A request with a placeholder comes back with a token that was drawn before it was preempted.
             if request.num_output_placeholders or (others_run and self._is_still_blocked(request)):
                 return None
+            if request.deadline_ns and request.deadline_ns <= self._clock():
+                self._queue.remove(request)
+                self.expired.append(request)
+                continue
             hits = [] if request.block_ids else self._kv.find_cached_blocks(request)
             num_here = request.num_computed_tokens or len(hits) * self._kv.block_size
             num_external = 0 if self._remote is None else self._num_external_tokens(request, num_here)

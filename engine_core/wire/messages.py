@@ -43,6 +43,8 @@ class ErrorKind(enum.IntEnum):
     """The engine is at a limit; a retry may succeed later."""
     TENANT_FULL = 3
     """The request's tenant is at a limit of its own on this engine; a retry may succeed later."""
+    DEADLINE_EXCEEDED = 4
+    """The request's time ran out before it began."""
 
 
 class RequestType(enum.Enum):
@@ -85,6 +87,9 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     """Spans in order and without overlap, over prompt tokens only."""
     tenant: str = ""
     """Waiting requests share seats and grammar compilers fairly between tenants. "" is a tenant like any other."""
+    timeout_ns: int = 0
+    """How long after its arrival the request may still begin, or begin again; 0: at any time. The caller ends requests
+    that run."""
 
 
 class AcceptTokens(msgspec.Struct, array_like=True, gc=False):
@@ -224,6 +229,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens, not found in the pool, that were looked up in another engine or tier (counter)."""
     external_prefix_cache_hits: int = 0
     """The part of those tokens that was loaded (counter)."""
+    num_prefilled_requests: int = 0
+    """Requests whose prompt was computed: they have their first token (counter)."""
+    num_prefilled_tokens: int = 0
+    """Prompt tokens of those requests, cached ones included (counter)."""
 
 
 class UtilityCall(msgspec.Struct, array_like=True, gc=False):
@@ -278,6 +287,8 @@ class CoreInit(msgspec.Struct, tag="INIT"):
     """Address of the socket pair for ``kv_messages``; empty if this core transfers no KV."""
     arrays: ArenaAddress | None = None
     """Shared memory for large arrays of requests; None if they are sent in frames."""
+    pulse_fd: int | None = None
+    """Inherited descriptor of the memory in which the core shows that its steps end; None if no client looks."""
 
 
 class WarmUp(msgspec.Struct, frozen=True):

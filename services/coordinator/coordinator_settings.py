@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from tokenloom.services.runtime.host.service_settings import Count, ServiceSettings
+from tokenloom.services.runtime.host.service_settings import ServiceSettings
 
 from .engine_placement import PD_THRESHOLD
 from .engine_registry import SETTLE_SECONDS
@@ -15,9 +15,6 @@ class CoordinatorSettings(ServiceSettings, frozen=True, kw_only=True):
 
     service: ClassVar[str] = "coordinator"
 
-    max_waiting_per_engine: Annotated[
-        Count, "Requests that may wait on one engine before it gets no more.", Meta(extra={"aliases": ("max_waiting",)})
-    ] = 1024
     pd_threshold: Annotated[
         Annotated[int, Meta(ge=0, le=(1 << 32) - 1)],
         "Prompts with fewer uncached tokens are computed by a decode engine alone; 0: every prompt is "

@@ -22,11 +22,9 @@ class Policy:
     """Holds what an operator decides.
 
     Attributes:
-        max_waiting: Requests that may wait on one engine before it gets no new ones.
         pd_threshold: Uncached prompt tokens below which an engine that decodes does the whole request; 0: none does.
     """
 
-    max_waiting: int = 1 << 31
     pd_threshold: int = PD_THRESHOLD
 
 
@@ -37,7 +35,7 @@ def choose(pool: Sequence[EngineRecord], request: PickRequest, policy: Policy) -
         pool: The engines that serve what the request asks for.
 
     Raises ``InvalidArgument`` for a request that no engine could take, ``Unavailable`` when no engine of the pool is
-    left, ``ResourceExhausted`` when none may take it: too small for the prompt, or too many requests wait there.
+    left, ``ResourceExhausted`` when the KV cache of none of them can hold the prompt.
     """
     if request.role == _UNSPECIFIED:
         raise InvalidArgument("role must be BOTH, PREFILL or DECODE", "role")
@@ -86,5 +84,4 @@ def _candidate(record: EngineRecord, request: PickRequest, policy: Policy) -> pa
             record.last_turn,
         ),
         uncached_tokens=prompt_tokens - cached,
-        is_full=record.num_waiting >= policy.max_waiting,
     )

@@ -75,6 +75,7 @@ class EngineRecord:
         prefixes: What its KV cache probably holds.
         last_turn: Number of the last pick that chose it: of equal engines, the one longest not chosen is next.
         num_waiting: Requests that wait there, counted picks included.
+        waiting_tokens: Their prompt tokens that are not computed yet.
         score: waiting * 4 + running; the engine with the lowest score is next.
         free_tokens: Tokens that its free KV blocks hold once all waiting prompts are computed; may be negative.
         max_tokens: Tokens of one request that its KV cache holds at most, were it empty.
@@ -121,6 +122,7 @@ class EngineRecord:
         self.num_waiting += 1
         self.score += WAITING_WEIGHT
         self.free_tokens -= prompt_tokens
+        self.waiting_tokens += prompt_tokens
         if prefix_hashes:
             self.prefixes.add(prefix_hashes)
 
@@ -141,7 +143,13 @@ class EngineRecord:
 
     def entry(self, now: float) -> EngineEntry:
         """Return the engine as snapshots show it."""
-        entry = EngineEntry(identity=self.identity, report=self._shown, score=self.score)
+        entry = EngineEntry(
+            identity=self.identity,
+            report=self._shown,
+            score=self.score,
+            waiting=self.num_waiting,
+            waiting_tokens=self.waiting_tokens,
+        )
         entry.report.state = self.state
         entry.age.FromMilliseconds(round((now - self._reported_at) * 1000))
         return entry
@@ -153,6 +161,7 @@ class EngineRecord:
         ahead = report.waiting_tokens
         for pick in self._counted.values():
             ahead += pick.prompt_tokens
+        self.waiting_tokens = ahead
         self.free_tokens = report.free_kv_blocks * self.identity.fingerprint.block_size - ahead
         hangs = now - self._progressed_at > STANDSTILL_SECONDS and report.state != _PAUSED
         silence = now - self._reported_at

@@ -26,7 +26,7 @@ class CoordinatorService:
         registry = Registry(
             host.epoch,
             clock,
-            policy=Policy(max_waiting=self._settings.max_waiting_per_engine, pd_threshold=self._settings.pd_threshold),
+            policy=Policy(pd_threshold=self._settings.pd_threshold),
             settle_seconds=self._settings.settle_seconds,
         )
         engines = Gauge("tokenloom_engines", "Engines that are joined.", registry=host.metrics)

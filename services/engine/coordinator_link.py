@@ -129,6 +129,9 @@ class CoordinatorLink:
             free_kv_blocks=load.free_kv_blocks,
             picks_arrived=self._load.take_picks(),
             step=load.step,
+            seats=load.seats,
+            prefill_tokens_per_second=_rounded(load.prefill_tokens_per_second),
+            starts_per_second=_rounded(load.starts_per_second),
         )
 
     def _reported_state(self) -> coordinator_pb2.EngineState:
@@ -137,6 +140,11 @@ class CoordinatorLink:
         if self._load.is_failing:
             return coordinator_pb2.ENGINE_STATE_DEAD
         return coordinator_pb2.ENGINE_STATE_PAUSED if self._load.is_paused else self._state
+
+
+def _rounded(rate: float) -> float:
+    """Return a rate with two digits: smaller changes are not worth a snapshot to every watcher."""
+    return float(f"{rate:.1e}")
 
 
 async def _read_commands(call: _Call, on_drain: Callable[[float], None]) -> NoReturn:

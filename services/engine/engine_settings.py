@@ -36,7 +36,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-1)],
         "Most log probabilities that a request can get for a token; -1: the whole vocabulary.",
     ] = DEFAULT_MAX_LOGPROBS
-    max_waiting: Annotated[Count, "Requests that may wait in addition to those in the batch."] = 2048
+    max_waiting: Annotated[
+        Count,
+        "Requests that may wait in addition to those in the batch, a bound of the engine's memory: the gateways' "
+        "--max-queue-seconds limits requests first.",
+    ] = 16384
     frame_interval: Annotated[
         Annotated[float, Meta(ge=0, le=0.1)],
         "Seconds between frames to an output processor, except for first tokens and ends, so that "

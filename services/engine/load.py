@@ -1,6 +1,7 @@
 """Tracks how busy the engine is, and decides whether it accepts another request."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.v1 import engine_pb2
+
+from .queue_rates import QueueRates
 
 MAX_PICKS = 4096
 """Bound of the picks to acknowledge; the newest are kept. A coordinator ignores picks made before it started."""
@@ -23,6 +26,9 @@ class Load:
     kv_usage: float
     free_kv_blocks: int
     step: int
+    seats: int
+    prefill_tokens_per_second: float
+    starts_per_second: float
 
 
 class LoadTracker:
@@ -38,15 +44,18 @@ class LoadTracker:
         step: Steps that the core has executed.
     """
 
-    def __init__(self, max_live: int) -> None:
-        """``max_live``: limit of live requests, waiting ones included."""
+    def __init__(self, max_num_seqs: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """``max_num_seqs``: requests in the largest batch. ``max_waiting``: a bound of memory, for requests beyond the
+        batch. ``clock``: seconds."""
         self.changed = asyncio.Event()
         self.num_live = 0
         self.is_paused = False
         self.is_failing = False
         self.stats = SchedulerStats()
         self.step = 0
-        self._max_live = max_live
+        self._max_live = max_num_seqs + max_waiting
+        self._clock = clock
+        self._rates = QueueRates(max_num_seqs)
         self._refusal = ""
         self._picks: deque[engine_pb2.PickId] = deque(maxlen=MAX_PICKS)
         self._waiters: list[asyncio.Future[None]] = []  # a drain, a change of role and the like
@@ -61,6 +70,7 @@ class LoadTracker:
     def set_paused(self, is_paused: bool) -> None:
         """Note that a pause began or ended."""
         self.is_paused = is_paused
+        self._rates.skip()
         self.changed.set()
 
     def set_failing(self, is_failing: bool) -> None:
@@ -108,6 +118,7 @@ class LoadTracker:
             self._num_covered += 1
         if (stats := outputs.scheduler_stats) is not None:
             old, self.stats = self.stats, stats
+            self._rates.observe(stats, self._clock())
             if (old.num_waiting, old.num_running) != (stats.num_waiting, stats.num_running):
                 self.changed.set()
             self._wake()
@@ -130,6 +141,9 @@ class LoadTracker:
             kv_usage=stats.kv_usage,
             free_kv_blocks=stats.num_free_blocks,
             step=self.step,
+            seats=self._rates.seats,
+            prefill_tokens_per_second=self._rates.prefill_tokens_per_second,
+            starts_per_second=self._rates.starts_per_second,
         )
 
     def take_picks(self) -> list[engine_pb2.PickId]:

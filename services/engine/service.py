@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from tokenloom import checkpoint
-from tokenloom.engine_core.client.async_core_client import AsyncClient
+from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2_grpc
 
@@ -15,6 +15,7 @@ from .control.pause import Pause
 from .control.role import BY_NAME
 from .coordinator_link import CoordinatorLink
 from .core.core_start import process_client, start_core
+from .core.core_watch import CoreWatch
 from .engine_settings import EngineSettings
 from .identity import Identity, make_fingerprint
 from .kv.kv_front import KVFront
@@ -60,7 +61,7 @@ async def _start(
 ) -> RunningEngine:
     path = await asyncio.to_thread(checkpoint.resolve, settings.engine.worker.model)
     name = settings.served_model_name or checkpoint.served_name(path, settings.engine.worker.model)
-    load = LoadTracker(settings.engine.scheduler.max_num_seqs + settings.max_waiting)
+    load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting)
     client = client or process_client(settings, str(path))
     undo.push_async_callback(client.close)
     core = await start_core(settings, client, load, host, name)
@@ -78,6 +79,8 @@ async def _start(
     host.add_servicer(
         engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, BY_NAME[settings.engine.kv.role])
     )
+    if isinstance(client, AsyncMPClient):
+        host.spawn(CoreWatch(client).run(), name="engine-core-watch")
     undo.callback(engine.spawn().cancel)  # undone first: the end of the core is no failure then
     return engine
 

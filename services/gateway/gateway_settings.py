@@ -13,6 +13,7 @@ from tokenloom.services.runtime.host.service_settings import Address, Count, Ser
 from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
+from .generation.backlog import DEFAULT_QUEUE_SECONDS
 from .generation.request_cost import DEFAULT_MAX_VALUES
 from .tenants.tenant import TenantLimits
 
@@ -39,6 +40,7 @@ NUM_EDGES = 2
 MAX_STREAMS = 1024
 """gRPC calls of one connection; clients keep further ones back."""
 
+_Descriptor = Annotated[int, Meta(ge=3)]
 _Members = Annotated[tuple[str, ...], Meta(extra={"check": _check_members})]
 _Keys = Annotated[tuple[str, ...], Meta(extra={"check": _check_keys, "secret": True})]
 
@@ -49,6 +51,15 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     service: ClassVar[str] = "gateway"
 
     http_listen: Annotated[Address, "Address of the OpenAI API: host:port or unix:/path."] = "127.0.0.1:8000"
+    http_listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --http-listen. It keeps connections waiting while the "
+        "gateway restarts.",
+    ] = None
+    listen_fd: Annotated[
+        _Descriptor | None,
+        "Descriptor of an inherited socket that listens on --listen and shares the port, as tokenloom serve opens it.",
+    ] = None
     tokenizers: Annotated[
         _Members,
         "Addresses of tokenizers, separated by commas; dns:///name:port stands for every address that "
@@ -114,9 +125,15 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Bytes of prompts kept while their requests run; a prompt beyond them is not kept, and its request ends with a "
         "retryable error if its output processor is lost.",
     ] = 1 << 30
+    max_queue_seconds: Annotated[
+        Annotated[float, Meta(gt=0)],
+        "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
+        "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
+    ] = DEFAULT_QUEUE_SECONDS
     max_live_requests: Annotated[
-        Count, "Prompts in work at the same time; further ones are refused with a retryable error."
-    ] = 2048
+        Count,
+        "Outputs in work at the same time, a bound of the gateway's memory: --max-queue-seconds limits requests first.",
+    ] = 16384
     max_request_values: Annotated[
         Count,
         "Largest n * max_tokens * (1 + logprobs) of a request, for all its prompts; without max_tokens, the default is "
@@ -165,6 +182,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
     @property
     def is_public(self) -> bool:
         return True
+
+    @property
+    def held_listener(self) -> int | None:
+        return self.listen_fd
 
     @property
     def tenant_limits(self) -> TenantLimits:

@@ -12,6 +12,7 @@ from tokenloom.services.runtime.telemetry.fast_metrics import Histogram
 from tokenloom.services.runtime.telemetry.process_metrics import show_token_cost
 from tokenloom.v1 import types_pb2
 
+from .generation.backlog import Backlog
 from .health import PARTS, MeshHealth
 from .mesh.collector import Delta
 from .mesh.mesh_view import MeshView
@@ -102,6 +103,7 @@ class MeshGauges:
 
     mesh: MeshView
     health: MeshHealth
+    backlog: Backlog
     model_name: str
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -119,11 +121,13 @@ class MeshGauges:
         ):
             values = {entry.identity.engine_id: getattr(entry.report, field) for entry in self.mesh.engines}
             yield self._gauge("tokenloom_engine_" + name, text, values, "engine")
-        missing = self.health.missing()
-        text = "1 while the part is missing and requests would fail for it."
+        text = "Estimated seconds that a request which arrives now would wait for its first token."
+        yield self._gauge("tokenloom_queue_wait_seconds", text, {"": self.backlog.wait_seconds()})
+        parts = self.health.parts()
+        text = "1 while no replica of the part answers; requests continue without the coordinator only."
         part_missing = GaugeMetricFamily("tokenloom_part_missing", text, labels=["part"])
         for part in PARTS:
-            part_missing.add_metric([part], part in missing)
+            part_missing.add_metric([part], not parts[part].num_serving)
         yield part_missing
 
     describe = collect  # the names, so that a second metric of one of them is refused

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -19,6 +20,7 @@ from tokenloom.v1.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from .assistant.message_plans import MessagePlans
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.admission import Admission
+from .generation.backlog import Backlog
 from .generation.generation import Generator
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
@@ -51,6 +53,9 @@ from .tenants.tenant_shares import TenantShares
 
 log = logging.getLogger(__name__)
 
+_QUIET_SECONDS = 5.0
+"""How long a restarted gateway leaves connections waiting for the rest of the mesh."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Mesh:
@@ -74,7 +79,7 @@ class GatewayService:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._started: tuple[_Mesh, HttpServer] | None = None
+        self._started: tuple[Host, _Mesh, HttpServer] | None = None
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self.http_address = ""
 
@@ -94,25 +99,33 @@ class GatewayService:
             ),
             insecure=settings.is_open,
             tls=host.public_tls,
+            descriptor=settings.http_listen_fd,
         )
-        self._started = mesh, http
+        self._started = host, mesh, http
         self.http_address = http.address
+        if settings.http_listen_fd is not None:  # connections wait: better than to answer that a part is missing
+            await _wait_whole(mesh.health, seconds=_QUIET_SECONDS)
+        await host.serve_waiting()
         host.spawn(http.serve(), name="http server")
         host.publish(http=self.http_address, model=mesh.model)
         await _wait_whole(mesh.health)
+        host.spawn(mesh.health.publish(host.health), name="health of the mesh")
         scheme = "http" if settings.public_tls_cert is None else "https"
         log.info("serving %s on %s://%s", mesh.model, scheme, self.http_address)
 
     async def drain(self) -> None:
+        """Report that the gateway leaves, send clients elsewhere, and answer what they have asked until then."""
         assert self._started is not None
-        mesh, http = self._started
+        host, mesh, http = self._started
         mesh.health.draining = True
+        async with asyncio.TaskGroup() as group:
+            group.create_task(host.leave(self._settings.drain_timeout))
+            group.create_task(http.drain(mesh.generator.end_of_present()))
         await mesh.generator.drain()
-        await http.drain()
 
     async def stop(self) -> None:
         if self._started is not None:
-            await self._started[1].stop()
+            await self._started[2].stop()
             self._started = None
         self._parser.close()
 
@@ -152,16 +165,18 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     info = await tokenizers.wait_known()
+    backlog = Backlog(settings.max_queue_seconds)
+    view.follow_capacity(info.fingerprint, backlog.observe)
     outputs.start(host, info.fingerprint)
     model = settings.served_model_name or info.fingerprint.model
-    host.metrics.register(MeshGauges(view, health, model))
+    host.metrics.register(MeshGauges(view, health, backlog, model))
     plans = MessagePlans.choose(settings.tool_call_parser, settings.reasoning_parser, info)
     generator = Generator(
         tokenizers,
         view,
         outputs,
         GatewayMetrics(host.metrics, model),
-        Admission(shares),
+        Admission(shares, backlog, settings.most_urgent_priority),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
         max_request_values=settings.max_request_values,
@@ -237,9 +252,11 @@ async def _admin_routes(settings: GatewaySettings, host: Host, mesh: _Mesh) -> R
     return AdminRoutes(mesh.view, channels, settings.request_timeout).routes()
 
 
-async def _wait_whole(health: MeshHealth) -> None:
-    logged: list[str] = []
-    while missing := health.missing():
+async def _wait_whole(health: MeshHealth, seconds: float = math.inf) -> None:
+    """Wait until no part is missing, or the time is over."""
+    loop = asyncio.get_running_loop()
+    logged, until = list[str](), loop.time() + seconds
+    while (missing := health.missing()) and loop.time() < until:
         if missing != logged:
             log.info("waiting for %s", ", ".join(missing))
             logged = missing

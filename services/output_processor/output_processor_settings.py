@@ -19,8 +19,9 @@ class OutputProcessorSettings(ServiceSettings, frozen=True, kw_only=True):
     served_model_name: Annotated[str, "Name that clients use; by default the last part of the directory."] = ""
     coordinator: Annotated[Address, "Address of the coordinator: host:port or unix:/path."]
     max_requests: Annotated[
-        Annotated[int, Meta(ge=1, le=1 << 20)], "Live requests; further ones are refused with a retryable error."
-    ] = 4096
+        Annotated[int, Meta(ge=1, le=1 << 20)],
+        "Live requests, a bound of memory: the gateways' --max-queue-seconds limits requests first.",
+    ] = 32768
     keep_lost_requests: Annotated[
         Annotated[float, Meta(ge=0, le=3600)],
         "Seconds for which a request that can be resumed is kept after the loss of its gateway, and after its end.",

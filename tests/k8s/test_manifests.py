@@ -72,7 +72,7 @@ def test_each_part_is_there_once(mesh: tuple[Object, ...]) -> None:
 def test_every_container_is_probed_on_its_health_port(mesh: tuple[Object, ...]) -> None:
     for workload in workloads(mesh):
         container, health = workload.container, workload.ports["health"]
-        assert container["readinessProbe"]["grpc"] == {"port": health}
+        assert container["readinessProbe"]["grpc"] == {"port": health, "service": "readiness"}
         for probe in ("livenessProbe", "startupProbe"):
             assert container[probe]["grpc"] == {"port": health, "service": "liveness"}, workload.name
 

@@ -167,11 +167,11 @@ class Mesh:
                 await asyncio.sleep(0.01)
 
     async def until_missing(self, *parts: str) -> None:
-        """``/health`` tells that exactly these parts are missing."""
+        """Wait until ``/health`` reports exactly these parts as missing."""
         async with asyncio.timeout(SOON), self._observer() as http:
-            while (await http.get("/health")).json().get("missing", []) != list(parts):  # noqa: ASYNC110
+            while _missing((await http.get("/health")).json()) != list(parts):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert (await http.get("/health")).status_code == (503 if parts else 200)
+            assert (await http.get("/health")).status_code == (200 if set(parts) <= {"coordinator"} else 503)
 
     async def until_idle(self) -> None:
         """Wait until every engine has given back all it held."""
@@ -233,3 +233,7 @@ class Mesh:
         part = name.rpartition("-")[0].replace("_", "-")
         files = {"tls_ca": "ca.crt", "tls_cert": f"{part}.crt", "tls_key": f"{part}.key"}
         return common | {setting: self.certificates / file for setting, file in files.items()}
+
+
+def _missing(health: dict[str, Any]) -> list[str]:
+    return [name for name, part in health["parts"].items() if part["state"] == "missing"]

@@ -2,34 +2,93 @@
 
 import argparse
 import logging
+import multiprocessing
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
 
-from .runner import run_seed
+from .bugs import BUGS, reintroduced
+from .faults import KINDS
+from .runner import Result, run_seed
+
+_SEEDS_OF_A_PROCESS = 500
+_SHOWN = 6
+"""Violations of one seed that are printed."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=100, help="how many seeds to run")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    arguments = parser.parse_args()
+def main() -> int:
+    arguments = _parse()
     logging.disable(logging.CRITICAL)
+    if arguments.bug:
+        return _hunt(arguments)
+    started = time.monotonic()
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
     outcomes: Counter[str] = Counter()
-    for seed in range(arguments.first, arguments.first + arguments.seeds):
-        started = time.process_time()
-        result = run_seed(seed)
+    faults: Counter[str] = Counter()
+    violated: list[int] = []
+    for seed, result in zip(seeds, _results(seeds, arguments.faults, arguments.jobs), strict=True):
         outcomes += result.outcomes
-        print(
-            seed,
-            f"{time.process_time() - started:.3f}",
-            f"{result.seconds:.1f}",
-            result.num_frames,
-            result.trace[:8],
-            dict(result.outcomes),
-            result.violations,
-        )
-    print(outcomes)
+        faults.update(fault.kind for fault in result.happened)
+        if result.violations:
+            violated.append(seed)
+        if result.violations or arguments.verbose:
+            _show(result)
+    seconds = time.monotonic() - started
+    print(f"{len(seeds)} seeds in {seconds:.1f} s ({len(seeds) / seconds * 60:.0f} a minute)")
+    print("requests:", *(f"{count:8} {outcome}" for outcome, count in outcomes.most_common()), sep="\n")
+    print("faults:", *(f"{count:8} {kind}" for kind, count in faults.most_common()), sep="\n")
+    print(f"violated: {violated or 'none'}")
+    return 1 if violated else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to run (1000)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (0)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes to run them in (1)")
+    parser.add_argument("--faults", nargs="+", choices=KINDS, default=KINDS, help="faults that may happen (all)")
+    parser.add_argument("--bug", choices=BUGS, help="put a bug back, and run until a seed finds it")
+    parser.add_argument("--verbose", action="store_true", help="print a line for each seed")
+    return parser.parse_args()
+
+
+def _hunt(arguments: argparse.Namespace) -> int:
+    """Run seeds with a bug until one of them finds it."""
+    for number, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds), 1):
+        with reintroduced(arguments.bug):
+            result = run_seed(seed)
+        if result.violations:
+            _show(result)
+            print(f"{arguments.bug} was found by seed {seed}, the {number}. one")
+            return 0
+    print(f"{arguments.bug} was not found within {arguments.seeds} seeds")
+    return 1
+
+
+def _results(seeds: Sequence[int], kinds: Sequence[str], jobs: int) -> Iterator[Result]:
+    run = partial(run_seed, kinds=tuple(kinds))
+    if jobs == 1:
+        yield from map(run, seeds)
+        return
+    run(seeds[0])  # what every seed loads is loaded before the processes begin
+    context = multiprocessing.get_context("fork")
+    with context.Pool(jobs, maxtasksperchild=_SEEDS_OF_A_PROCESS) as pool:
+        yield from pool.imap(run, seeds)
+
+
+def _show(result: Result) -> None:
+    plan = result.plan
+    print(
+        f"seed {plan.seed}: {' '.join(plan.roles)}, {result.seconds:.1f} s, {result.num_frames} frames, {result.trace}"
+    )
+    for fault in result.happened:
+        print(f"    {fault}")
+    for violation in result.violations[:_SHOWN]:
+        print(f"  ! {violation}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

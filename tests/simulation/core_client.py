@@ -27,8 +27,7 @@ from tokenloom.engine_core.wire.messages import (
     UtilityCall,
 )
 
-COPY_SECONDS = 0.004
-"""How long a batch of blocks takes to copy."""
+from .plan import Plan
 
 
 class CoreClient:
@@ -45,14 +44,14 @@ class CoreClient:
         self,
         config: EngineConfig,
         vocab_size: int,
-        step_seconds: float,
+        plan: Plan,
         random: Random,
         transports: Sequence[KVTransport],
     ) -> None:
         self.is_hung = False
         self._config = config
         self._vocab_size = vocab_size
-        self._step_seconds = step_seconds
+        self._step_seconds, self._copy_seconds = plan.step_seconds, plan.copy_seconds
         self._random = random
         self._transports = transports
         self._inputs: deque[Any] = deque()
@@ -165,7 +164,7 @@ class CoreClient:
             config,
             transports,
             failpoints,
-            executor=_TimedExecutor(loop),
+            executor=_TimedExecutor(loop, self._copy_seconds),
             clock=loop.time,
             new_id=lambda: random.randbytes(16),
         )
@@ -207,9 +206,10 @@ class _KVThread:
 class _TimedExecutor(Executor):
     """Does work after the time that a copy takes."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._loop = loop
+        self._seconds = seconds
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        self._loop.call_later(COPY_SECONDS, fn, *args)
+        self._loop.call_later(self._seconds, fn, *args)
         return Future()

@@ -1,20 +1,23 @@
 """What clients ask, and what they got."""
 
 import asyncio
-import functools
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.request.errors import TokenloomError
+from tokenloom.services.gateway.generation.generation import Generator
 from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
-from .mesh import VOCAB_SIZE, Mesh
+from .mesh import Mesh
+from .parts import Part
 from .plan import Ask
 
 E = TypeVar("E", bound=BaseException)
+
+_LOOK_SECONDS = 0.05
+"""How often a client looks whether its gateway lives."""
 
 
 @dataclass
@@ -25,23 +28,31 @@ class Answer:
         tokens: By sample.
         texts: By sample.
         num_ends: By sample: how many ends were reported.
+        gateways: Those that the client asked.
         error: What ended the request instead.
+        bug: What was raised that is no answer to a client.
         began_at: Virtual seconds.
         ended_at: Virtual seconds; None while it runs.
         was_cancelled: The client went away.
-        lost_gateway: Its gateway died, or was not there.
+        lost_gateway: Its gateway died, or none was there.
     """
 
     ask: Ask
     tokens: list[list[int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     num_ends: list[int] = field(default_factory=list)
+    gateways: list[str] = field(default_factory=list)
     error: TokenloomError | None = None
     bug: BaseException | None = None
     began_at: float = 0.0
     ended_at: float | None = None
     was_cancelled: bool = False
     lost_gateway: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long the client waited."""
+        return (self.ended_at or float("inf")) - self.began_at
 
     @property
     def is_complete(self) -> bool:
@@ -55,24 +66,38 @@ class Client:
         num = ask.num_samples
         self.answer = Answer(ask, [[] for _ in range(num)], [""] * num, [0] * num)
         self._mesh = mesh
+        self._loop = mesh.network.loop
 
     async def run(self) -> None:
         """Ask, and return when the request has ended."""
-        answer, gateway, loop = self.answer, self._mesh.gateway, self._mesh.network.loop
+        answer, loop = self.answer, self._loop
         answer.began_at = loop.time()
-        process = gateway.process
-        if process is None or gateway.service is None:
-            answer.lost_gateway, answer.ended_at = True, loop.time()
-            return
-        asking = loop.create_task(self._ask(gateway.service.generator), context=process.context)
-        while not asking.done():  # a process that dies ends nothing
-            await asyncio.sleep(0.05)
-            if process.is_dead:
-                answer.lost_gateway = True
-                break
+        gateway = self._choose()
+        if gateway is None or gateway.process is None:
+            answer.lost_gateway = True
+        else:
+            await self._ask(gateway)
         answer.ended_at = answer.ended_at or loop.time()
 
-    async def _ask(self, generator: object) -> None:
+    def _choose(self) -> Part | None:
+        """Return a gateway that serves, like a load balancer in front of them; the client's own one if it does."""
+        gateways = self._mesh.of_kind("gateway")
+        first = self.answer.ask.gateway
+        in_turn = [*gateways[first:], *gateways[:first]]
+        return next((part for part in in_turn if part.is_serving), None)
+
+    async def _ask(self, gateway: Part) -> None:
+        process = gateway.process
+        assert process is not None
+        self.answer.gateways.append(gateway.name)
+        asking = self._loop.create_task(self._record(gateway.service.generator), context=process.context)
+        while not asking.done():  # a process that dies ends nothing
+            await asyncio.sleep(_LOOK_SECONDS)
+            if process.is_dead and not asking.done():
+                self.answer.lost_gateway = True
+                return
+
+    async def _record(self, generator: Generator) -> None:
         answer, seconds = self.answer, self.answer.ask.cancel_after
         try:
             async with asyncio.timeout(seconds):
@@ -85,9 +110,9 @@ class Client:
             answer.bug = _bare(error)
         answer.ended_at = asyncio.get_running_loop().time()
 
-    async def _take(self, generator: object) -> None:
+    async def _take(self, generator: Generator) -> None:
         answer = self.answer
-        async with generator.open(make_job(answer.ask)) as generation:  # type: ignore[attr-defined]
+        async with generator.open(make_job(answer.ask)) as generation:
             while not generation.done:
                 for delta in await generation.take():
                     answer.tokens[delta.index] += delta.token_ids
@@ -113,13 +138,3 @@ def make_job(ask: Ask) -> Job:
         num_samples=ask.num_samples,
         timeout=ask.timeout,
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _expected(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    return expected_tokens(prompt, num_tokens, VOCAB_SIZE)
-
-
-def expected(ask: Ask) -> list[int]:
-    """Return the tokens of each sample of the answer, if nothing ends it early."""
-    return _expected(tuple(ask.prompt), ask.max_tokens)

@@ -2,14 +2,12 @@
 
 import asyncio
 import functools
-import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 
-from tokenloom.checkpoint import DEMO_MODEL, CheckpointInfo, tokenizer_fingerprint
+from tokenloom.checkpoint import DEMO_MODEL, tokenizer_fingerprint
 from tokenloom.services.coordinator.coordinator_settings import CoordinatorSettings
 from tokenloom.services.coordinator.service import CoordinatorService
 from tokenloom.services.engine.engine_settings import EngineSettings
@@ -19,10 +17,8 @@ from tokenloom.services.gateway import service as gateway_service
 from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.gateway.generation.generation import Generator
 from tokenloom.services.output_processor.output_processor_settings import OutputProcessorSettings
-from tokenloom.services.output_processor.service import OutputProcessorService, load_checkpoint
-from tokenloom.services.output_processor.text.vocabulary import Vocabulary
+from tokenloom.services.output_processor.service import OutputProcessorService
 from tokenloom.services.runtime.host.host import Host
-from tokenloom.services.runtime.host.service_settings import ServiceSettings
 from tokenloom.services.runtime.host.surroundings import Surroundings
 from tokenloom.services.tokenizer.tokenizer_settings import TokenizerSettings
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -33,19 +29,16 @@ from .kv_memory import MemoryTransport, Pools
 from .network import Network
 from .parts import Make, Part
 from .plan import Plan
+from .reference import VOCAB_SIZE, load_once
 from .virtual_loop import Process
 
-VOCAB_SIZE: int = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
 MAX_MODEL_LEN = 128
-LEASE_SECONDS = 3.0
-
-Loaded = tuple[CheckpointInfo, Vocabulary, Fingerprint]
-
-
-@functools.cache
-def load_once(path: Path, settings: OutputProcessorSettings) -> Loaded:
-    """Read the checkpoint as an output processor does, once for all seeds."""
-    return load_checkpoint(path, settings)
+LEASE_SECONDS = 0.6
+"""Short, so that leases end while blocks are read."""
+HANG_SECONDS = 4.0
+"""After so long without a step an engine counts as hung. It may wait for blocks of a frozen engine for most of it."""
+KEPT_BYTES = 1 << 20
+"""Room for the prompts that the gateway keeps."""
 
 
 class TokenizerStub(tokenizer_pb2_grpc.TokenizerServicer):
@@ -111,7 +104,7 @@ class Mesh:
     """Holds the parts of one run.
 
     Attributes:
-        parts: By name, the gateway last.
+        parts: By name, the gateways last.
     """
 
     def __init__(self, network: Network, plan: Plan) -> None:
@@ -122,18 +115,21 @@ class Mesh:
         self._add(CoordinatorSettings(**_common("coordinator-0"), settle_seconds=0.5, pd_threshold=24), _coordinator)
         self._add(TokenizerSettings(**_common("tokenizer-0")), _tokenizer)
         for name in plan.output_processors:
-            self._add(OutputProcessorSettings(**_common(name), coordinator=address("coordinator-0")), _output_processor)
+            self._add(
+                OutputProcessorSettings(
+                    **_common(name), coordinator=address("coordinator-0"), engine_hang_timeout=HANG_SECONDS
+                ),
+                _output_processor,
+            )
         for name, role in zip(plan.engines, plan.roles, strict=True):
             self._add(_engine_settings(name, role, plan.num_blocks), self._engine)
-        self._add(_gateway_settings(plan), _gateway)
+        processors = tuple(address(name) for name in plan.output_processors)
+        for name in plan.gateways:
+            self._add(_gateway_settings(name, processors), _gateway)
 
     async def start(self) -> None:
         """Start every part; return when a request would be answered."""
         await asyncio.gather(*(part.start() for part in self.parts.values()))
-
-    @property
-    def gateway(self) -> Part:
-        return self.parts["gateway-0"]
 
     def of_kind(self, kind: str) -> list[Part]:
         """Return the parts of one service."""
@@ -147,7 +143,7 @@ class Mesh:
         transports = [MemoryTransport(self.pools, process)] if settings.kv_transports else []
         config = _core_config(settings)
         return SimulatedEngine(
-            settings, CoreClient(config, VOCAB_SIZE, self.plan.step_seconds, Random(world.random.random()), transports)
+            settings, CoreClient(config, VOCAB_SIZE, self.plan, Random(world.random.random()), transports)
         )
 
 
@@ -191,18 +187,15 @@ def _engine_settings(name: str, role: str, num_blocks: int) -> EngineSettings:
 
 
 @functools.cache
-def _cached_gateway_settings(processors: tuple[str, ...]) -> GatewaySettings:
+def _gateway_settings(name: str, processors: tuple[str, ...]) -> GatewaySettings:
     return GatewaySettings.of(
-        **_common("gateway-0"),
+        **_common(name),
         http_listen="127.0.0.1:0",
         tokenizers=[address("tokenizer-0")],
         output_processors=list(processors),
         coordinator=address("coordinator-0"),
+        max_kept_prompt_bytes=KEPT_BYTES,
     )
-
-
-def _gateway_settings(plan: Plan) -> GatewaySettings:
-    return _cached_gateway_settings(tuple(address(name) for name in plan.output_processors))
 
 
 def _coordinator(settings: CoordinatorSettings, process: Process, world: Surroundings) -> CoordinatorService:
@@ -221,6 +214,3 @@ def _output_processor(
 
 def _gateway(settings: GatewaySettings, process: Process, world: Surroundings) -> SimulatedGateway:
     return SimulatedGateway(settings)
-
-
-__all__ = ["LEASE_SECONDS", "MAX_MODEL_LEN", "VOCAB_SIZE", "Mesh", "ServiceSettings", "load_once"]

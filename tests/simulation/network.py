@@ -1,6 +1,7 @@
 """The network between simulated processes: who listens where, how long bytes take, and which links are cut."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ class Network:
         self._random = random
         self._trace = hashlib.blake2b(digest_size=16)
         self._listening: dict[str, tuple[Process, Find]] = {}  # by address
-        self._cut: dict[tuple[str, str], None] = {}  # by names of sender and receiver
+        self._cut: Counter[tuple[str, str]] = Counter()  # by names of sender and receiver
         self._slow: dict[str, float] = {}  # seconds that are added to each write from and to a part
         self.pipes: dict[Pipe, None] = {}
 
@@ -76,13 +77,16 @@ class Network:
     def cut(self, sender: str, receiver: str) -> None:
         """Keep everything back that ``sender`` writes to ``receiver``, until the link is healed. The transport notices
         after :data:`KEEPALIVE_SECONDS`, in both directions."""
-        self._cut[sender, receiver] = None
+        self._cut[sender, receiver] += 1
         for pipe in (*self._between(sender, receiver), *self._between(receiver, sender)):
             self.loop.call_later(KEEPALIVE_SECONDS, pipe.give_up)
 
     def heal(self, sender: str, receiver: str) -> None:
-        """Deliver what was kept back, and carry bytes again."""
-        self._cut.pop((sender, receiver), None)
+        """Undo a cut: deliver what was kept back, and carry bytes again."""
+        self._cut[sender, receiver] -= 1
+        if self._cut[sender, receiver] > 0:
+            return  # another fault has cut it too
+        del self._cut[sender, receiver]
         for pipe in self._between(sender, receiver):
             pipe.flush()
 

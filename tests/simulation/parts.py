@@ -30,6 +30,9 @@ class Part:
         service: The service of the present process.
         frozen_seconds: How long it was frozen so far.
         failures: Why processes ended that nothing was done to.
+        is_ready: The present process has started.
+        is_faulty: A fault has it now.
+        expects_failure: A fault makes its next process fail.
     """
 
     def __init__(self, network: Network, seed: int, settings: ServiceSettings, make: Make) -> None:
@@ -39,6 +42,7 @@ class Part:
         self.host: Host | None = None
         self.frozen_seconds = 0.0
         self.failures: list[str] = []
+        self.is_ready = self.is_faulty = self.expects_failure = False
         self._network = network
         self._loop = network.loop
         self._seed = seed
@@ -56,21 +60,33 @@ class Part:
     def kind(self) -> str:
         return self.settings.service
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether new requests may be sent to it."""
+        return self.process is not None and self.is_ready and not self._stop.is_set()
+
     async def start(self) -> None:
         """Start a process and return when it serves."""
         assert self.process is None, f"{self.name} runs already"
+        self.expects_failure = False
         self._num_starts += 1
         process = self.process = Process(self.name)
+        self.is_ready = False
         self._stop, self._ended = asyncio.Event(), asyncio.Event()
         started: asyncio.Future[None] = self._loop.create_future()
         run = self._run(process, self._stop, started)
         self._loop.create_task(run, name=self.name, context=process.context)
         async with asyncio.timeout(START_SECONDS):
             await started
+        self.is_ready = True
 
     async def drain(self) -> None:
         """Send SIGTERM and return when the process has ended."""
         self._stop.set()
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Return when the process has ended."""
         await self._ended.wait()
 
     def kill(self) -> None:
@@ -107,7 +123,8 @@ class Part:
         except Exception as error:
             if not started.done():
                 started.set_exception(error)
-            self.failures.append(f"{self.name} failed: {error!r}")
+            if not self.expects_failure:
+                self.failures.append(f"{self.name} failed: {error!r}")
         self._exited(process)
 
     def _exited(self, process: Process) -> None:

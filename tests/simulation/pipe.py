@@ -28,7 +28,7 @@ class Pipe(asyncio.Transport):
         self._network = network
         self._protocol = protocol
         self._next_at = 0.0
-        self._kept: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()  # while the link is cut
+        self._kept: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # while the link is cut
         self._unread: deque[Callable[[], None]] = deque()  # while reading is paused
         self._is_reading = True
         self._is_closed = False
@@ -87,8 +87,8 @@ class Pipe(asyncio.Transport):
 
     def flush(self) -> None:
         """Send what was kept back while the link was cut."""
-        while self._kept:
-            arrive, args = self._kept.popleft()
+        kept, self._kept = self._kept, []
+        for arrive, args in kept:
             self._send(arrive, *args)
 
     def give_up(self) -> None:

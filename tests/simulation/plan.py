@@ -1,7 +1,10 @@
 """Draws what happens in one run from its seed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+
+from .reference import Expected, expected
 
 
 @dataclass(frozen=True)
@@ -13,16 +16,20 @@ class Ask:
         timeout: Seconds; every request has a deadline.
         cancel_after: Seconds after which the client goes away; None: it stays.
         stop: Stop strings.
+        expected: What each sample must be.
+        gateway: Index of the gateway that it prefers.
     """
 
     at: float
-    prompt: list[int]
+    prompt: tuple[int, ...]
     max_tokens: int
+    expected: Expected
     num_samples: int = 1
     timeout: float = 30.0
     cancel_after: float | None = None
     stop: tuple[str, ...] = ()
     seed: int = 0
+    gateway: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,9 @@ class Fault:
     Attributes:
         kind: One of :data:`tests.simulation.faults.KINDS`.
         at: Seconds after the mesh is whole.
-        lasts: Seconds until the part is started again, thawed, or the link healed.
+        lasts: Seconds until the part is started again or thawed, or the link is healed.
         target: The part, or the sender's end of the link.
-        other: The receiver's end of the link.
+        other: The receiver's end of the link; empty for faults of a part.
     """
 
     kind: str
@@ -43,19 +50,37 @@ class Fault:
     target: str
     other: str = ""
 
+    def __str__(self) -> str:
+        where = f"{self.target} > {self.other}" if self.other else self.target
+        return f"{self.kind} {where} at {self.at:.2f} s for {self.lasts:.2f} s"
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes a run: the mesh, what clients ask, and what goes wrong."""
+    """Describes a run: the mesh, what clients ask, and what goes wrong.
+
+    Attributes:
+        step_seconds: How long a step of an engine takes.
+        copy_seconds: How long a batch of KV blocks takes to copy.
+        num_blocks: KV blocks of each engine.
+        spares: No fault takes away the last engine or output processor.
+    """
 
     seed: int
     roles: tuple[str, ...]
+    num_gateways: int
     num_output_processors: int
     mean_delay: float
     step_seconds: float
+    copy_seconds: float
     num_blocks: int
+    spares: bool
     asks: list[Ask] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def gateways(self) -> list[str]:
+        return [f"gateway-{index}" for index in range(self.num_gateways)]
 
     @property
     def engines(self) -> list[str]:
@@ -70,46 +95,98 @@ class Plan:
         return "prefill" in self.roles
 
 
-ROLES = (("both", "both"), ("both", "both"), ("both", "both", "both"))
+ROLES = (
+    ("both", "both"),
+    ("both", "both", "both"),
+    ("prefill", "decode", "decode"),
+    ("prefill", "prefill", "decode", "decode"),
+)
 SECONDS = 2.5
 """Requests and faults begin within so many seconds."""
+LINK_FAULTS = ("cut", "one_way_cut", "reset")
+CORE_FAULTS = ("core_crash", "hang")
+_PROMPT_IDS = range(2, 400)
 
 
-def make_plan(seed: int, kinds: tuple[str, ...]) -> Plan:
-    """Return the plan of a seed, with faults of these kinds."""
+def make_plan(seed: int, kinds: Sequence[str]) -> Plan:
+    """Return the plan of a seed, with faults of these kinds. In some runs blocks are so scarce that leases end."""
     random = Random(f"plan {seed}")
+    is_tight = random.random() < 0.3
     plan = Plan(
         seed=seed,
         roles=random.choice(ROLES),
+        num_gateways=random.choice((1, 1, 2)),
         num_output_processors=2,
         mean_delay=random.choice((0.0003, 0.001, 0.004)),
         step_seconds=random.choice((0.01, 0.02, 0.03)),
-        num_blocks=random.choice((24, 64)),
+        copy_seconds=0.2 if is_tight else random.choice((0.002, 0.05)),
+        num_blocks=10 if is_tight else random.choice((24, 64)),
+        spares=random.random() < 0.8,
     )
-    prefixes = [[random.randrange(2, 400) for _ in range(16)] for _ in range(2)]
-    plan.asks.extend(_draw_ask(random, prefixes) for _ in range(random.randrange(8, 16)))
+    prefixes = [_draw_ids(random, 16) for _ in range(2)]
+    lengths = (24, 60) if is_tight else (1, 40)
+    count = random.randrange(10, 16) if is_tight else random.randrange(6, 12)
+    plan.asks.extend(_draw_ask(random, prefixes, lengths, plan.num_gateways) for _ in range(count))
     plan.asks.sort(key=lambda ask: ask.at)
     plan.faults.extend(_draw_fault(random, plan, kinds) for _ in range(random.randrange(1, 4)))
     plan.faults.sort(key=lambda fault: fault.at)
     return plan
 
 
-def _draw_ask(random: Random, prefixes: list[list[int]]) -> Ask:
-    own = [random.randrange(2, 400) for _ in range(random.randrange(1, 24))]
-    prefix = random.choice(prefixes) if random.random() < 0.3 else []
+def _draw_ids(random: Random, count: int) -> tuple[int, ...]:
+    return tuple(random.choice(_PROMPT_IDS) for _ in range(count))
+
+
+def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tuple[int, int], num_gateways: int) -> Ask:
+    at = random.uniform(0.0, SECONDS)
+    prefix = random.choice(prefixes) if random.random() < 0.3 else ()
+    prompt = prefix + _draw_ids(random, random.randrange(*lengths))
+    max_tokens = random.randrange(1, 24)
+    stop = _draw_stop(random, prompt, max_tokens) if random.random() < 0.25 else ()
     return Ask(
-        at=random.uniform(0.0, SECONDS),
-        prompt=prefix + own,
-        max_tokens=random.randrange(1, 30),
+        at=at,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        expected=expected(prompt, max_tokens, stop),
         num_samples=2 if random.random() < 0.15 else 1,
-        timeout=random.choice((1.0, 20.0, 20.0, 20.0)),
+        timeout=1.0 if random.random() < 0.1 else 20.0,
         cancel_after=random.uniform(0.0, 0.6) if random.random() < 0.1 else None,
+        stop=stop,
         seed=random.getrandbits(32),
+        gateway=random.randrange(num_gateways),
     )
 
 
-def _draw_fault(random: Random, plan: Plan, kinds: tuple[str, ...]) -> Fault:
+def _draw_stop(random: Random, prompt: tuple[int, ...], max_tokens: int) -> tuple[str, ...]:
+    """Return a stop string that the output contains, if it is long enough."""
+    text = expected(prompt, max_tokens).text
+    start = random.randrange(len(text) + 1)
+    stop = text[start : start + random.randrange(1, 6)]
+    return (stop,) if stop.strip("\ufffd") == stop and stop else ()
+
+
+def _draw_fault(random: Random, plan: Plan, kinds: Sequence[str]) -> Fault:
     kind = random.choice(kinds)
-    at, lasts = random.uniform(0.0, SECONDS), random.uniform(0.1, 1.5)
-    target = random.choice(["coordinator-0", *plan.output_processors, *plan.engines])
-    return Fault(kind, at, lasts, target)
+    at = random.uniform(0.0, SECONDS)
+    is_long = random.random() < (0.6 if kind == "hang" else 0.25)
+    lasts = random.uniform(3.0, 9.0) if is_long else random.uniform(0.1, 1.5)
+    if kind in LINK_FAULTS:
+        target, other = random.choice(_links(plan))
+        if random.random() < 0.5:
+            target, other = other, target
+        return Fault(kind, at, lasts, target, other)
+    if kind in CORE_FAULTS:
+        return Fault(kind, at, lasts, random.choice(plan.engines))
+    service = random.choice(("coordinator", "output_processor", "output_processor", "engine", "engine", "gateway"))
+    parts = {"gateway": plan.gateways, "output_processor": plan.output_processors, "engine": plan.engines}
+    return Fault(kind, at, lasts, random.choice(parts.get(service, ["coordinator-0"])))
+
+
+def _links(plan: Plan) -> list[tuple[str, str]]:
+    processors, engines = plan.output_processors, plan.engines
+    links = [(gateway, name) for gateway in plan.gateways for name in ("coordinator-0", *processors, *processors)]
+    links += [(name, engine) for name in processors for engine in engines]
+    links += [(name, "coordinator-0") for name in (*processors, *engines)]
+    if plan.is_split:
+        links += [(one, other) for one in engines for other in engines if one != other]
+    return links

@@ -16,7 +16,7 @@ from .invariants import check_answers, check_idle_mesh
 from .load import Answer, Client
 from .mesh import Mesh
 from .network import Network
-from .plan import Ask, Plan, make_plan
+from .plan import Ask, Fault, Plan, make_plan
 from .virtual_loop import VirtualLoop
 
 
@@ -26,6 +26,7 @@ class Result:
 
     Attributes:
         violations: What must not have happened; empty after a good run.
+        happened: The faults of the plan that happened.
         outcomes: How many requests ended how.
         trace: Hash of every write of the run.
         seconds: Virtual seconds of the run.
@@ -34,6 +35,7 @@ class Result:
     plan: Plan
     violations: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
+    happened: list[Fault] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     trace: str = ""
     num_frames: int = 0
@@ -46,8 +48,10 @@ def run_seed(seed: int, kinds: tuple[str, ...] = KINDS) -> Result:
 
 
 def run_plan(plan: Plan) -> Result:
-    """Run a plan. The garbage collector waits until the end: it would end the tasks of dead processes."""
+    """Run a plan. The garbage collector waits until the end: it would end the tasks of dead processes. Then it looks
+    only at what the run has made."""
     result = Result(plan)
+    gc.freeze()
     gc.disable()
     with _reported(result):
         loop = _run_plan(plan, result)
@@ -99,11 +103,11 @@ async def _run(network: Network, plan: Plan, result: Result) -> None:
         for client in clients:
             group.create_task(_send(client, client.answer.ask))
         for fault in plan.faults:
-            group.create_task(inject(mesh, fault))
-    result.violations += check_answers(result.answers, mesh)
+            group.create_task(inject(mesh, fault, result.happened))
+    result.outcomes.update(map(_outcome, result.answers))
+    result.violations += check_answers(result.answers, mesh, result.happened)
     result.violations += await check_idle_mesh(mesh)
     result.violations += [failure for part in mesh.parts.values() for failure in part.failures]
-    result.outcomes.update(map(_outcome, result.answers))
 
 
 async def _send(client: Client, ask: Ask) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.simulation.bugs import reintroduced
 from tests.simulation.runner import run_seed
 
 SEEDS = 40
@@ -32,3 +33,11 @@ def _traces_elsewhere(hash_seed: str) -> list[str]:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
     root = Path(__file__).parent.parent.parent
     return subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("bug", "faults"), [("no_retry", ("crash",)), ("stale_frames", ("hang",)), ("ignored_lease", ("cut",))]
+)
+def test_a_bug_that_is_put_back_is_found(bug: str, faults: tuple[str, ...]) -> None:
+    with reintroduced(bug):
+        assert any(run_seed(seed, faults).violations for seed in range(200))

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,6 +14,8 @@ from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
+from .answer_course import AnswerCourse, NextCall
+from .async_responses import AsyncResponses, Call
 from .async_session import AsyncSession
 from .client_request import chat_request, check_streamed, prompt_request
 from .options import ChatArguments, Message, Prompt, PromptArguments, takes
@@ -20,7 +23,6 @@ from .results import Chunk, ChunkReader, Collector, Generation, Model, read_mode
 from .retries import Retries
 
 T = TypeVar("T")
-Call = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
 class AsyncStream(AsyncIterator[Chunk]):
@@ -28,32 +30,20 @@ class AsyncStream(AsyncIterator[Chunk]):
     the request; so does a ``break`` out of ``async for chunk in await client.stream(…)``, which holds the only
     reference."""
 
-    def __init__(self, call: Call, reader: ChunkReader) -> None:
-        self._call = call
-        self._responses = aiter(call)
-        self._first: inference_pb2.GenerateResponse | None = None
+    def __init__(
+        self, responses: AsyncResponses, first: inference_pb2.GenerateResponse | None, reader: ChunkReader
+    ) -> None:
+        self._responses = responses
+        self._first = first
         self._reader = reader
-
-    async def begin(self) -> None:
-        """Wait for the first response; a failure before it may be retried."""
-        self._first = await anext(self._responses, None)
 
     async def __anext__(self) -> Chunk:
         response, self._first = self._first, None
-        if response is None:
-            try:
-                response = await anext(self._responses)
-            except grpc.aio.AioRpcError as error:
-                raise errors.from_rpc(error) from error
-        return self._reader.read(response)
+        return self._reader.read(await anext(self._responses) if response is None else response)
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Idempotent."""
-        self._call.cancel()
-
-    def __del__(self) -> None:
-        if not self._call.done():
-            self._call.cancel()  # the call itself is part of a cycle, and would live until that is collected
+        self._responses.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -69,7 +59,8 @@ class AsyncClient:
     an answer cancels the request.
 
     Args:
-        address: The gateway's gRPC ``host:port``, or ``unix:/path``.
+        address: The gateway's gRPC ``host:port``, or ``unix:/path``; several, separated by commas: the client uses one
+            until it fails, and then the next.
         api_key: Sent with every call.
         tls: See :data:`connection.TLS`.
         timeout: Seconds that a call may take, retries included, unless the call sets its own.
@@ -85,13 +76,9 @@ class AsyncClient:
         timeout: float = 600.0,
         retries: Retries | None = None,
     ) -> None:
-        options = connection.channel_options(address)
-        credentials = connection.credentials(tls)
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
-        else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        secret = connection.credentials(tls)
+        self._channels = [_channel(each, secret) for each in connection.addresses(address)]
+        self._gateways = connection.Gateways(list(map(inference_pb2_grpc.InferenceStub, self._channels)))
         self._metadata = connection.metadata(api_key)
         self._timeout = timeout
         self._retries = retries or Retries()
@@ -100,7 +87,7 @@ class AsyncClient:
         """Return the served models."""
         request = inference_pb2.ListModelsRequest()
         answer = await self._retrying(
-            lambda left: self._stub.ListModels(request, timeout=left, metadata=self._metadata), timeout
+            lambda stub, left: stub.ListModels(request, timeout=left, metadata=self._metadata), timeout
         )
         return list(map(read_model, answer.models))
 
@@ -131,11 +118,12 @@ class AsyncClient:
 
     def session(self, *, timeout: float | None = None) -> AsyncSession:
         """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""
-        return AsyncSession(self._stub.GenerateSession(timeout=timeout, metadata=self._metadata))
+        return AsyncSession(self._gateways.current.GenerateSession(timeout=timeout, metadata=self._metadata))
 
     async def close(self) -> None:
         """End every call. Idempotent."""
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -146,42 +134,57 @@ class AsyncClient:
         await self.close()
 
     async def _generate(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Generation:
-        async def attempt(left: float) -> Generation:
-            collector = Collector(request)
-            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
-            try:
-                async for response in call:
-                    collector.add(response)
-            finally:
-                call.cancel()  # after an exception elsewhere no caller waits any more
-            return collector.result()
-
-        return await self._retrying(attempt, timeout)
+        course, responses = self._responses(request, timeout, may_restart=True)
+        collector = Collector(request)
+        try:
+            async for response in responses:
+                if course.is_first:
+                    collector = Collector(request)
+                collector.add(response)
+        finally:
+            responses.close()  # after an exception elsewhere no caller waits any more
+        return collector.result()
 
     async def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
         check_streamed(request)
+        _, responses = self._responses(request, timeout, may_restart=False)
+        return AsyncStream(responses, await anext(responses, None), ChunkReader(request))
 
-        async def attempt(left: float) -> AsyncStream:
-            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
-            stream = AsyncStream(call, ChunkReader(request))
-            await stream.begin()
-            return stream
+    def _responses(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None, *, may_restart: bool
+    ) -> tuple[AnswerCourse, AsyncResponses]:
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=may_restart)
+        return course, AsyncResponses(course, self._open)
 
-        return await self._retrying(attempt, timeout)
+    def _open(self, call: NextCall, seconds: float) -> tuple[Call, Callable[[], object]]:
+        stub, metadata = self._gateways.current, (*self._metadata, *call.metadata)
+        is_new = isinstance(call.request, inference_pb2.GenerateRequest)
+        method: Any = stub.Generate if is_new else stub.Resume
+        return method(call.request, timeout=seconds, metadata=metadata), partial(self._gateways.leave, stub)
 
-    async def _retrying(self, attempt: Callable[[float], Awaitable[T]], timeout: float | None) -> T:
-        """Retry ``attempt``, which receives the seconds that are left."""
+    async def _retrying(self, attempt: Callable[[Any, float], Awaitable[T]], timeout: float | None) -> T:
+        """Retry ``attempt``, which receives the stub of a gateway and the seconds that are left."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         for failures in itertools.count():
+            stub = self._gateways.current
             try:
-                result = await attempt(deadline - time.monotonic())
+                result = await attempt(stub, deadline - time.monotonic())
             except grpc.aio.AioRpcError as failed:
                 error = errors.from_rpc(failed)
                 wait = self._retries.wait(error, failures, deadline - time.monotonic())
                 if wait is None:
                     raise error from failed
+                self._gateways.leave(stub)
                 await asyncio.sleep(wait)
             else:
                 self._retries.succeeded()
                 return result
         raise AssertionError("count ended")
+
+
+def _channel(address: str, secret: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    options = connection.channel_options(address)
+    if secret is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, secret, options=options)

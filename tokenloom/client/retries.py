@@ -11,7 +11,8 @@ _JITTER = 0.2
 
 class Retries:
     """Holds the retry policy of one client. A call is retried only if the mesh asks for it (RetryInfo: full, down or
-    shutting down), and only before the caller has received a part of the answer.
+    shutting down), and only before the caller has received a part of the answer. Continuing an answer whose connection
+    was cut is no retry: it gives the mesh no work.
 
     A budget for all calls keeps an overloaded mesh from receiving every request several times: each failure costs one,
     each success restores a tenth, and below half of the budget failures are final.
@@ -24,6 +25,11 @@ class Retries:
         self._budget = budget
         self._left = budget
         self._lock = threading.Lock()  # a blocking client may be shared by threads
+
+    @property
+    def are_allowed(self) -> bool:
+        """Whether a call may be made again at all."""
+        return self._max_retries > 0
 
     def succeeded(self) -> None:
         with self._lock:

@@ -3,8 +3,9 @@
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 
@@ -12,37 +13,33 @@ from tokenloom.request import errors
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
+from .answer_course import AnswerCourse, NextCall
 from .client_request import chat_request, check_streamed, prompt_request
 from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
+from .sync_responses import Call, Responses
 from .sync_session import Session
 
 T = TypeVar("T")
-Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
 
 
 class Stream(Iterator[Chunk]):
     """Yields chunks as they arrive. Leaving a ``with`` block, :meth:`close` or the deletion of the stream cancels the
     request; so does a ``break`` out of ``for chunk in client.stream(…)``, which holds the only reference."""
 
-    def __init__(self, call: Call, first: inference_pb2.GenerateResponse | None, reader: ChunkReader) -> None:
-        self._call = call
+    def __init__(self, responses: Responses, first: inference_pb2.GenerateResponse | None, reader: ChunkReader) -> None:
+        self._responses = responses
         self._first = first
         self._reader = reader
 
     def __next__(self) -> Chunk:
         response, self._first = self._first, None
-        if response is None:
-            try:
-                response = next(self._call)
-            except grpc.RpcError as error:
-                raise _translated(error) from error
-        return self._reader.read(response)
+        return self._reader.read(next(self._responses) if response is None else response)
 
     def close(self) -> None:
         """Cancel the request unless it has ended. Idempotent."""
-        self._call.cancel()
+        self._responses.close()
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +52,8 @@ class Client:
     """Talks to a gateway. May be shared by threads; ``close`` it, or use ``with``.
 
     Args:
-        address: The gateway's gRPC ``host:port``, or ``unix:/path``.
+        address: The gateway's gRPC ``host:port``, or ``unix:/path``; several, separated by commas: the client uses one
+            until it fails, and then the next.
         api_key: Sent with every call.
         tls: See :data:`connection.TLS`.
         timeout: Seconds that a call may take, retries included, unless the call sets its own.
@@ -71,13 +69,9 @@ class Client:
         timeout: float = 600.0,
         retries: Retries | None = None,
     ) -> None:
-        options = connection.channel_options(address)
-        credentials = connection.credentials(tls)
-        if credentials is None:
-            self._channel = grpc.insecure_channel(address, options)
-        else:
-            self._channel = grpc.secure_channel(address, credentials, options)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        secret = connection.credentials(tls)
+        self._channels = [_channel(each, secret) for each in connection.addresses(address)]
+        self._gateways = connection.Gateways(list(map(inference_pb2_grpc.InferenceStub, self._channels)))
         self._metadata = connection.metadata(api_key)
         self._timeout = timeout
         self._retries = retries or Retries()
@@ -86,7 +80,7 @@ class Client:
         """Return the served models."""
         request = inference_pb2.ListModelsRequest()
         answer = self._retrying(
-            lambda left: self._stub.ListModels(request, timeout=left, metadata=self._metadata), timeout
+            lambda stub, left: stub.ListModels(request, timeout=left, metadata=self._metadata), timeout
         )
         return list(map(read_model, answer.models))
 
@@ -115,11 +109,13 @@ class Client:
 
     def session(self, *, timeout: float | None = None) -> Session:
         """Open a session, whose prompt continues after each answer. ``timeout``: its seconds; None: no limit."""
-        return Session(lambda turns: self._stub.GenerateSession(turns, timeout=timeout, metadata=self._metadata))
+        stub = self._gateways.current
+        return Session(lambda turns: stub.GenerateSession(turns, timeout=timeout, metadata=self._metadata))
 
     def close(self) -> None:
         """End every call. Idempotent."""
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -128,43 +124,58 @@ class Client:
         self.close()
 
     def _generate(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Generation:
-        def attempt(left: float) -> Generation:
-            collector = Collector(request)
-            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
-            try:
-                for response in call:
-                    collector.add(response)
-            finally:
-                call.cancel()  # after an exception elsewhere no caller waits any more
-            return collector.result()
-
-        return self._retrying(attempt, timeout)
+        course, responses = self._responses(request, timeout, may_restart=True)
+        collector = Collector(request)
+        try:
+            for response in responses:
+                if course.is_first:
+                    collector = Collector(request)
+                collector.add(response)
+        finally:
+            responses.close()  # after an exception elsewhere no caller waits any more
+        return collector.result()
 
     def _stream(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> Stream:
         check_streamed(request)
+        _, responses = self._responses(request, timeout, may_restart=False)
+        return Stream(responses, next(responses, None), ChunkReader(request))
 
-        def attempt(left: float) -> Stream:
-            call = self._stub.Generate(request, timeout=left, metadata=self._metadata)
-            return Stream(call, next(call, None), ChunkReader(request))
+    def _responses(
+        self, request: inference_pb2.GenerateRequest, timeout: float | None, *, may_restart: bool
+    ) -> tuple[AnswerCourse, Responses]:
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=may_restart)
+        return course, Responses(course, self._open)
 
-        return self._retrying(attempt, timeout)
+    def _open(self, call: NextCall, seconds: float) -> tuple[Call, Callable[[], object]]:
+        stub, metadata = self._gateways.current, (*self._metadata, *call.metadata)
+        is_new = isinstance(call.request, inference_pb2.GenerateRequest)
+        method: Any = stub.Generate if is_new else stub.Resume
+        return method(call.request, timeout=seconds, metadata=metadata), partial(self._gateways.leave, stub)
 
-    def _retrying(self, attempt: Callable[[float], T], timeout: float | None) -> T:
-        """Retry ``attempt``, which receives the seconds that are left."""
+    def _retrying(self, attempt: Callable[[Any, float], T], timeout: float | None) -> T:
+        """Retry ``attempt``, which receives the stub of a gateway and the seconds that are left."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         for failures in itertools.count():
+            stub = self._gateways.current
             try:
-                result = attempt(deadline - time.monotonic())
+                result = attempt(stub, deadline - time.monotonic())
             except grpc.RpcError as failed:
                 error = _translated(failed)
                 wait = self._retries.wait(error, failures, deadline - time.monotonic())
                 if wait is None:
                     raise error from failed
+                self._gateways.leave(stub)
                 time.sleep(wait)
             else:
                 self._retries.succeeded()
                 return result
         raise AssertionError("count ended")
+
+
+def _channel(address: str, secret: grpc.ChannelCredentials | None) -> grpc.Channel:
+    options = connection.channel_options(address)
+    return grpc.insecure_channel(address, options) if secret is None else grpc.secure_channel(address, secret, options)
 
 
 def _translated(error: grpc.RpcError) -> errors.TokenloomError:

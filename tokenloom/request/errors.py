@@ -16,7 +16,8 @@
     ├── ResourceExhausted      503  full; ``retry_after`` says when to retry
     │   └── RateLimitExceeded  429  the tenant is at a limit of its own, named by ``limit``
     ├── Unavailable            503  down or shutting down; ``retry_after`` says when to retry
-    │   └── TryElsewhere       503  another part of the same kind may take the request, or the rest of it
+    │   ├── TryElsewhere       503  another part of the same kind may take the request, or the rest of it
+    │   └── GatewayLeaving     503  the gateway shuts down; the answer can be resumed through another one
     ├── DeadlineExceeded       504
     └── Internal               500  a bug; only the log has its cause
 
@@ -162,6 +163,10 @@ class TryElsewhere(Unavailable):
     only when no other part is left."""
 
 
+class GatewayLeaving(Unavailable):
+    """The gateway that streams the answer shuts down; the caller can resume the answer through another one."""
+
+
 class DeadlineExceeded(TokenloomError, code=_Code.DEADLINE_EXCEEDED, http=504, openai="timeout_error"):
     """The deadline of the request has passed."""
 
@@ -271,6 +276,12 @@ def from_rpc(error: grpc.aio.AioRpcError | grpc.Call) -> TokenloomError:
     log.debug("call failed: %s %s", error.code(), error.details())
     default_retry = 1.0 if error.code() is grpc.StatusCode.UNAVAILABLE else None
     return _make(error.code(), "", _TRANSPORT_MESSAGES.get(error.code(), "internal error"), None, default_retry)
+
+
+def was_cut(error: grpc.aio.AioRpcError | grpc.Call) -> bool:
+    """Return whether a call ended with its connection: neither side of it has ended it with an error of ours."""
+    is_of_transport = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return is_of_transport and _attached_status(error) is None
 
 
 def openai_body(error: BaseException) -> dict[str, dict[str, str | None]]:

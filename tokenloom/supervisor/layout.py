@@ -81,14 +81,18 @@ class _Layout:
 
     def gateway(self, index: int) -> PartSpec:
         options, ports = self._options, self._ports[index]
+        held = {"--http-listen-fd": ports.http_descriptor, "--listen-fd": ports.grpc_descriptor}
+        descriptors = {flag: number for flag, number in held.items() if number is not None}
         flags = (
             *("--http-listen", str(Address(host=options.host, port=ports.http))),
             *("--served-model-name", options.served_model_name),
             *("--tokenizers", self._all("tokenizer", options.tokenizers)),
             *("--output-processors", self._all("output_processor", options.output_processors)),
             *self._coordinator,
+            *(word for flag, number in descriptors.items() for word in (flag, str(number))),
         )
-        return self._part("gateway", index, flags, listen=str(Address(host=options.host, port=ports.grpc)))
+        part = self._part("gateway", index, flags, listen=str(Address(host=options.host, port=ports.grpc)))
+        return replace(part, descriptors=tuple(descriptors.values()))
 
     def output_processor(self, index: int) -> PartSpec:
         return self._part("output_processor", index, (*self._model, *self._coordinator))

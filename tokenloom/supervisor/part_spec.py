@@ -23,6 +23,8 @@ class PartSpec:
     """Variables in addition to the supervisor's; also for secrets, which lists of processes must not show."""
     withheld: frozenset[str] = frozenset()
     """Variables of the supervisor that this part must not get: secrets of other parts."""
+    descriptors: tuple[int, ...] = ()
+    """Descriptors of the supervisor that the process inherits under the same numbers: its listening sockets."""
     leftovers: tuple[Path, ...] = ()
     """Files of a killed predecessor to remove before each start."""
 

@@ -45,6 +45,7 @@ class Process:
                 stderr=descriptor,
                 env={**_DEFAULTS, **inherited, **_ENVIRONMENT, **spec.environment},
                 process_group=0,
+                pass_fds=spec.descriptors,
             )
         finally:
             os.close(descriptor)

@@ -10,7 +10,7 @@ from typing import Any
 from .layout import MeshOptions, parts_of
 from .mesh import Mesh
 from .output import LineCopier
-from .ports import reserved_ports
+from .ports import held_ports
 from .state_dir import mesh_directory
 
 Work = Callable[[Mesh], Coroutine[Any, Any, None]]
@@ -31,8 +31,8 @@ async def run_mesh(options: MeshOptions, output: LineCopier, work: Work) -> Outc
 
     Exceptions of `work` are raised again after every part has ended. Raises `PortTaken` before any part starts.
     """
-    reserved = reserved_ports(options.host, options.gateways, options.port, options.grpc_port)
-    with reserved as ports, mesh_directory() as directory, contextlib.closing(output):
+    held = held_ports(options.host, options.gateways, options.port, options.grpc_port)
+    with held as ports, mesh_directory() as directory, contextlib.closing(output):
         parts, timeout = parts_of(options, directory, ports), options.drain_timeout
         mesh = Mesh(parts, directory, output, port=ports[0].http, drain_timeout=timeout)
         return await supervise(mesh, work)

@@ -48,7 +48,7 @@ class EngineIdentity(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., kv_address: _Optional[str] = ..., host: _Optional[str] = ..., fingerprint: _Optional[_Union[_types_pb2.Fingerprint, _Mapping]] = ..., limits: _Optional[_Union[_types_pb2.ModelLimits, _Mapping]] = ..., num_kv_blocks: _Optional[int] = ...) -> None: ...
 
 class EngineReport(_message.Message):
-    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step")
+    __slots__ = ("hello", "identity", "role", "state", "waiting", "running", "waiting_tokens", "kv_usage", "free_kv_blocks", "picks_arrived", "step", "seats", "prefill_tokens_per_second", "starts_per_second")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,9 @@ class EngineReport(_message.Message):
     FREE_KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PICKS_ARRIVED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    SEATS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STARTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     identity: EngineIdentity
     role: _types_pb2.EngineRole
@@ -71,7 +74,10 @@ class EngineReport(_message.Message):
     free_kv_blocks: int
     picks_arrived: _containers.RepeatedCompositeFieldContainer[_engine_pb2.PickId]
     step: int
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ...) -> None: ...
+    seats: int
+    prefill_tokens_per_second: float
+    starts_per_second: float
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., role: _Optional[_Union[_types_pb2.EngineRole, str]] = ..., state: _Optional[_Union[EngineState, str]] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., kv_usage: _Optional[float] = ..., free_kv_blocks: _Optional[int] = ..., picks_arrived: _Optional[_Iterable[_Union[_engine_pb2.PickId, _Mapping]]] = ..., step: _Optional[int] = ..., seats: _Optional[int] = ..., prefill_tokens_per_second: _Optional[float] = ..., starts_per_second: _Optional[float] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
     __slots__ = ("hello", "drain")
@@ -166,13 +172,17 @@ class Snapshot(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., revision: _Optional[int] = ..., complete: _Optional[bool] = ..., engines: _Optional[_Iterable[_Union[EngineEntry, _Mapping]]] = ..., pd_threshold: _Optional[int] = ...) -> None: ...
 
 class EngineEntry(_message.Message):
-    __slots__ = ("identity", "report", "age", "score")
+    __slots__ = ("identity", "report", "age", "score", "waiting", "waiting_tokens")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     AGE_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     identity: EngineIdentity
     report: EngineReport
     age: _duration_pb2.Duration
     score: int
-    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., score: _Optional[int] = ...) -> None: ...
+    waiting: int
+    waiting_tokens: int
+    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., report: _Optional[_Union[EngineReport, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., score: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ...) -> None: ...

@@ -71,7 +71,7 @@ class CoordinatorServicer:
 
     def Pick(self, request, context):
         """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
-        engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+        engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED if no engine's KV cache can hold the prompt;
         UNAVAILABLE if none is registered. Callers: output processors.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -39,7 +39,7 @@ class CoordinatorStub:
     """
     Pick: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
-    engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+    engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED if no engine's KV cache can hold the prompt;
     UNAVAILABLE if none is registered. Callers: output processors.
     """
     PickStream: _grpc.StreamStreamMultiCallable[_coordinator_pb2.PickBatch, _coordinator_pb2.PickResults]
@@ -62,7 +62,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """
     Pick: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PickRequest, _coordinator_pb2.PickResponse]  # type: ignore[assignment]
     """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
-    engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+    engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED if no engine's KV cache can hold the prompt;
     UNAVAILABLE if none is registered. Callers: output processors.
     """
     PickStream: _aio.StreamStreamMultiCallable[_coordinator_pb2.PickBatch, _coordinator_pb2.PickResults]  # type: ignore[assignment]
@@ -94,7 +94,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PickResponse, _abc.Awaitable[_coordinator_pb2.PickResponse]]:
         """Places one leg of a request (prefill when it arrives, decode when the prefill is done). The pick and its prompt tokens count in the
-        engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED with RetryInfo if all engines are full;
+        engine's score at once, until a report acknowledges it or two seconds pass. RESOURCE_EXHAUSTED if no engine's KV cache can hold the prompt;
         UNAVAILABLE if none is registered. Callers: output processors.
         """
 

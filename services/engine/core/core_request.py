@@ -55,6 +55,7 @@ def to_core_request(
         awaits_tokens=add.awaits_tokens,
         prompt_embeds=to_spans(prompt.embeds) if prompt.embeds else [],
         tenant=add.tenant,
+        timeout_ns=add.timeout.ToNanoseconds() if add.HasField("timeout") else 0,
     )
 
 

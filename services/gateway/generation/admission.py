@@ -1,4 +1,4 @@
-"""Admits requests, within the limits of the gateway and of their tenants."""
+"""Admits requests, within the capacity of the mesh and the limits of their tenants."""
 
 import asyncio
 import hashlib
@@ -8,8 +8,9 @@ from typing import Self
 from tokenloom.request import errors, validation
 from tokenloom.v1 import output_processor_pb2
 
-from ..tenants.tenant_share import TenantShare
+from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
 from ..tenants.tenant_shares import TenantShares
+from .backlog import Backlog, Claim, estimate_prompt_tokens
 from .job import Chat, Job
 
 MAX_PROMPTS = 1024
@@ -17,37 +18,55 @@ MAX_PROMPTS = 1024
 
 
 class Admission:
-    """Admits requests until the gateway drains."""
+    """Admits requests until the gateway drains.
 
-    def __init__(self, shares: TenantShares) -> None:
+    A request is admitted or refused here and nowhere else, before anything is spent on it: the mesh behind the gateway
+    has room for every request that this rule admits.
+    """
+
+    def __init__(self, shares: TenantShares, backlog: Backlog, most_urgent_priority: int = 0) -> None:
+        """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for."""
         self._shares = shares
+        self._backlog = backlog
+        self._most_urgent_priority = most_urgent_priority
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+        self._num_places = 0
+        self._num_old: int | None = None
+        self._old_ended = asyncio.Event()
 
     @property
     def num_live(self) -> int:
         """Outputs in work."""
         return self._shares.outputs.taken
 
-    def admit(self, job: Job) -> "Place":
+    def admit(self, job: Job, timeout: float) -> "Place":
         """Return the request's place, which holds its part of the tenant's share until it is closed.
 
-        Raises ``Unavailable`` while the gateway drains, ``ResourceExhausted`` when the gateway is full,
-        ``RateLimitExceeded`` when the tenant is at a limit, ``InvalidArgument`` for too many prompts or samples.
+        ``timeout``: seconds that the request may take. Raises ``Unavailable`` while the gateway drains,
+        ``ResourceExhausted`` when the request would wait for too long, ``RateLimitExceeded`` when the tenant is at a
+        limit, ``InvalidArgument`` for too many prompts or samples.
         """
         num_outputs = _num_outputs(job)
         if self._draining:
             raise errors.Unavailable("the gateway is shutting down; retry")
         share = self._shares.of(job.tenant)
         share.add_outputs(num_outputs, self._shares.outputs)
-        place = Place(self, share, num_outputs)
+        try:
+            self._check_wait(job, share, timeout)
+        except errors.TokenloomError:
+            share.remove_outputs(num_outputs, self._shares.outputs)
+            raise
+        self._idle.clear()
+        pending = Pending(self._backlog, share, num_outputs, estimate_prompt_tokens(job))
+        place = Place(self, share, num_outputs, pending, is_new=self._num_old is not None)
+        self._num_places += 1
         try:
             place.add_grammar(job)
         except errors.TokenloomError:
             place.close()
             raise
-        self._idle.clear()
         return place
 
     async def drain(self) -> None:
@@ -55,11 +74,65 @@ class Admission:
         self._draining = True
         await self._idle.wait()
 
-    def leave(self, share: TenantShare, num_outputs: int) -> None:
-        """Subtract the outputs of a request that has ended."""
+    async def end_of_present(self) -> None:
+        """Return when the requests that are in work now have ended; new ones are still admitted. To be called once."""
+        self._num_old = self._num_places
+        if self._num_old:
+            await self._old_ended.wait()
+
+    def leave(self, share: TenantShare, num_outputs: int, *, is_new: bool) -> None:
+        """Subtract the outputs of a request that has ended. ``is_new``: it came after :meth:`end_of_present`."""
+        self._num_places -= 1
+        if self._num_old and not is_new:
+            self._num_old -= 1
+            if not self._num_old:
+                self._old_ended.set()
         share.remove_outputs(num_outputs, self._shares.outputs)
+        self._backlog.end(num_outputs)
         if not self.num_live:
             self._idle.set()
+
+    def _check_wait(self, job: Job, share: TenantShare, timeout: float) -> None:
+        backlog = self._backlog
+        # As for the places: a tenant may have at most as much of the queue as is free.
+        queue_share = share.pending_outputs / backlog.pending if backlog.pending and self._shares.is_shared else 0.0
+        try:
+            backlog.check(Claim(max(job.priority, self._most_urgent_priority), timeout, queue_share))
+        except errors.ResourceExhausted:
+            share.refused[MAX_QUEUE_SECONDS] += 1
+            raise
+
+
+class Pending:
+    """Counts one request in the backlog, from its admission until each of its outputs has its first token."""
+
+    def __init__(self, backlog: Backlog, share: TenantShare, num_outputs: int, num_tokens: int) -> None:
+        self._backlog = backlog
+        self._share = share
+        self._num_outputs = num_outputs
+        self._num_tokens = num_tokens
+        backlog.add(num_outputs, num_tokens)
+        share.pending_outputs += num_outputs
+
+    def refine(self, num_tokens: int) -> None:
+        """Replace the estimate of the prompt tokens by their number."""
+        self._backlog.begin(0, self._num_tokens - num_tokens)
+        self._num_tokens = num_tokens
+
+    def begin(self, num_outputs: int) -> None:
+        """Subtract outputs that have their first token, with their part of the prompt tokens."""
+        num_outputs = min(num_outputs, self._num_outputs)
+        if not num_outputs:
+            return
+        num_tokens = self._num_tokens * num_outputs // self._num_outputs
+        self._num_outputs -= num_outputs
+        self._num_tokens -= num_tokens
+        self._share.pending_outputs -= num_outputs
+        self._backlog.begin(num_outputs, num_tokens)
+
+    def close(self) -> None:
+        """Subtract the outputs that never had a token."""
+        self.begin(self._num_outputs)
 
 
 class Place:
@@ -69,8 +142,12 @@ class Place:
         num_output_tokens: Tokens that were computed for the outputs; set before the place is closed.
     """
 
-    def __init__(self, admission: Admission, share: TenantShare, num_outputs: int) -> None:
+    def __init__(
+        self, admission: Admission, share: TenantShare, num_outputs: int, pending: Pending, *, is_new: bool = False
+    ) -> None:
         self.num_output_tokens = 0
+        self._pending = pending
+        self._is_new = is_new
         self._admission = admission
         self._share = share
         self._num_outputs = num_outputs
@@ -102,19 +179,25 @@ class Place:
             num_output += (submit.num_samples or 1) * submit.sampling_params.max_tokens
         self._reserved = self._share.reserve_tokens(num_prompt, num_output, is_bounded=is_bounded)
         self._num_prompt_tokens = num_prompt
+        self._pending.refine(num_prompt)
 
     def begin_output(self) -> None:
-        """Take note of the first token: the grammar has been compiled."""
-        if self._grammar:
-            self._share.remove_grammar(self._grammar)
-            self._grammar = b""
+        """Take note of the first token of an output: its prompt was computed, and the grammar has been compiled."""
+        self._pending.begin(1)
+        self._end_grammar()
 
     def close(self) -> None:
         """Return what the request holds, and charge the tokens that it used."""
-        self.begin_output()
+        self._end_grammar()
+        self._pending.close()
         if self._num_prompt_tokens:
             self._share.charge(self._reserved, self._num_prompt_tokens + self.num_output_tokens)
-        self._admission.leave(self._share, self._num_outputs)
+        self._admission.leave(self._share, self._num_outputs, is_new=self._is_new)
+
+    def _end_grammar(self) -> None:
+        if self._grammar:
+            self._share.remove_grammar(self._grammar)
+            self._grammar = b""
 
 
 def _num_outputs(job: Job) -> int:

@@ -250,7 +250,7 @@ class Generator:
             raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
         timeout = min(job.timeout or self._default_timeout, self._default_timeout)
         tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
-        with self._admission.admit(job) as place, tracing as trace:
+        with self._admission.admit(job, timeout) as place, tracing as trace:
             try:
                 async with asyncio.timeout(timeout):
                     is_search = job.beam_search is not None
@@ -270,6 +270,10 @@ class Generator:
                         place.num_output_tokens = generation.num_computed_tokens
             except TimeoutError:
                 raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
+
+    async def end_of_present(self) -> None:
+        """Return when the generations that are open now have ended; new ones are still admitted."""
+        await self._admission.end_of_present()
 
     async def drain(self) -> None:
         """Refuse new generations, and return when none is open."""

@@ -1,6 +1,7 @@
 """Bounds the HTTP connections of clients: all together, and those from one address."""
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from typing import Protocol
@@ -21,6 +22,10 @@ class Connection(Protocol):
     @property
     def idle_seconds(self) -> float | None:
         """For how long no request has been received or answered; infinity before the first; None while one is."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the client has sent what this process has not read yet."""
 
     def close_idle(self) -> None:
         """Close it; it is idle."""
@@ -66,6 +71,19 @@ class Connections:
             group.pop(connection, None)
             if not group:
                 del self._of_peer[peer]
+
+    def close_idle(self, *, with_fresh: bool) -> None:
+        """Close every connection that has been idle for :data:`MIN_IDLE_SECONDS` and has sent nothing since.
+
+        ``with_fresh``: also those on which no request has begun.
+        """
+        for connection in tuple(self._all):
+            idle_seconds = connection.idle_seconds
+            if idle_seconds is None or idle_seconds < MIN_IDLE_SECONDS or connection.has_unread:
+                continue
+            if with_fresh or not math.isinf(idle_seconds):
+                self.remove(connection)
+                connection.close_idle()
 
     def _close_idle(self, group: "OrderedDict[Connection, str]") -> bool:
         """Close an idle connection of a group. Returns False if none was found."""

@@ -67,11 +67,20 @@ class DirectWriter:
 
     Attributes:
         cycle: uvicorn's state of the request, a private part; its ``disconnected`` says whether the client has left.
+        is_last: Returns whether the gateway drains, so that the connection shall end with this response.
     """
 
-    def __init__(self, cycle: "RequestResponseCycle", watchers: Watchers, leave: Callable[[], None]) -> None:
-        """``leave``: closes the connection when the client has had time to read what was written."""
+    def __init__(
+        self,
+        cycle: "RequestResponseCycle",
+        watchers: Watchers,
+        leave: Callable[[], None],
+        is_last: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``leave``: closes the connection when the client has had time to read what was written. ``is_last``: returns
+        whether the response that begins now shall be the connection's last one."""
         self.cycle = cycle
+        self.is_last = is_last
         self._leave = leave
         self._flow = cycle.flow
         self._transport = cycle.transport
@@ -182,10 +191,11 @@ class Exchange:
             stop()
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Send status and headers. The connection closes after a response that begins before the body has arrived."""
+        """Send status and headers. The connection closes after a response that begins before the body has arrived, and
+        after the first one that begins while the gateway drains."""
         self.started = True
         all_headers = [*headers, *self.extra_headers, (b"x-request-id", self.request_id)]
-        is_last = self.body.is_incomplete
+        is_last = self.body.is_incomplete or self.direct.is_last()
         if is_last:
             all_headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": all_headers})

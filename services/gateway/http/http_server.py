@@ -4,24 +4,26 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import cast
 
 import uvicorn
 
 from tokenloom.request import errors
+from tokenloom.services.runtime.host.held_socket import adopt
 from tokenloom.services.runtime.peers import addresses
 from tokenloom.services.runtime.peers.tls import PublicTLS
 
 from .app import App
 from .byte_budget import ByteBudget
-from .connections import Connections
+from .connections import MIN_IDLE_SECONDS, Connections
 from .tls_front import TlsFronts
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
 BACKLOG = 1024
+_DRAIN_POLL_SECONDS = 0.05
 
 
 class HttpServer:
@@ -36,23 +38,31 @@ class HttpServer:
         connections: Connections,
         insecure: bool,
         tls: PublicTLS | None = None,
+        descriptor: int | None = None,
     ) -> None:
-        """Bind the address. Raises :class:`errors.Unavailable` when that fails, and what :func:`_protocol` raises.
+        """Bind the address, or adopt the inherited socket that listens there.
+
+        Raises :class:`errors.Unavailable` when binding fails, ``InvalidArgument`` for a descriptor that does not fit,
+        and what :func:`_protocol` raises.
 
         Args:
             budget: Limits the bytes of all request bodies.
             connections: Limits the connections.
             insecure: Whether other machines may connect in plain text.
             tls: The certificate for clients; None: plain text.
+            descriptor: Of the inherited socket. Its unaccepted connections outlive this process.
         """
         address = addresses.parse(listen, field="http_listen")
         is_closed = insecure or tls is not None
         remedy = "give --public-tls-cert or an API key"
         addresses.check_closed(address, insecure=is_closed, field="http_listen", remedy=remedy)
-        server = _Server(_config(app, _protocol(budget, connections)), connections)
+        self._drain = asyncio.Event()
+        server = _Server(_config(app, _protocol(budget, connections, self._drain)), connections)
         self._tls = tls
-        self._path = address.path
-        self._socket = _bind(address)
+        self._connections = connections
+        self._is_held = descriptor is not None
+        self._path = "" if self._is_held else address.path
+        self._socket = _bind(address) if descriptor is None else adopt(descriptor, address, field="http_listen_fd")
         port = 0 if address.path else self._socket.getsockname()[1]
         self.address = str(address) if address.path else str(addresses.Address(host=address.host, port=port))
         self._server = server
@@ -66,8 +76,23 @@ class HttpServer:
         await self._server.serve([self._socket])
         self._served.set()
 
-    async def drain(self) -> None:
-        """Close the listener and idle connections; return when the last live connection has ended."""
+    async def drain(self, live: Awaitable[object]) -> None:
+        """End every connection without losing a request; return when none is left.
+
+        Each connection ends with the next response that begins (``Connection: close``); one that stays idle is closed
+        after a moment. An inherited socket accepts nothing more: its connections wait for the next process. Another
+        one accepts until ``live`` has ended, because clients would be refused otherwise.
+        """
+        self._drain.set()
+        if self._is_held:
+            self._server.close_listeners()
+        await live
+        self._server.close_listeners()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while len(self._connections):
+            self._connections.close_idle(with_fresh=loop.time() - began >= MIN_IDLE_SECONDS)
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
         self._server.should_exit = True
         await self._served.wait()
 
@@ -102,7 +127,7 @@ def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     )
 
 
-def _protocol(budget: ByteBudget, connections: Connections) -> type[asyncio.Protocol]:
+def _protocol(budget: ByteBudget, connections: Connections, drain: asyncio.Event) -> type[asyncio.Protocol]:
     """Return what makes the protocol of a connection. Raises :class:`errors.FailedPrecondition` when the installed
     uvicorn does not fit it: uvicorn's own protocol has no limits."""
     try:
@@ -117,7 +142,7 @@ def _protocol(budget: ByteBudget, connections: Connections) -> type[asyncio.Prot
             "install a version that pyproject.toml admits"
         )
     # uvicorn only calls it.
-    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections)
+    make = partial(uvicorn_protocol.GatewayProtocol, budget=budget, connections=connections, drain=drain)
     return cast(type[asyncio.Protocol], make)
 
 
@@ -142,6 +167,11 @@ class _Server(uvicorn.Server):
             config.http_protocol_class = cast(type[asyncio.Protocol], self.fronts)
             config.ssl = None
         await super().startup(sockets)
+
+    def close_listeners(self) -> None:
+        """Accept no more connections. Idempotent."""
+        for server in self.servers:
+            server.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

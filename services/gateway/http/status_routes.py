@@ -48,12 +48,22 @@ class StatusRoutes:
         }
 
     async def health(self, exchange: Exchange) -> None:
-        """Answer 200 when a request would be answered, otherwise 503 and the missing parts."""
-        if missing := self._health.missing():
-            body = encode_json({"status": "unavailable", "missing": missing})
-            await exchange.respond(503, body, headers=[(b"retry-after", b"1")])
+        """Answer 200 when a request would be answered, otherwise 503; the body names each part's state."""
+        parts, missing = self._health.parts(), self._health.missing()
+        degraded = [name for name, part in parts.items() if part.state != "ok" and name not in missing]
+        body: dict[str, object] = {"status": "unavailable" if missing else "degraded" if degraded else "ok"}
+        if missing:
+            body["missing"] = missing
+        if degraded:
+            body["degraded"] = degraded
+        body["parts"] = {
+            name: {"state": part.state, "serving": part.num_serving, "known": part.num_known}
+            for name, part in parts.items()
+        }
+        if missing:
+            await exchange.respond(503, encode_json(body), headers=[(b"retry-after", b"1")])
         else:
-            await exchange.respond(200, encode_json({"status": "ok"}))
+            await exchange.respond(200, encode_json(body))
 
     async def metrics(self, exchange: Exchange) -> None:
         await exchange.respond(200, generate_latest(self._registry), CONTENT_TYPE_LATEST.encode())

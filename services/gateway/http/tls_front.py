@@ -66,6 +66,11 @@ class TlsFront(asyncio.Protocol):
         """How long the handshake takes: it is the first to make room."""
         return self._loop.time() - self._started_at
 
+    @property
+    def has_unread(self) -> bool:
+        """False: a handshake that takes so long is given up."""
+        return False
+
     def close_idle(self) -> None:
         """Close the connection; its handshake fails."""
         assert self._handshake is not None

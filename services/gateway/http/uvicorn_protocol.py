@@ -3,8 +3,11 @@
 Both rely on private parts of uvicorn, as :class:`.exchange.DirectWriter` does. What they need is checked at start-up.
 """
 
+import array
 import asyncio
+import fcntl
 import math
+import termios
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
@@ -95,11 +98,15 @@ class GatewayProtocol(HttpToolsProtocol):
     _body: RequestBody | None = None
     """Of the request that is being received, or was received last."""
 
-    def __init__(self, *args: Any, budget: ByteBudget, connections: Connections, **named: Any) -> None:
-        """``budget``: for the bodies of all requests of the gateway. ``connections``: all of the gateway's."""
+    def __init__(
+        self, *args: Any, budget: ByteBudget, connections: Connections, drain: asyncio.Event, **named: Any
+    ) -> None:
+        """``budget``: for the bodies of all requests of the gateway. ``connections``: all of the gateway's.
+        ``drain``: set when each connection shall end with its next response."""
         super().__init__(*args, **named)
         self._budget = budget
         self._admitted = connections
+        self._drain = drain
         self._watchers: Watchers = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -130,9 +137,20 @@ class GatewayProtocol(HttpToolsProtocol):
             return None
         return self.loop.time() + self.timeout_keep_alive - self.timeout_keep_alive_task.when()
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether the kernel holds bytes of the client; the event loop may be late to read them."""
+        unread = array.array("i", [0])
+        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, unread)
+        return unread[0] > 0
+
     def close_idle(self) -> None:
         """Close the connection without a response."""
         self._abandon()
+
+    def _is_last(self) -> bool:
+        """Return whether the response that begins now is the connection's last one."""
+        return self._drain.is_set() and not self.pipeline
 
     def data_received(self, data: bytes) -> None:
         if self._is_leaving:
@@ -171,7 +189,7 @@ class GatewayProtocol(HttpToolsProtocol):
         self._body = RequestBody(cycle, self._budget)
         # The application starts in the loop's next turn.
         scope["extensions"] = {
-            DIRECT_WRITER: DirectWriter(cycle, self._watchers, self._leave),
+            DIRECT_WRITER: DirectWriter(cycle, self._watchers, self._leave, self._is_last),
             REQUEST_BODY: self._body,
         }
 

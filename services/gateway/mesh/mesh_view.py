@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -14,9 +14,13 @@ from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 
+from .capacity import Capacity
+
 log = logging.getLogger(__name__)
 
 BACKOFF = 0.2
+LOST_SECONDS = 300.0
+"""How long an engine that left without draining counts as missing, unless it returns."""
 POOL_FIELDS = ("model", "tokenizer")
 """Fields in which an engine must equal our tokenizer to be ours; the others matter between engines."""
 _IDENTITY = attrgetter("identity", "report.state")
@@ -44,12 +48,22 @@ class MeshView:
         self._snapshot = coordinator_pb2.Snapshot()
         self._limits: types_pb2.ModelLimits | None = None
         self._limits_of: types_pb2.Fingerprint | None = None
+        self._lost: dict[str, float] = {}  # loop time at which each engine left; entries are dropped after LOST_SECONDS
+        self._capacity = Capacity()
+        self._on_capacity: Callable[[Capacity], None] | None = None
         self.connected = False
 
     @property
     def engines(self) -> Iterable[coordinator_pb2.EngineEntry]:
         """Return all engines of the last complete snapshot."""
         return self._snapshot.engines
+
+    def follow_capacity(self, fingerprint: types_pb2.Fingerprint, on_capacity: Callable[[Capacity], None]) -> None:
+        """Call ``on_capacity`` now and with each snapshot. Without a serving engine, or without a coordinator, it gets
+        the last capacity, with no load."""
+        self._on_capacity = on_capacity
+        self.limits(fingerprint)
+        self._update_capacity()
 
     def load(self) -> MeshLoad:
         """Return the load of all engines, as they last reported it."""
@@ -70,6 +84,20 @@ class MeshView:
             if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING
             and fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
         ]
+
+    def count_engines(self, fingerprint: types_pb2.Fingerprint) -> tuple[int, int]:
+        """Return how many engines serve what our tokenizer encodes for, and how many should: all that are known and do
+        not drain, and those that were lost within the last ``LOST_SECONDS``."""
+        ours = [
+            entry.report.state
+            for entry in self._snapshot.engines
+            if fingerprint_difference(fingerprint, entry.identity.fingerprint, POOL_FIELDS) is None
+        ]
+        num_serving = ours.count(coordinator_pb2.ENGINE_STATE_SERVING)
+        num_draining = ours.count(coordinator_pb2.ENGINE_STATE_DRAINING)
+        now = asyncio.get_running_loop().time()
+        self._lost = {name: lost_at for name, lost_at in self._lost.items() if now - lost_at < LOST_SECONDS}
+        return num_serving, len(ours) - num_draining + len(self._lost)
 
     def limits(self, fingerprint: types_pb2.Fingerprint) -> types_pb2.ModelLimits | None:
         """Return what every serving engine accepts, or accepted when the last one served; None before the first."""
@@ -93,6 +121,7 @@ class MeshView:
                 finally:
                     call.cancel()
                     self.connected = False
+                self._publish_capacity(self._capacity.without_load())
                 await asyncio.sleep(BACKOFF)
 
     def _take(self, snapshot: coordinator_pb2.Snapshot) -> None:
@@ -103,6 +132,28 @@ class MeshView:
             # Most snapshots differ only in the engines' load.
             if list(map(_IDENTITY, before.engines)) != list(map(_IDENTITY, snapshot.engines)):
                 self._update_limits()
+                self._update_lost(before, snapshot)
+        self._update_capacity()
+
+    def _update_lost(self, before: coordinator_pb2.Snapshot, after: coordinator_pb2.Snapshot) -> None:
+        """Note the engines that left without draining."""
+        present = {entry.identity.engine_id for entry in after.engines}
+        now = asyncio.get_running_loop().time()
+        for entry in before.engines:
+            if entry.report.state == coordinator_pb2.ENGINE_STATE_SERVING:
+                self._lost.setdefault(entry.identity.engine_id, now)
+        self._lost = {name: lost_at for name, lost_at in self._lost.items() if name not in present}
+
+    def _update_capacity(self) -> None:
+        if self._limits_of is None:
+            return
+        serving = self.serving(self._limits_of)
+        self._publish_capacity(Capacity.of(serving) if serving else self._capacity.without_load())
+
+    def _publish_capacity(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        if self._on_capacity is not None:
+            self._on_capacity(capacity)
 
     def _update_limits(self) -> None:
         if self._limits_of is None:

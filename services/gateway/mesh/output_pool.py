@@ -55,9 +55,14 @@ class OutputPool:
         self._sought: dict[Submission, asyncio.TimerHandle] = {}  # waiting for a connection; bounded by the same
 
     @property
-    def healthy(self) -> bool:
-        """Whether a new request would be sent at once."""
-        return any(link.stream and not link.stream.leaving for link in self._links)
+    def num_connected(self) -> int:
+        """Return how many output processors take requests."""
+        return sum(map(self._may_run, self._links))
+
+    @property
+    def num_known(self) -> int:
+        """Return how many output processors should take requests."""
+        return sum(link.address in self._members for link in self._links)
 
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
         """Connect to all of them, and keep them connected for as long as the host lives."""

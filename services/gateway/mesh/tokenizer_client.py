@@ -43,8 +43,14 @@ class TokenizerClient:
         self.info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
 
     @property
-    def healthy(self) -> bool:
-        return bool(self._alive)
+    def num_alive(self) -> int:
+        """Return how many replicas answer."""
+        return len(self._alive)
+
+    @property
+    def num_known(self) -> int:
+        """Return how many replicas should answer."""
+        return len(self._stubs)
 
     async def wait_known(self) -> tokenizer_pb2.GetTokenizerInfoResponse:
         """Return what the replicas serve, once the first one has answered."""

@@ -148,11 +148,31 @@ class DetokenizeResponse(msgspec.Struct):
     prompt: Annotated[str, Meta(description="The text.")]
 
 
+class PartStatus(msgspec.Struct):
+    """Describes the replicas of one service, as this gateway sees them."""
+
+    state: Annotated[
+        Literal["ok", "degraded", "missing"],
+        Meta(description="degraded: only some replicas answer; missing: none."),
+    ]
+    serving: Annotated[int, Meta(description="Number of replicas that answer.")]
+    known: Annotated[int, Meta(description="Number of replicas that should answer.")]
+
+
 class Status(msgspec.Struct, omit_defaults=True):
     """Reports whether the gateway can answer requests."""
 
-    status: Annotated[Literal["ok", "unavailable"], Meta(description="ok if requests can be answered.")]
-    missing: Annotated[list[str] | None, Meta(description="Services that are not available.")] = None
+    status: Annotated[
+        Literal["ok", "degraded", "unavailable"],
+        Meta(description="unavailable: requests are not answered now; degraded: they are, but a replica is missing."),
+    ]
+    parts: Annotated[dict[str, PartStatus], Meta(description="State of each service, by name.")]
+    missing: Annotated[list[str] | None, Meta(description="Services without which requests are not answered now.")] = (
+        None
+    )
+    degraded: Annotated[
+        list[str] | None, Meta(description="Services with missing replicas, without which requests are answered.")
+    ] = None
 
 
 class Version(msgspec.Struct):

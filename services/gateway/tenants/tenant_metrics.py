@@ -7,10 +7,10 @@ from typing import TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .tenant import TenantLimits
-from .tenant_share import MAX_LIVE_REQUESTS, MAX_SESSIONS
+from .tenant_share import MAX_LIVE_REQUESTS, MAX_QUEUE_SECONDS, MAX_SESSIONS
 from .tenant_shares import TenantShares
 
-LIMITS = (*TenantLimits.__struct_fields__, MAX_LIVE_REQUESTS, MAX_SESSIONS)
+LIMITS = (*TenantLimits.__struct_fields__, MAX_LIVE_REQUESTS, MAX_QUEUE_SECONDS, MAX_SESSIONS)
 """Values of the label ``limit``: a tenant's limits by their names in the key file, and the gateway's own."""
 
 _Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily

@@ -14,6 +14,7 @@ from .token_bucket import TokenBucket
 
 MAX_LIVE_REQUESTS: Final = "max_live_requests"
 MAX_SESSIONS: Final = "max_sessions"
+MAX_QUEUE_SECONDS: Final = "max_queue_seconds"
 """Names of the gateway's own limits, for the counts of refused requests."""
 
 
@@ -28,6 +29,7 @@ class TenantShare:
         limits: What applies to the tenant; None: no limit.
         bucket: Limits its tokens per second; None: no limit.
         live_outputs: Prompts times samples in work.
+        pending_outputs: Those that have no first token yet.
         sessions: Open streams of ``GenerateSession``.
         body_bytes: Size of the request bodies that the gateway holds.
         tokens: Prompt and output tokens charged so far, in total.
@@ -41,7 +43,7 @@ class TenantShare:
         self.bucket: TokenBucket | None = None
         if limits.tokens_per_second is not None and limits.token_burst is not None:
             self.bucket = TokenBucket(limits.tokens_per_second, limits.token_burst, clock)
-        self.live_outputs = self.sessions = self.body_bytes = self.tokens = 0
+        self.live_outputs = self.pending_outputs = self.sessions = self.body_bytes = self.tokens = 0
         self.refused: Counter[str] = Counter()
         self._grammars: Counter[bytes] = Counter()  # pending requests by grammar; bounded by the live outputs
 

@@ -15,6 +15,7 @@ class TenantShares:
     Attributes:
         outputs: The gateway's places for outputs in work.
         sessions: Its places for open sessions.
+        is_shared: Whether the gateway has several tenants.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TenantShares:
         max_sessions: Sessions that may be open.
         clock: Seconds, for the tokens per second.
         """
+        self.is_shared = is_shared
         self.outputs = Room(max_live, is_divided=is_shared)
         self.sessions = Room(max_sessions, is_divided=is_shared)
         self._defaults = defaults

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Iterable
 
 import grpc.aio
 
@@ -13,36 +14,61 @@ from tokenloom.v1.coordinator_pb2 import PickBatch, PickRequest, PickResponse, P
 
 log = logging.getLogger(__name__)
 
+ANSWER_SECONDS = 1.0
+"""How long the coordinator may take to answer a pick. Then it counts as away, for every request, until it answers."""
 _REOPEN_SECONDS = 0.2
 
 
 class PickStream:
-    """Keeps the stream open while ``run`` runs. When the stream ends, waiting picks fail and it is opened again."""
+    """Keeps the stream open while ``run`` runs. When the stream ends, waiting picks fail and it is opened again.
+
+    When one pick waits too long, all picks fail that wait with it: only the first request waits for a coordinator that
+    does not answer. The next message from the coordinator opens the stream for picks again.
+
+    Attributes:
+        is_open: Whether the coordinator takes picks; only then may :meth:`pick` be called.
+        is_away: Whether the coordinator has answered before and does not now, so that asking it only costs time.
+    """
 
     def __init__(self, stub: "coordinator_pb2_grpc.CoordinatorAsyncStub") -> None:
         self._stub = stub
-        self._waiting: deque[asyncio.Future[PickResponse]] = deque()  # as many as requests wait to be placed
+        # The answers that are due, with the times of their picks: as many as requests wait to be placed.
+        self._waiting: deque[tuple[asyncio.Future[PickResponse], float]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self._batch = PickBatch()  # bounded by the same number: the writer takes it whole
         self._wake = asyncio.Event()
         self.is_open = False
-        """Whether the coordinator takes picks; only then may :meth:`pick` be called."""
+        self.is_away = False
 
     def pick(self, request: PickRequest) -> asyncio.Future[PickResponse]:
-        """Return a future for the coordinator's answer or error. It fails with ``Unavailable`` if the stream ends."""
+        """Return a future for the coordinator's answer or error. It fails with ``Unavailable`` if the stream ends or
+        the coordinator does not answer for :data:`ANSWER_SECONDS`."""
         assert self.is_open
-        future: asyncio.Future[PickResponse] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[PickResponse] = loop.create_future()
+        self._waiting.append((future, loop.time()))
+        if self._timer is None:
+            self._timer = loop.call_later(ANSWER_SECONDS, self._look)
         self._batch.pick.append(request)
         self._wake.set()
         return future
+
+    def suspend(self) -> None:
+        """Take no picks until the coordinator sends a message, because it left a call unanswered; waiting picks fail.
+        The message is provoked here."""
+        if self.is_open:
+            self.is_open, self.is_away = False, True
+            log.warning("the coordinator does not answer; requests are placed by its last snapshot")
+            for future, _ in self._waiting:  # they stay, because their answers still come in this order
+                _fail_unless_done(future)
+            self._wake.set()  # an empty batch is answered too
 
     async def run(self) -> None:
         """Keep the stream open until cancelled."""
         while True:
             call = self._stub.PickStream()
             try:
-                _check(await call.read())  # the coordinator is there
-                self.is_open = True
+                self._take(await call.read())  # the coordinator is there
                 await first_of(self._write(call), self._read(call))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError, errors.TokenloomError) as error:
                 log.debug(
@@ -62,13 +88,33 @@ class PickStream:
 
     async def _read(self, call: "grpc.aio.StreamStreamCall[PickBatch, PickResults]") -> None:
         while True:
-            for result in _check(await call.read()).result:
+            for result in self._take(await call.read()):
                 self._settle(result)
+
+    def _take(self, message: object) -> Iterable[PickResult]:
+        """Return the results in a message of the coordinator, which takes picks from then on."""
+        if not isinstance(message, PickResults):
+            raise errors.Unavailable("the coordinator ended the stream")
+        if self.is_away:
+            log.warning("the coordinator answers again")
+        self.is_open, self.is_away = True, False
+        return message.result
+
+    def _look(self) -> None:
+        """Suspend the stream if its oldest pick has waited too long; otherwise look again when it would have."""
+        self._timer = None
+        if self.is_open and self._waiting:
+            _, asked_at = self._waiting[0]
+            loop = asyncio.get_running_loop()
+            if loop.time() >= asked_at + ANSWER_SECONDS:
+                self.suspend()
+            else:
+                self._timer = loop.call_at(asked_at + ANSWER_SECONDS, self._look)
 
     def _settle(self, result: PickResult) -> None:
         if not self._waiting:
             raise errors.Internal("the coordinator sent more answers than it was asked for")
-        future = self._waiting.popleft()
+        future, _ = self._waiting.popleft()
         if future.done():
             return  # the request ended meanwhile
         if result.HasField("error"):
@@ -77,21 +123,23 @@ class PickStream:
             future.set_result(result.response)
 
     def _close(self) -> None:
+        self.is_away = self.is_away or self.is_open
         self.is_open = False
         self._batch = PickBatch()
         self._wake.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         waiting, self._waiting = self._waiting, deque()
-        for future in waiting:
-            if not future.done():
-                _fail(future, errors.Unavailable("The coordinator became unavailable; retry."))
+        for future, _ in waiting:
+            _fail_unless_done(future)
+
+
+def _fail_unless_done(future: asyncio.Future[PickResponse]) -> None:
+    if not future.done():
+        _fail(future, errors.Unavailable("The coordinator became unavailable; retry."))
 
 
 def _fail(future: asyncio.Future[PickResponse], error: errors.TokenloomError) -> None:
     future.set_exception(error)
     future.exception()  # marks it as seen: the request may have ended, and then nothing awaits it
-
-
-def _check(message: object) -> PickResults:
-    if not isinstance(message, PickResults):
-        raise errors.Unavailable("the coordinator ended the stream")
-    return message

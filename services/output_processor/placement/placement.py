@@ -17,11 +17,10 @@ from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Hello
 
 from .engine_link import Attempt, EngineLink
 from .last_snapshot import EngineKey, LastSnapshot
-from .pick_stream import PickStream
+from .pick_stream import ANSWER_SECONDS, PickStream
 
 log = logging.getLogger(__name__)
 
-_PICK_SECONDS = 1.0  # a coordinator that takes longer counts as away
 _MAX_PICKS = 3  # engines that do not answer before a request is given up
 _REWATCH_SECONDS = 0.2
 
@@ -129,12 +128,17 @@ class Placer:
         await self._channel.close()
 
     def _ask(self, request: PickRequest, exclude: Collection[EngineKey], submit: Submit) -> Awaitable[PickResponse]:
-        """Ask over the stream of picks, or by a call of its own if the request is traced or the stream is not open."""
+        """Ask over the stream of picks, or by a call of its own if the request is traced or the stream is not open.
+
+        A coordinator that is away is not asked: the error comes at once.
+        """
+        if self._picks.is_away:
+            return _away()
         del request.exclude[:]
         request.exclude.extend(EngineRef(engine_id=key.engine_id, epoch=key.epoch) for key in exclude)
         if submit.trace_headers or not self._picks.is_open:
             metadata = tuple(submit.trace_headers.items())
-            return self._stub.Pick(request, timeout=_PICK_SECONDS, metadata=metadata)
+            return self._stub.Pick(request, timeout=ANSWER_SECONDS, metadata=metadata)
         return self._picks.pick(request)
 
     async def _picked(
@@ -142,13 +146,14 @@ class Placer:
     ) -> PickResponse:
         """Return the coordinator's answer or, while the coordinator is away, the last snapshot's, which has no pick."""
         try:
-            async with asyncio.timeout(_PICK_SECONDS):
-                return await response
+            return await response
         except grpc.aio.AioRpcError as failure:
             error = errors.from_rpc(failure)
-            if not isinstance(error, errors.Unavailable | errors.DeadlineExceeded):
+            if isinstance(error, errors.DeadlineExceeded):
+                self._picks.suspend()
+            elif not isinstance(error, errors.Unavailable):
                 raise error from None
-        except (errors.Unavailable, errors.DeadlineExceeded, TimeoutError):
+        except (errors.Unavailable, errors.DeadlineExceeded):
             pass
         return self._snapshot.pick(request, exclude)
 
@@ -196,6 +201,10 @@ class EngineLinks:
         finally:
             if self._links.get(link.key) is link:
                 del self._links[link.key]
+
+
+async def _away() -> PickResponse:
+    raise errors.Unavailable("The coordinator became unavailable; retry.")
 
 
 def _pick_request(submit: Submit, leg: EngineRole, num_output_tokens: int, pool: Fingerprint) -> PickRequest:

@@ -37,7 +37,7 @@ class Session:
         self._half_closed = False
         self._leaving = self._has_left = False
         self._failure: BaseException | None = None
-        self._tasks = Tasks(self._fail)
+        self._tasks = Tasks(self.abandon)
         self._loop = asyncio.get_running_loop()
         self._written_at = 0.0
 
@@ -164,7 +164,8 @@ class Session:
         reason = FinishReason.FINISH_REASON_ERROR
         self._outbox.finish(RequestFinished(slot=slot, reason=reason, error=errors.to_proto(error)))
 
-    def _fail(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
+        """End the stream with an error, whatever is live."""
         self._failure = error
         self._wake.set()
 

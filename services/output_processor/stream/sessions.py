@@ -48,11 +48,13 @@ class Sessions:
             session.move(errors.TryElsewhere("The output processor is shutting down; retry."))
 
     async def close(self) -> None:
-        """End the streams after :meth:`leave`, once the gateways have read what is left of them."""
-        if not self._leaving:
-            return
+        """End all streams: after :meth:`leave` once the gateways have read what is left of them, otherwise (the service
+        has failed) at once, before the end of the streams to engines looks like the engines' own."""
         for session in self._sessions:
-            session.half_close()
+            if self._leaving:
+                session.half_close()
+            else:
+                session.abandon(errors.Unavailable("The output processor is shutting down; retry."))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_SECONDS):
                 await self._empty.wait()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,10 +17,13 @@ _Status = health_pb2.HealthCheckResponse
 
 LIVENESS = "liveness"
 """A name that is SERVING as long as the process answers: one that waits for others, or drains, must not be killed."""
+READINESS = "readiness"
+"""A name that is SERVING while the service takes work. A gateway takes requests while no engine serves: they wait."""
 
 
 class Health:
-    """NOT_SERVING until the service is ready, then SERVING, and NOT_SERVING again while it drains or is not healthy.
+    """NOT_SERVING until the service is ready, then SERVING, and NOT_SERVING again while it drains, is not healthy or
+    would not answer because other parts are missing.
 
     Attributes:
         serving: The state now.
@@ -31,6 +35,7 @@ class Health:
         self._probes: grpc.aio.Server | None = None
         self._is_ready = False
         self._is_healthy = True
+        self._is_answering = True
         self.serving = False
 
     async def start(self, edge: Edge) -> None:
@@ -61,12 +66,23 @@ class Health:
         self._is_healthy = healthy
         await self._publish()
 
+    async def set_answering(self, answering: bool) -> None:
+        """Set whether the parts that the service needs are present. This changes every state except readiness."""
+        if answering != self._is_answering:
+            self._is_answering = answering
+            await self._publish()
+
     async def _publish(self) -> None:
-        self.serving = self._is_ready and self._is_healthy
-        status = _Status.SERVING if self.serving else _Status.NOT_SERVING
-        await asyncio.gather(*(self._servicer.set(name, status) for name in self._names))
+        is_ready = self._is_ready and self._is_healthy
+        self.serving = is_ready and self._is_answering
+        await self._servicer.set(READINESS, _status(is_ready))
+        await asyncio.gather(*(self._servicer.set(name, _status(self.serving)) for name in self._names))
 
     async def close(self) -> None:
         """Close the port of probes."""
         if self._probes is not None:
             await self._probes.stop(None)
+
+
+def _status(serving: bool) -> Any:
+    return _Status.SERVING if serving else _Status.NOT_SERVING

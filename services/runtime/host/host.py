@@ -129,12 +129,24 @@ class Host:
             health=self.health_address,
         )
 
+    async def serve_waiting(self) -> None:
+        """Serve the connections that wait in an inherited socket; :meth:`ready` does it at the latest. Idempotent."""
+        await self._listener.serve()
+
+    async def leave(self, grace: float) -> None:
+        """Accept no more gRPC connections, and send the clients of the open ones elsewhere for their next calls.
+
+        ``grace``: seconds that calls in progress have to end. Returns when the clients have been asked to leave.
+        """
+        await self._listener.leave(grace)
+
     async def ready(self) -> None:
         """Set SERVING under the names of all servicers that were added, and describe them by reflection."""
         self._edge.is_ready = True
         names = list(self._edge.services)
         reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
         self.add_servicer(reflection_pb2_grpc.add_ServerReflectionServicer_to_server, reflected)
+        await self.serve_waiting()
         await self.health.set_serving(not self.failure.happened, names)
 
     async def close(self, grace: float) -> None:

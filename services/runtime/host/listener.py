@@ -1,6 +1,9 @@
 """Where a service listens: gRPC, and local streams for processes of the same host."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -12,6 +15,8 @@ from ..local_streams.server import LocalServer
 from ..peers import addresses
 from ..peers.channels import KEEPALIVE_OPTIONS, MAX_MESSAGE_BYTES
 from ..peers.tls import MeshTLS, PublicTLS
+from .held_port import HeldPort
+from .held_socket import adopt
 from .service_settings import ServiceSettings
 from .servicer_edge import Edge
 
@@ -23,6 +28,12 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 300),
 ]
 
+HOLD_SECONDS = 0.2
+"""How long calls do not end before clients are asked to leave: the time in which a client that was just answered has
+made its next call."""
+_GOAWAY_SECONDS = 0.02
+"""Time in which the server has asked its clients to leave, before the first call ends."""
+
 
 class Listener:
     """Passes the calls of both transports to one edge."""
@@ -30,38 +41,80 @@ class Listener:
     def __init__(self, settings: ServiceSettings, edge: Edge) -> None:
         self._settings = settings
         self._edge = edge
-        limits = settings.grpc_limits
-        self._grpc = grpc.aio.server(
-            options=[
-                *SERVER_OPTIONS,
-                *limits.options(),
-                ("grpc.max_receive_message_length", settings.max_message_bytes),
-            ],
-            maximum_concurrent_rpcs=limits.calls,
-        )
+        self._calls = settings.grpc_limits.calls
+        self._options = [
+            *SERVER_OPTIONS,
+            *settings.grpc_limits.options(),
+            ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ]
+        shared = {"grpc.so_reuseport": 1} if settings.held_listener is not None else {}
+        options = list({**dict(self._options), **shared}.items())  # of two values, gRPC would take the first
+        self._grpc = grpc.aio.server(options=options, maximum_concurrent_rpcs=self._calls)
         self._grpc.add_generic_rpc_handlers((edge,))
         self._local: LocalServer | None = None
+        self._held: HeldPort | None = None
+        self._leaving: asyncio.Future[list[None]] | None = None
+        self._bind_later: Callable[[], object] | None = None
+        self._is_serving = False
 
     async def open(self, tls: MeshTLS | None, public_tls: PublicTLS | None) -> str:
-        """Bind and serve; return the address of gRPC, ``host:port`` or ``unix:/path``.
+        """Bind and serve; return the address of gRPC, ``host:port`` or ``unix:/path``. With an inherited socket,
+        connections wait until :meth:`serve`.
 
         Args:
             tls: This process's certificate; None: the mesh has none.
             public_tls: The certificate of a public service for its clients; None: it serves plain text.
 
-        Raises ``InvalidArgument`` for an address that other machines can reach in plain text, ``Unavailable`` for one
-        that cannot be bound.
+        Raises ``InvalidArgument`` for an address that other machines can reach in plain text, and for a descriptor
+        that does not fit, ``Unavailable`` for an address that cannot be bound.
         """
         self._local = await self._serve_locally(tls)  # before gRPC: a peer that finds gRPC looks for this once
-        address = self._bind(tls, public_tls)
-        await self._grpc.start()
-        return address
+        held = self._settings.held_listener
+        if held is None:
+            bound = self._bind(tls, public_tls)
+            await self._grpc.start()
+            return bound
+        address = addresses.parse(self._settings.listen, field="listen")
+        adopted = adopt(held, address, field="listen_fd")
+        credentials = public_tls.server_credentials() if public_tls is not None else None
+        self._held = HeldPort(adopted, self._edge, self._options, self._calls, credentials)
+        self._bind_later = partial(self._bind, tls, public_tls)
+        return str(address)
+
+    async def serve(self) -> None:
+        """Accept the connections that wait in the inherited socket, and all new ones. Idempotent."""
+        if self._held is not None and not self._is_serving:
+            self._is_serving = True
+            assert self._bind_later is not None
+            self._bind_later()  # not before: from now on the kernel gives new connections to this socket
+            await self._grpc.start()
+            await self._held.open()
+
+    async def leave(self, grace: float) -> None:
+        """Accept no more connections, and ask clients to make their next calls elsewhere (GOAWAY).
+
+        Calls in progress have ``grace`` seconds to end. Returns when the clients have been asked.
+        """
+        if self._held is not None:
+            self._held.leave()
+        self._edge.ends.hold()
+        await asyncio.sleep(HOLD_SECONDS)
+        self._leaving = asyncio.gather(
+            self._grpc.stop(grace), *(() if self._held is None else (self._held.close(grace),))
+        )
+        await asyncio.sleep(_GOAWAY_SECONDS)
+        self._edge.ends.release()
 
     async def close(self, grace: float) -> None:
         """End the calls that still run after ``grace`` seconds."""
         if self._local is not None:
             await self._local.close(grace)
+        # Not in a coroutine of its own: gRPC crashes when an interpreter that ends by SystemExit leaves one suspended.
         await self._grpc.stop(grace)
+        if self._held is not None:
+            await self._held.close(grace)
+        if self._leaving is not None:
+            await self._leaving
 
     def _bind(self, tls: MeshTLS | None, public_tls: PublicTLS | None) -> str:
         settings = self._settings

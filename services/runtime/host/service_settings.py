@@ -110,6 +110,11 @@ class ServiceSettings(Struct, frozen=True, kw_only=True):
         return False
 
     @property
+    def held_listener(self) -> int | None:
+        """Descriptor of an inherited socket that listens on ``listen``; None: there is none."""
+        return None
+
+    @property
     def is_open(self) -> bool:
         """Whether other machines may reach a public service in plain text."""
         return self.insecure

@@ -1,5 +1,6 @@
 """Guards the servicers: admits calls, decodes requests, traces, and turns errors into gRPC statuses."""
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable
@@ -48,6 +49,7 @@ class Edge(grpc.GenericRpcHandler):
         services: Full names of the services added so far.
         authorize: Called before every call except health checks; None admits all calls.
         is_ready: While false, calls to services that have not been added yet fail with UNAVAILABLE.
+        ends: Holds back the ends of calls for a moment before the server stops.
     """
 
     def __init__(self, check_caller: CheckCaller | None = None, tracer: Tracer | None = None) -> None:
@@ -56,6 +58,7 @@ class Edge(grpc.GenericRpcHandler):
         self.services: list[str] = []
         self.authorize: Authorize | None = None
         self.is_ready = False
+        self.ends = CallEnds()
         self._check_caller = check_caller
         self._tracer = tracer
         self._handlers: dict[str, _Handler] = {}  # by full method name
@@ -99,7 +102,7 @@ class Edge(grpc.GenericRpcHandler):
         if handler.request_streaming:
             decode = partial(_Messages, decode)
         make = _MAKERS[handler.request_streaming, handler.response_streaming]
-        return make(_guarded(behaviour, decode, admit), None, handler.response_serializer)
+        return make(_guarded(behaviour, decode, admit, self.ends), None, handler.response_serializer)
 
 
 def _refusing(error: errors.TokenloomError) -> _Handler:
@@ -111,7 +114,7 @@ def _refusing(error: errors.TokenloomError) -> _Handler:
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _guarded(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None) -> Any:
+def _guarded(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None, ends: "CallEnds") -> Any:
     async def call(request: Any, context: _Context) -> object:
         try:
             if admit is not None:
@@ -120,13 +123,44 @@ def _guarded(behaviour: Any, decode: Callable[[Any], Any], admit: _Admit | None)
                 request = decode(request)
             except DecodeError:
                 raise _damaged() from None
-            return await behaviour(request, context)
+            response = await behaviour(request, context)
+            if ends.are_held:
+                await ends.wait()
+            return response
         except grpc.aio.AbortError:
             raise
         except Exception as error:
+            if ends.are_held:
+                await ends.wait()
             await errors.abort(context, error)
 
     return call
+
+
+class CallEnds:
+    """Holds back the ends of calls, so that a client learns that the server leaves before it makes its next call.
+
+    A server that stops sends GOAWAY, and cancels the calls that were on their way to it at that moment. A client that
+    waits for an answer makes no call, so the answers wait until GOAWAY has been sent.
+
+    Attributes:
+        are_held: Whether :meth:`wait` waits.
+    """
+
+    def __init__(self) -> None:
+        self.are_held = False
+        self._released = asyncio.Event()
+
+    def hold(self) -> None:
+        self.are_held = True
+
+    def release(self) -> None:
+        self.are_held = False
+        self._released.set()
+
+    async def wait(self) -> None:
+        """Wait until :meth:`release`."""
+        await self._released.wait()
 
 
 def writing(behaviour: Any) -> Any:

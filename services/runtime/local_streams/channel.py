@@ -12,6 +12,7 @@ import grpc.aio
 from ..host.tasks import Tasks
 from . import sockets
 from .call import LocalCall
+from .peer_process import is_stopped
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,12 @@ class LocalChannel(grpc.aio.Channel):
         return begin
 
     def open_call(self, method: str, serialize: Any, deserialize: Any) -> LocalCall[Any, Any] | None:
-        """Begin a call; return None when the peer serves no local streams now."""
+        """Begin a call; return None when the peer serves no local streams now, or its process is stopped: the system
+        accepts the connection for it, but gRPC notices at once that nothing answers."""
         if self._is_closed or (connected := sockets.connect(self._path)) is None:
+            return None
+        if is_stopped(connected):
+            connected.close()
             return None
         call = LocalCall(method, serialize or bytes, deserialize or bytes, self._max_message_bytes)
         self._calls[call] = None

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from tokenloom.request.errors import ResourceExhausted
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
 from .hello import fingerprint_difference
@@ -21,7 +20,6 @@ _BOTH, _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_BOTH, EngineRole.ENGINE_ROLE_P
 T = TypeVar("T")
 
 _RANK = attrgetter("rank")
-_OPEN_RANK = attrgetter("is_full", "rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,6 @@ class Candidate(Generic[T]):
         engine: The caller's name for it.
         rank: The candidate with the lowest rank is chosen.
         uncached_tokens: Prompt tokens to compute there, as far as is known.
-        is_full: It accepts no new request.
     """
 
     engine: T
@@ -40,7 +37,6 @@ class Candidate(Generic[T]):
     fingerprint: Fingerprint
     rank: tuple[float, ...]
     uncached_tokens: int
-    is_full: bool = False
 
 
 def in_pool(asked: Fingerprint, engine: Fingerprint, leg: EngineRole) -> bool:
@@ -52,23 +48,20 @@ def choose(candidates: Sequence[Candidate[T]], leg: EngineRole, pd_threshold: in
     """Return the engine for ``leg`` among ``candidates`` (at least one), and whether it does the whole request.
 
     A request with fewer than ``pd_threshold`` tokens to compute runs whole on an engine that decodes. A longer one
-    begins on an engine that prefills, if that can hand over to another. If a role is
-    missing, engines of the other role replace it.
-
-    Raises ``ResourceExhausted`` when every engine for a new request is full. A decode leg is never refused: the request
-    was admitted with its first leg.
+    begins on an engine that prefills, if that can hand over to another. If a role is missing, engines of the other role
+    replace it.
     """
     decoders = [candidate for candidate in candidates if candidate.role in (_BOTH, _DECODE)]
     if leg == _DECODE:
         return min(decoders or candidates, key=_RANK).engine, False
     if leg == _BOTH:
-        return _best_open(decoders or candidates).engine, True
+        return min(decoders or candidates, key=_RANK).engine, True
     if decoders:
-        straight = _best_open(decoders)
+        straight = min(decoders, key=_RANK)
         if straight.uncached_tokens < pd_threshold:
             return straight.engine, True
     prefillers = [each for each in candidates if each.role == _BOTH or _can_hand_over(each, decoders)]
-    chosen = _best_open(prefillers or candidates)
+    chosen = min(prefillers or candidates, key=_RANK)
     return chosen.engine, not _can_hand_over(chosen, decoders)
 
 
@@ -90,10 +83,3 @@ def _can_hand_over(prefill: Candidate[T], decoders: Iterable[Candidate[T]]) -> b
         and in_pool(prefill.fingerprint, decoder.fingerprint, _DECODE)
         for decoder in decoders
     )
-
-
-def _best_open(candidates: Sequence[Candidate[T]]) -> Candidate[T]:
-    best = min(candidates, key=_OPEN_RANK)
-    if best.is_full:
-        raise ResourceExhausted("The queues of all engines are full; retry later.")
-    return best

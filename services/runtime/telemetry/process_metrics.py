@@ -1,5 +1,6 @@
 """Prometheus metrics of one process, under vLLM's name if vLLM has the metric."""
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,11 +48,16 @@ def observe_part(registry: CollectorRegistry, service: str, instance: str, is_se
         _PART_LABELS,
         registry=registry,
     )
-    info.labels(service, instance, version("tokenloom")).set(1)
+    info.labels(service, instance, _version()).set(1)
     serving = Gauge(
         "tokenloom_serving", "1 while the service is SERVING, 0 while it starts or drains.", registry=registry
     )
     serving.set_function(is_serving)
+
+
+@functools.cache
+def _version() -> str:
+    return version("tokenloom")  # reading the package's metadata takes a millisecond
 
 
 class CertificateExpiries:

@@ -86,7 +86,6 @@ class Scripted:
         count = len(self.submit.prompt.token_ids) - 1
         self.num_prompt += 1
         output.add_prompt_logprobs(self.num_prompt, Logprobs(sampled=[-float(self.num_prompt)], rank=[1]))
-        self.num_prompt = 0
         self.prompt_is_due = self.num_prompt < count
 
 

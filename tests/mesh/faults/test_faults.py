@@ -25,12 +25,12 @@ async def answers(mesh: Mesh, http: httpx.AsyncClient) -> None:
     assert response.json()["choices"][0]["token_ids"] == mesh.expected([1, 2, 3], 5)
 
 
-async def stream_lines(http: httpx.AsyncClient) -> list[str]:
-    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response:
+async def stream_lines(http: httpx.AsyncClient, **fields: Any) -> list[str]:
+    async with http.stream("POST", "/v1/completions", json={**LONG, "stream": True, **fields}) as response:
         return [line async for line in response.aiter_lines() if line]
 
 
-@pytest.mark.parametrize("part", ["output_processors", "engines"])
+@pytest.mark.parametrize("part", ["engines"])
 async def test_streams_of_a_dead_part_end_in_a_retryable_error(socket_dir: Path, part: str) -> None:
     async with Mesh(socket_dir, engine=SLOW).running() as mesh, mesh.http() as http:
         whole = asyncio.create_task(http.post("/v1/completions", json={**LONG, "max_tokens": 210}))
@@ -52,8 +52,29 @@ async def test_streams_of_a_dead_part_end_in_a_retryable_error(socket_dir: Path,
         await mesh.until_idle()
 
 
+async def test_requests_wait_until_the_only_output_processor_is_back(socket_dir: Path) -> None:
+    async with Mesh(socket_dir, engine=SLOW).running() as mesh, mesh.http() as http:
+        streamed = asyncio.create_task(stream_lines(http, max_tokens=20, return_token_ids=True))
+        await mesh.until_running(1)
+        (victim,) = mesh.output_processors
+        await victim.kill()
+        await mesh.until_missing("output_processor")
+        new = asyncio.create_task(answers(mesh, http))
+        await victim.start()
+        await new
+        events = [json.loads(line.removeprefix("data: ")) for line in (await streamed)[:-1]]
+        token_ids = [i for event in events for choice in event["choices"] for i in choice["token_ids"]]
+        assert token_ids == mesh.expected([1, 2, 3], 20)
+        await mesh.until_missing()
+        await mesh.until_idle()
+
+
 async def test_a_call_is_told_when_to_come_again(socket_dir: Path) -> None:
-    async with Mesh(socket_dir, engine=SLOW).running() as mesh, open_channel(mesh.gateway.settings.listen) as channel:
+    gateway = {"max_kept_prompt_bytes": 1}  # its prompt is not kept, so it ends with its output processor
+    async with (
+        Mesh(socket_dir, engine=SLOW, gateway=gateway).running() as mesh,
+        open_channel(mesh.gateway.settings.listen) as channel,
+    ):
         params = types_pb2.SamplingParams(max_tokens=200)
         request = inference_pb2.GenerateRequest(model=MODEL, text="a", sampling_params=params, ignore_eos=True)
         call = inference_pb2_grpc.InferenceStub(channel).Generate(request)

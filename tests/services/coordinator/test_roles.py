@@ -4,7 +4,6 @@ import logging
 
 import pytest
 
-from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.coordinator.engine_placement import Policy
 from tokenloom.services.coordinator.engine_record import MAX_HASHES, PrefixIndex
 from tokenloom.services.coordinator.engine_registry import Registry
@@ -30,9 +29,9 @@ class Clock:
 class Fleet:
     """Engines whose names begin with their roles: p0, d0, b0..."""
 
-    def __init__(self, *names: str, threshold: int = THRESHOLD, max_waiting: int = 50) -> None:
+    def __init__(self, *names: str, threshold: int = THRESHOLD) -> None:
         self.clock = Clock()
-        policy = Policy(max_waiting=max_waiting, pd_threshold=threshold)
+        policy = Policy(pd_threshold=threshold)
         self.registry = Registry(7, self.clock, policy=policy)
         self.records = {name: self.registry.join(identity(name), report(name)) for name in names}
 
@@ -152,19 +151,6 @@ def test_excluded_engines_leave_their_part_to_others() -> None:
     fleet = Fleet("p0", "d0")
     assert fleet.pick(PREFILL, exclude=[EngineRef(engine_id="p0", epoch=1)]) == "d0*"
     assert fleet.pick(DECODE, exclude=[EngineRef(engine_id="d0", epoch=1)]) == "p0"
-
-
-def test_a_request_is_refused_at_the_door_when_either_role_is_full_but_not_between_its_legs() -> None:
-    fleet = Fleet("p0", "d0", max_waiting=2)
-    fleet.load("d0", waiting=2)
-    with pytest.raises(ResourceExhausted):
-        fleet.pick(PREFILL)
-    assert fleet.pick(DECODE) == "d0"
-    fleet.load("d0")
-    fleet.load("p0", waiting=2)
-    with pytest.raises(ResourceExhausted):
-        fleet.pick(PREFILL)
-    assert fleet.pick(PREFILL, 20) == "d0*"
 
 
 def test_a_missing_role_is_warned_of_once_until_it_is_back(caplog: pytest.LogCaptureFixture) -> None:

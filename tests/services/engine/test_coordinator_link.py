@@ -215,7 +215,7 @@ async def test_a_report_to_an_ended_stream_is_no_failure(monkeypatch: pytest.Mon
     link = coordinator_link.CoordinatorLink(
         open_channel("unix:/nowhere"),
         FakeIdentity(),
-        LoadTracker(8),
+        LoadTracker(4, 4),
         ENGINE_ROLE_BOTH,  # type: ignore[arg-type]
     )
     with pytest.raises(Aborted):

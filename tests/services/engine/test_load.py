@@ -7,7 +7,7 @@ from tokenloom.v1.engine_pb2 import AddRequest, PickId
 
 
 def test_waiting_is_all_that_was_accepted_and_does_not_run() -> None:
-    load = LoadTracker(8)
+    load = LoadTracker(4, 4)
     load.started(100)
     assert load.snapshot().free_kv_blocks == 100
     for num_tokens in (10, 20, 30):
@@ -22,7 +22,7 @@ def test_waiting_is_all_that_was_accepted_and_does_not_run() -> None:
 
 
 def test_requests_that_the_front_ended_do_not_run() -> None:
-    load = LoadTracker(8)
+    load = LoadTracker(4, 4)
     load.accepted()
     load.handed_over(10)
     load.observe(EngineCoreOutputs(step=1, scheduler_stats=SchedulerStats(num_running=1), num_requests_added=1))
@@ -31,7 +31,7 @@ def test_requests_that_the_front_ended_do_not_run() -> None:
 
 
 def test_only_changed_counts_wake_whoever_reports() -> None:
-    load = LoadTracker(8)
+    load = LoadTracker(4, 4)
     load.accepted()
     assert load.changed.is_set()
     load.changed.clear()
@@ -44,14 +44,14 @@ def test_only_changed_counts_wake_whoever_reports() -> None:
 
 
 def test_an_answer_outside_a_step_does_not_turn_the_step_back() -> None:
-    load = LoadTracker(8)
+    load = LoadTracker(4, 4)
     load.observe(EngineCoreOutputs(step=5))
     load.observe(EngineCoreOutputs())
     assert load.step == 5
 
 
 def test_what_is_beyond_the_bound_is_refused_and_its_pick_acknowledged_all_the_same() -> None:
-    load = LoadTracker(1)
+    load = LoadTracker(1, 0)
     load.admit(AddRequest())
     load.accepted()
     with pytest.raises(ResourceExhausted):

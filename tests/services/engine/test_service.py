@@ -43,9 +43,11 @@ class EngineProcess:
 
 
 @pytest.fixture
-async def engine(socket_dir: Path) -> AsyncIterator[EngineProcess]:
+async def engine(request: pytest.FixtureRequest, socket_dir: Path) -> AsyncIterator[EngineProcess]:
+    """An engine; the fixture's parameter is more of its flags."""
     state_file = socket_dir / "state.json"
     flags = ["--worker", "hash", "--listen", f"unix:{socket_dir}/engine", "--hash-step-seconds", "0.002"]
+    flags += getattr(request, "param", [])
     front = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tokenloom.services.engine", *flags, "--state-file", str(state_file)),
         stderr=subprocess.DEVNULL,
@@ -101,6 +103,23 @@ async def test_when_the_core_is_killed_requests_are_told_and_the_front_exits(eng
         received = await peer.read_until_finished([1])
         assert received.finished[1].error.reason == "UNAVAILABLE"
         assert await engine.wait(30) == 1
+
+
+@pytest.mark.parametrize("engine", [["--distributed-executor-backend", "mp"]], indirect=True)
+@pytest.mark.parametrize("victim", ["core", "worker"])
+async def test_a_core_whose_step_hangs_is_killed_within_seconds(engine: EngineProcess, victim: str) -> None:
+    (worker,) = engine.core.children()
+    async with Peer(engine.address) as peer:
+        await peer.send(make_add(1, [1, 2], 1500))
+        for _ in range(3):
+            await peer.read_tokens()
+        (engine.core if victim == "core" else worker).suspend()
+        stopped_at = asyncio.get_running_loop().time()
+        received = await peer.read_until_finished([1])
+        assert received.finished[1].error.reason == "UNAVAILABLE"
+        assert await engine.wait(30) == 1
+        assert asyncio.get_running_loop().time() - stopped_at < 30, "it waited for the 60 s of its peers"
+    await engine.wait_for_core(30)
 
 
 async def test_the_core_does_not_outlive_a_killed_front(engine: EngineProcess) -> None:

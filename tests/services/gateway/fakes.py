@@ -96,10 +96,13 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """Knows one engine, in whatever state the test says."""
+    """Knows one engine, or those that the test names, in whatever state the test says."""
 
     def __init__(self) -> None:
         self.state = coordinator_pb2.ENGINE_STATE_SERVING
+        self.engines: Sequence[str] = ["engine-0"]
+        self.is_away = False
+        self.report = coordinator_pb2.EngineReport(running=3, waiting=2, kv_usage=0.25)
         self._changed = asyncio.Condition()
 
     async def set_state(self, state: coordinator_pb2.EngineState) -> None:
@@ -107,16 +110,32 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             self.state = state
             self._changed.notify_all()
 
+    async def set_engines(self, *names: str) -> None:
+        async with self._changed:
+            self.engines = names
+            self._changed.notify_all()
+
+    async def set_away(self, is_away: bool) -> None:
+        async with self._changed:
+            self.is_away = is_away
+            self._changed.notify_all()
+
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[coordinator_pb2.Snapshot]:
         while True:
-            identity = coordinator_pb2.EngineIdentity(
-                engine_id="engine-0", fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
-            )
-            report = coordinator_pb2.EngineReport(state=self.state, running=3, waiting=2, kv_usage=0.25)
-            entry = coordinator_pb2.EngineEntry(identity=identity, report=report)
-            yield coordinator_pb2.Snapshot(complete=True, engines=[entry])
+            if self.is_away:
+                await errors.abort(context, errors.Unavailable("the fake coordinator is away"))
+            entries = [self._entry(name) for name in self.engines]
+            yield coordinator_pb2.Snapshot(complete=True, engines=entries)
             async with self._changed:
                 await self._changed.wait()
+
+    def _entry(self, name: str) -> coordinator_pb2.EngineEntry:
+        identity = coordinator_pb2.EngineIdentity(
+            engine_id=name, fingerprint=FINGERPRINT, limits=LIMITS, num_kv_blocks=64
+        )
+        entry = coordinator_pb2.EngineEntry(identity=identity, report=self.report)
+        entry.report.state = self.state
+        return entry
 
 
 class FakeRequest:

@@ -2,10 +2,16 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.loop_clock import pass_time
 from tests.services.gateway.fakes import LIMITS, MODEL, FakeMesh
+from tokenloom.services.gateway.mesh.mesh_view import LOST_SECONDS
+from tokenloom.services.runtime.host.health import LIVENESS, READINESS
+from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import coordinator_pb2, inference_pb2
 
 
@@ -13,6 +19,77 @@ async def until_missing(http: httpx.AsyncClient, *parts: str) -> None:
     async with asyncio.timeout(30):
         while (await http.get("/health")).json().get("missing", []) != list(parts):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def until_status(http: httpx.AsyncClient, status: str) -> dict[str, Any]:
+    async with asyncio.timeout(30):
+        while (health := (await http.get("/health")).json())["status"] != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    found: dict[str, Any] = health
+    return found
+
+
+async def grpc_health(mesh: FakeMesh, name: str) -> bool:
+    async with open_channel(mesh.grpc_address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def until_grpc_health(mesh: FakeMesh, *, serving: bool) -> None:
+    async with asyncio.timeout(30):
+        while await grpc_health(mesh, "") != serving:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def ok(count: int = 1) -> dict[str, object]:
+    return {"state": "ok", "serving": count, "known": count}
+
+
+async def test_health_is_200_without_a_coordinator_because_requests_are_answered(
+    mesh: FakeMesh, http: httpx.AsyncClient
+) -> None:
+    others = {"gateway": ok(), "tokenizer": ok(2), "output_processor": ok(), "engine": ok()}
+    assert (await until_status(http, "ok"))["parts"] == {**others, "coordinator": ok()}
+    await mesh.coordinator.set_away(True)
+    health = await until_status(http, "degraded")
+    assert health["parts"] == {**others, "coordinator": {"state": "missing", "serving": 0, "known": 1}}
+    assert (health["degraded"], health.get("missing")) == (["coordinator"], None)
+    assert (await http.get("/health")).status_code == 200
+    mesh.outputs.auto = ["x"]
+    assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+    assert 'tokenloom_part_missing{part="coordinator"} 1.0' in (await http.get("/metrics")).text
+    assert await grpc_health(mesh, "")
+    await mesh.coordinator.set_away(False)
+    await until_status(http, "ok")
+
+
+async def test_health_counts_an_engine_that_was_lost_until_it_returns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    await mesh.coordinator.set_engines("engine-0", "engine-1")
+    while (await until_status(http, "ok"))["parts"]["engine"] != ok(2):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await mesh.coordinator.set_engines("engine-0")
+    health = await until_status(http, "degraded")
+    assert health["degraded"] == ["engine"]
+    assert health["parts"]["engine"] == {"state": "degraded", "serving": 1, "known": 2}
+    assert (await http.get("/health")).status_code == 200
+    await mesh.coordinator.set_engines("engine-0", "engine-1")
+    await until_status(http, "ok")
+    await mesh.coordinator.set_engines("engine-0")
+    await until_status(http, "degraded")
+    pass_time(LOST_SECONDS)
+    async with mesh.http() as later:  # the idle connections ended with the time
+        assert (await until_status(later, "ok"))["parts"]["engine"] == ok(), "it does not come back"
+
+
+async def test_grpc_health_follows_the_mesh_and_readiness_does_not(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    assert await grpc_health(mesh, "")
+    await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_DRAINING)
+    await until_missing(http, "engine")
+    await until_grpc_health(mesh, serving=False)
+    assert not await grpc_health(mesh, "tokenloom.v1.Inference")
+    assert [await grpc_health(mesh, name) for name in (READINESS, LIVENESS)] == [True, True]
+    await mesh.coordinator.set_state(coordinator_pb2.ENGINE_STATE_SERVING)
+    await until_grpc_health(mesh, serving=True)
 
 
 async def test_health_names_the_missing_parts(mesh: FakeMesh, http: httpx.AsyncClient) -> None:

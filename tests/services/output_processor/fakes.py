@@ -172,6 +172,9 @@ class FakeCoordinator(CoordinatorServicer):
     ) -> AsyncIterator[PickResults]:
         yield PickResults()
         async for batch in requests:
+            if not batch.pick:
+                await self.hold.wait()
+                yield PickResults()
             for request in batch.pick:
                 try:
                     result = PickResult(response=await self._pick(request))

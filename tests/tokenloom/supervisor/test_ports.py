@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from tokenloom.supervisor.ports import GatewayPorts, PortTaken, reserved_ports
+from tokenloom.supervisor.ports import GatewayPorts, PortTaken, held_ports, reserved_ports
 
 HOST = "127.0.0.1"
 
@@ -63,3 +63,21 @@ def test_ports_end_at_65535() -> None:
         reserved_ports(HOST, 1, 0, 65536),
     ):
         pass
+
+
+def test_held_ports_listen_for_the_gateways() -> None:
+    with held_ports(HOST, 2, 0, 0) as ports:
+        for port in ports:
+            assert port.http_descriptor is not None
+            with socket.create_connection((HOST, port.http)), socket.create_server((HOST, 0)) as other:
+                assert other.getsockname()[1] not in (port.http, port.grpc)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HOST, ports[0].http))
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_a_port_that_is_held_is_taken(kind: str) -> None:
+    with held_ports(HOST, 1, 0, 0) as [ports]:
+        taken = ports.http if kind == "http" else ports.grpc
+        with pytest.raises(PortTaken, match=f"cannot bind {HOST}:{taken}"), held_ports(HOST, 1, 0, taken):
+            pass

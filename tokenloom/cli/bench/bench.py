@@ -6,9 +6,10 @@ from .bench_disaggregated import disaggregated
 from .bench_kv import kv
 from .bench_mesh import mesh
 from .bench_offline import step, throughput
+from .bench_overload import overload
 from .bench_peers import model, peers
 from .bench_serve import serve
 
 bench = typer.Typer(help="Measure the engine and the mesh on this machine.", no_args_is_help=True)
-for command in (serve, throughput, mesh, step, kv, disaggregated, peers, model):
+for command in (serve, throughput, mesh, overload, step, kv, disaggregated, peers, model):
     bench.command()(command)

@@ -19,7 +19,17 @@ SETTINGS: Mapping[str, type[ServiceSettings]] = {
 }
 DECIDED = frozenset(
     {
-        *("config", "instance_id", "listen", "http_listen", "state_file", "model", "served_model_name"),
+        *(
+            "config",
+            "instance_id",
+            "listen",
+            "listen_fd",
+            "http_listen",
+            "http_listen_fd",
+            "state_file",
+            "model",
+            "served_model_name",
+        ),
         *("coordinator", "tokenizers", "output_processors", "role", "kv_listen", "engines_on_host"),
         *("advertise_address", "kv_advertise_address", "drain_timeout"),
     }

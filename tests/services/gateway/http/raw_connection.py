@@ -78,7 +78,10 @@ class Connection:
         config = uvicorn.Config(
             app, interface="asgi3", ws="none", lifespan="off", log_config=None, timeout_keep_alive=KEEP_ALIVE_SECONDS
         )
-        self.protocol = GatewayProtocol(config, ServerState(), {}, budget=self.budget, connections=Connections(1, 1))
+        self.drain = asyncio.Event()
+        self.protocol = GatewayProtocol(
+            config, ServerState(), {}, budget=self.budget, connections=Connections(1, 1), drain=self.drain
+        )
         self.protocol.connection_made(cast(Any, self.transport))
         self.parser = CountingParser(self.protocol.parser)
         self.protocol.parser = cast(Any, self.parser)

@@ -1,6 +1,7 @@
 """Where HTTP is served, and how it ends."""
 
 import asyncio
+import os
 import socket
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ async def test_small_writes_do_not_wait(mesh: FakeMesh, http: httpx.AsyncClient)
     assert min(seconds) < 0.04
 
 
-async def test_draining_finishes_live_requests_and_refuses_new_ones(socket_dir: Path) -> None:
+async def test_draining_answers_what_arrives_and_ends_each_connection(socket_dir: Path) -> None:
     mesh = FakeMesh(socket_dir)
     async with mesh.gateway(drain_timeout=SOON), mesh.http() as http:
         assert mesh.service is not None
@@ -62,14 +63,58 @@ async def test_draining_finishes_live_requests_and_refuses_new_ones(socket_dir: 
         request = await mesh.outputs.next_request()
         draining = asyncio.create_task(mesh.service.drain())
         await asyncio.sleep(0)
-        assert (await http.get("/health")).json()["missing"] == ["gateway"]
-        refused = await http.post("/v1/completions", json={"model": MODEL, "prompt": "b"})
-        assert refused.status_code == 503
-        request.answer("done")
-        assert (await live).json()["choices"][0]["text"] == "done"
+        health = await http.get("/health")
+        assert health.json()["missing"] == ["gateway"]
+        assert health.headers["connection"] == "close"
+        late = asyncio.create_task(http.post("/v1/completions", json={"model": MODEL, "prompt": "b"}))
+        late_request = await mesh.outputs.next_request()
+        for each in (request, late_request):
+            each.answer("done")
+        for answer in (await live, await late):
+            assert answer.json()["choices"][0]["text"] == "done"
+            assert answer.headers["connection"] == "close"
         await asyncio.wait_for(draining, SOON)
         with pytest.raises(httpx.ConnectError):
             await http.get("/health")
+
+
+async def test_draining_waits_a_moment_for_the_next_request_of_a_kept_connection(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with mesh.gateway(drain_timeout=SOON), mesh.http() as http:
+        assert mesh.service is not None
+        assert "connection" not in (await http.get("/ping")).headers
+        draining = asyncio.create_task(mesh.service.drain())
+        await asyncio.sleep(0)
+        assert (await http.get("/ping")).headers["connection"] == "close"
+        await asyncio.wait_for(draining, SOON)
+
+
+async def test_draining_closes_a_connection_that_stays_idle(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    async with mesh.gateway(drain_timeout=SOON):
+        assert mesh.service is not None
+        silent = asyncio.create_task(read_all(mesh.http_address))
+        answered = asyncio.create_task(read_all(mesh.http_address, b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+        async with mesh.http() as http:
+            await http.get("/ping")
+        await asyncio.wait_for(mesh.service.drain(), SOON)
+        assert await silent == b""
+        assert (await answered).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_held_socket_keeps_connections_for_the_next_gateway(socket_dir: Path) -> None:
+    mesh = FakeMesh(socket_dir)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        ping = b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        for _ in range(2):
+            waiting = asyncio.create_task(read_all(address, ping))
+            await asyncio.sleep(0)
+            async with mesh.gateway(http_listen=address, http_listen_fd=os.dup(held.fileno())):
+                assert (await waiting).startswith(b"HTTP/1.1 200 ")
+                assert (await read_all(address, ping)).startswith(b"HTTP/1.1 200 ")
+        with socket.create_connection(("127.0.0.1", held.getsockname()[1])):
+            pass  # it is not refused
 
 
 @pytest.mark.parametrize("lacks", ["a name", "a module"])

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.loop_clock import pass_time, settle
 from tests.services.output_processor.fakes import SOON, FakeCoordinator, serve_coordinator
 from tokenloom.request import errors
-from tokenloom.services.output_processor.placement.pick_stream import PickStream
+from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS, PickStream
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1.coordinator_pb2 import EngineIdentity, PickRequest
@@ -94,3 +95,51 @@ async def test_picks_fail_when_the_coordinator_goes_and_are_taken_when_it_return
         async with serve_coordinator(socket_dir / "c", coordinator("b")):
             await until(picks, is_open=True)
             assert (await picks.pick(PickRequest(role=BOTH))).engine.engine_id == "b"
+
+
+async def test_only_the_first_request_waits_for_a_coordinator_that_does_not_answer(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+        fake.hold.clear()
+        first = asyncio.ensure_future(picks.pick(PickRequest(role=BOTH, prompt_tokens=1)))
+        await fake.next_pick()
+        pass_time(ANSWER_SECONDS / 2)
+        second = asyncio.ensure_future(picks.pick(PickRequest(role=BOTH, prompt_tokens=2)))
+        await settle()
+        assert not first.done()
+        pass_time(ANSWER_SECONDS / 2)
+        with pytest.raises(errors.Unavailable):
+            await asyncio.wait_for(first, SOON)
+        assert isinstance(second.exception(), errors.Unavailable), "it does not wait for a second of its own"
+        assert (picks.is_open, picks.is_away) == (False, True)
+        fake.hold.set()
+        await until(picks, is_open=True)
+        assert not picks.is_away
+        third = picks.pick(PickRequest(role=BOTH, prompt_tokens=3))
+        assert (await asyncio.wait_for(third, SOON)).pick.number == 3, "the late answers were the earlier picks'"
+
+
+async def test_a_pick_that_is_answered_in_time_does_not_count_for_the_next(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+        await picks.pick(PickRequest(role=BOTH))
+        pass_time(ANSWER_SECONDS * 0.9)
+        fake.hold.clear()
+        late = asyncio.ensure_future(picks.pick(PickRequest(role=BOTH)))
+        pass_time(ANSWER_SECONDS * 0.9)
+        await settle()
+        assert picks.is_open
+        fake.hold.set()
+        assert (await asyncio.wait_for(late, SOON)).pick.number == 2
+
+
+async def test_a_suspended_stream_opens_when_the_coordinator_answers(socket_dir: Path) -> None:
+    fake = coordinator()
+    async with serve_coordinator(socket_dir / "c", fake), opened(socket_dir) as picks:
+        await until(picks, is_open=True)
+        picks.suspend()
+        assert (picks.is_open, picks.is_away) == (False, True)
+        await until(picks, is_open=True)
+        assert (await picks.pick(PickRequest(role=BOTH))).pick.number == 1

@@ -1,12 +1,23 @@
 """Tests that the last snapshot is used while the coordinator is away, and is replaced when it returns."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.services.output_processor.fakes import SOON, FakeCoordinator, serve_coordinator, submit
+from tests.loop_clock import pass_time
+from tests.services.output_processor.fakes import (
+    SOON,
+    FakeCoordinator,
+    FakeEngine,
+    serve_coordinator,
+    serve_engine,
+    submit,
+)
 from tokenloom.request.errors import Unavailable
+from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import EngineLinks, Placer
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.peers.channels import Channels
@@ -22,15 +33,33 @@ def engine(name: str, directory: Path) -> EngineIdentity:
     return EngineIdentity(engine_id=name, epoch=1, address=address, fingerprint=FINGERPRINT)
 
 
-async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
+@asynccontextmanager
+async def placing(socket_dir: Path) -> AsyncIterator[Placer]:
     failures: list[BaseException] = []
     tasks = Tasks(failures.append)
     channels = Channels()
     links = EngineLinks(
-        lambda identity: make_hello("output-processor-0", 3), failures.append, channels, hang_seconds=60
+        lambda identity: make_hello("op", 3, expected_peer_id=identity.engine_id, initial_credit=64),
+        failures.append,
+        channels,
+        hang_seconds=60,
     )
     placer = Placer(channels.open(f"unix:{socket_dir}/c", "coordinator"), FINGERPRINT, links)
     tasks.spawn(placer.run(), name="coordinator")
+    try:
+        yield placer
+    finally:
+        await tasks.close()
+        await placer.close()
+    assert not failures
+
+
+async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
+    async with placing(socket_dir) as placer:
+        await go_and_return(socket_dir, placer)
+
+
+async def go_and_return(socket_dir: Path, placer: Placer) -> None:
     with pytest.raises(Unavailable, match="No engine is serving"):
         await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
 
@@ -45,6 +74,38 @@ async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
     returned = FakeCoordinator([engine("b", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
     async with serve_coordinator(socket_dir / "c", returned):
         await asyncio.wait_for(returned.watched.wait(), SOON)
-    await tasks.close()
-    await placer.close()
-    assert not failures
+
+
+@pytest.mark.parametrize("traced", [False, True])
+async def test_a_frozen_coordinator_costs_one_request_its_second(socket_dir: Path, traced: bool) -> None:
+    identity, headers = engine("a", socket_dir), {"traceparent": "x"} if traced else {}
+    fake = FakeCoordinator([identity], [EngineRole.ENGINE_ROLE_BOTH])
+
+    async def place(placer: Placer) -> bool:
+        """Return whether the coordinator picked the engine."""
+        attempt = await placer.place(submit(1, trace_headers=headers), EngineRole.ENGINE_ROLE_PREFILL)
+        return attempt.pick is not None
+
+    async with (
+        serve_coordinator(socket_dir / "c", fake),
+        serve_engine(FakeEngine(identity)),
+        placing(socket_dir) as placer,
+        asyncio.timeout(SOON),
+    ):
+        await fake.watched.wait()
+        while not placer._picks.is_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert await place(placer)
+        fake.hold.clear()
+        first = asyncio.create_task(place(placer))
+        while len(fake.requests) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        pass_time(0 if traced else ANSWER_SECONDS)  # gRPC does not see this clock
+        assert not await first, "placed by the last snapshot"
+        for _ in range(20):
+            assert not await place(placer)
+        assert len(fake.requests) == 2, "no other request asked"
+        fake.hold.set()
+        while placer._picks.is_away:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        assert await place(placer)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer
 
 from tests.services.output_processor.fakes import SOON, submit
+from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.requests import Requests
 from tokenloom.services.output_processor.stream.gateway_session import Session
@@ -40,6 +41,11 @@ class Gateway:
 
     def send(self, **fields: Any) -> None:
         self._inputs.put_nowait(ProcessInput(**fields))
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that were not read."""
+        return self._frames.qsize()
 
     async def read(self) -> ProcessFrame:
         """The next frame that is no heartbeat."""
@@ -118,11 +124,16 @@ async def test_live_requests_move_with_every_sample_and_the_stream_ends_when_tha
     assert gateway.ended.done()
 
 
-async def test_close_ends_nothing_without_a_drain(drained: Drained) -> None:
+async def test_without_a_drain_the_streams_end_at_once_and_answer_nothing(drained: Drained) -> None:
     gateway, _ = await drained.gateway()
+    gateway.send(submit=[submit(1)])
+    async with asyncio.timeout(SOON):
+        while not drained.requests.num_live:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     await drained.sessions.close()
-    assert not gateway.ended.done()
-    gateway.ended.cancel()
+    assert isinstance(gateway.ended.exception(), Unavailable)
+    assert gateway.num_frames == 0
+    assert not drained.requests.num_live
 
 
 @pytest.mark.parametrize("count", [1, 9])

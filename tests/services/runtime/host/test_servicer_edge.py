@@ -1,5 +1,6 @@
 """Callers see what a handler raises as a gRPC status."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,32 @@ async def test_messages_that_are_none(socket_dir: Path, caplog: pytest.LogCaptur
                 await call
             assert type(errors.from_rpc(caught.value)) is errors.InvalidArgument
     assert not caplog.records, "it is the caller's mistake"
+
+
+class Answering(Raising):
+    """Answers ``Pick`` when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.answer = asyncio.Event(), asyncio.Event()
+
+    async def Pick(self, request: pb.PickRequest, context: Any) -> pb.PickResponse:
+        self.asked.set()
+        await self.answer.wait()
+        return pb.PickResponse()
+
+
+async def test_a_client_learns_that_the_server_leaves_before_its_answer(socket_dir: Path) -> None:
+    """Otherwise it would make its next call on the same connection, and gRPC cancels that call."""
+    service = Answering()
+    settings = ServiceSettings.of(listen=f"unix:{socket_dir}/s", metrics_listen="")
+    async with asyncio.timeout(30), running(service, settings) as host, open_channel(host.address) as channel:
+        call = coordinator_pb2_grpc.CoordinatorStub(channel).Pick(pb.PickRequest())
+        await service.asked.wait()
+        assert channel.get_state() == grpc.ChannelConnectivity.READY
+        leaving = asyncio.create_task(host.leave(30))
+        await asyncio.sleep(0)
+        service.answer.set()
+        await call
+        assert channel.get_state() != grpc.ChannelConnectivity.READY
+        await leaving

@@ -48,6 +48,19 @@ async def test_a_killed_process_is_noticed_at_once(socket_dir: Path) -> None:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_new_call_to_a_stopped_process_does_not_wait_for_its_silence(socket_dir: Path) -> None:
+    async with asyncio.timeout(SOON), process(socket_dir / "s", 60.0) as part, calling(socket_dir / "s") as channel:
+        call = channel.open_call(METHOD, None, None)
+        assert call is not None
+        call.cancel()
+        part.send_signal(signal.SIGSTOP)
+        while channel.open_call(METHOD, None, None) is not None:  # noqa: ASYNC110 - the signal takes a moment
+            await asyncio.sleep(0.01)
+        part.send_signal(signal.SIGCONT)
+        while channel.open_call(METHOD, None, None) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_a_stopped_process_is_noticed_by_its_silence(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "TICK_SECONDS", 0.1)
     async with asyncio.timeout(SOON), process(socket_dir / "s", 0.02) as part, calling(socket_dir / "s") as channel:

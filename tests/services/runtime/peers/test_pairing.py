@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenloom.request.errors import ResourceExhausted
 from tokenloom.services.runtime.peers.pairing import Candidate, choose, missing_role
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint
 
@@ -23,7 +22,6 @@ def candidates(draw: st.DrawFn) -> list[Candidate[int]]:
             fingerprint=Fingerprint(kv_layout=draw(st.sampled_from(["a", "b"]))),
             rank=(draw(st.integers(0, 3)), index),
             uncached_tokens=draw(st.sampled_from([5, 500])),
-            is_full=draw(st.booleans()),
         )
         for index in range(count)
     ]
@@ -31,19 +29,13 @@ def candidates(draw: st.DrawFn) -> list[Candidate[int]]:
 
 @given(candidates(), roles, st.sampled_from([0, 128]))
 def test_a_leg_goes_to_an_engine_that_can_run_it(fleet: list[Candidate[int]], leg: EngineRole, threshold: int) -> None:
-    try:
-        index, whole = choose(fleet, leg, threshold)
-    except ResourceExhausted:
-        assert leg != DECODE
-        assert any(each.is_full for each in fleet)
-        return
+    index, whole = choose(fleet, leg, threshold)
     chosen = fleet[index]
     decoders = [each for each in fleet if each.role != PREFILL]
     if leg == DECODE:
         assert not whole
         assert chosen.role != PREFILL or not decoders
         return
-    assert not chosen.is_full
     if leg == BOTH:
         assert whole
         assert chosen.role != PREFILL or not decoders

@@ -1,0 +1,104 @@
+"""Shows a client, through shared memory, whether its core computes a step and how long the step may take.
+
+The core's thread may be stuck in the step, so it cannot send anything. The memory holds two 64-bit cells: a number that
+grows with each beginning and end of a step, and the limit of the present step in nanoseconds, 0 between steps.
+"""
+
+import logging
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..scheduling.step_times import StepTimes
+
+log = logging.getLogger(__name__)
+
+_NUM_BYTES = 16
+_BEAT, _LIMIT = 0, 1
+
+
+class Pulse(NamedTuple):
+    """Says what the core did last."""
+
+    beat: int
+    """Grows with each beginning and end of a step."""
+    limit: float
+    """How many seconds the steps in flight may take until the next beat; 0: no step is in flight."""
+
+
+class PulseMemory:
+    """The client's side: the memory, which the core inherits.
+
+    Attributes:
+        fd: The descriptor to pass to the core; None if this system has no such memory.
+    """
+
+    def __init__(self) -> None:
+        self.fd: int | None = None
+        try:
+            self.fd = os.memfd_create("tokenloom-pulse", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, _NUM_BYTES)
+            self._cells = memoryview(mmap.mmap(self.fd, _NUM_BYTES)).cast("q")
+        except OSError as error:
+            log.warning("no shared memory for the core's pulse; a step that hangs is noticed late: %s", error)
+            self.close()
+
+    def read(self) -> Pulse | None:
+        """Return what the core did last; None without memory."""
+        return Pulse(self._cells[_BEAT], self._cells[_LIMIT] / 1e9) if self.fd is not None else None
+
+    def close(self) -> None:
+        """Release the descriptor. Idempotent."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def inherited_cells(fd: int) -> memoryview:
+    """Take over the descriptor that the client passed; return its cells."""
+    cells = memoryview(mmap.mmap(fd, _NUM_BYTES)).cast("q")
+    os.close(fd)
+    return cells
+
+
+class StepPulse:
+    """The core's side: notes the beginning and the end of each step. Belongs to one thread."""
+
+    def __init__(self, cells: memoryview | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """``cells``: of :func:`inherited_cells`; None: no client looks. ``clock``: returns seconds."""
+        self._cells = memoryview(bytearray(_NUM_BYTES)).cast("q") if cells is None else cells
+        self._clock = clock
+        self._times = StepTimes()
+        self._in_flight: deque[int] = deque()  # tokens of each step; as many as the executor runs at once
+        self._since = 0.0  # when the oldest step in flight began, or the one before it ended
+
+    def warmed_up(self, seconds: float) -> None:
+        """Note how long the warm-up took."""
+        self._times = StepTimes(seconds)
+
+    def began(self, num_tokens: int) -> None:
+        """Note that a step begins."""
+        if not self._in_flight:
+            self._since = self._clock()
+        self._in_flight.append(num_tokens)
+        self._beat()
+
+    def ended(self) -> None:
+        """Note that the oldest step has ended."""
+        now = self._clock()
+        self._times.observe(self._in_flight.popleft(), now - self._since)
+        self._since = now
+        self._beat()
+
+    def failed(self) -> None:
+        """Note that no step is in flight any more."""
+        self._in_flight.clear()
+        self._beat()
+
+    def _beat(self) -> None:
+        cells, in_flight = self._cells, self._in_flight
+        cells[_LIMIT] = round(self._times.limit(sum(in_flight)) * 1e9) if in_flight else 0
+        cells[_BEAT] += 1

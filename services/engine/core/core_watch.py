@@ -1,0 +1,69 @@
+"""Kills a core that hangs, so that its requests continue on other engines and the engine is started anew."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from tokenloom.engine_core.process.step_pulse import Pulse
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.25
+STOPPED_SECONDS = 2.5
+"""How long the core's process may be stopped (SIGSTOP), as for the parts of the mesh."""
+
+
+class WatchedCore(Protocol):
+    """Describes a core in a process of its own (:class:`AsyncMPClient`)."""
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process."""
+
+    def pulse(self) -> Pulse | None:
+        """Return whether the core's steps end in time; None if that is not known."""
+
+    def kill(self, reason: str) -> None:
+        """Kill the core and fail what waits for it."""
+
+
+class CoreWatch:
+    """Looks at a core at intervals. It counts looks instead of time, so that a pause of this process counts as one
+    look, however long it lasts."""
+
+    def __init__(self, core: WatchedCore) -> None:
+        self._core = core
+        self._beat = -1
+        self._stuck_looks = 0
+        self._stopped_looks = 0
+
+    async def run(self) -> None:
+        """Look until the core hangs, and kill it then."""
+        while not (reason := self.look()):  # noqa: ASYNC110 - the core cannot set an event when it hangs
+            await asyncio.sleep(TICK_SECONDS)
+        log.error("%s; it is killed", reason)
+        self._core.kill(reason)
+
+    def look(self) -> str:
+        """Return what is wrong with the core; empty: nothing. To be called every :data:`TICK_SECONDS`."""
+        self._stopped_looks = self._stopped_looks + 1 if _is_stopped(self._core.pid) else 0
+        if self._stopped_looks * TICK_SECONDS > STOPPED_SECONDS:
+            return "the engine core's process is stopped"
+        pulse = self._core.pulse()
+        if pulse is None or not pulse.limit or pulse.beat != self._beat:
+            self._beat = -1 if pulse is None else pulse.beat
+            self._stuck_looks = 0
+            return ""
+        self._stuck_looks += 1
+        if self._stuck_looks * TICK_SECONDS > pulse.limit:
+            return f"a step of the engine core takes longer than {pulse.limit:.1f} s"
+        return ""
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Return whether a process is stopped by a signal; False if its state is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,129 @@
+"""Estimates how long a new request would wait for its first token, and decides whether it is admitted. No I/O."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tokenloom.request.errors import ResourceExhausted
+
+from ..mesh.capacity import Capacity
+from .job import Chat, EmbedsPrompt, Job
+
+DEFAULT_QUEUE_SECONDS: Final = 10.0
+"""A person who waits longer for the first word has often given up."""
+BYTES_PER_TOKEN: Final = 4
+"""A usual length of a token. A text is counted by its bytes until it has been encoded."""
+_EMBEDDING_BYTES: Final = 4096
+"""Bytes of a prompt embedding per token, for the same purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Describes how long a request may wait.
+
+    Attributes:
+        priority: Lower values are more urgent; 0 is the default.
+        timeout: Seconds that the whole request may take.
+        queue_share: The share of this gateway's queue that the request's tenant has, 0 to 1; 0 if the gateway has only
+            one tenant.
+    """
+
+    priority: int
+    timeout: float
+    queue_share: float = 0.0
+
+
+class Backlog:
+    """Counts the requests of this gateway that are live, and the prompt tokens of those without a first token.
+
+    A request waits for the prompts before it, and for a seat if all are taken; the longer of the two is its wait. The
+    gateway knows its own requests exactly. The requests of other gateways are the rest of what the coordinator's last
+    snapshot shows.
+    """
+
+    def __init__(self, max_queue_seconds: float, draw: random.Random | None = None) -> None:
+        """``max_queue_seconds``: how long a request of priority 0 may wait. ``draw``: spreads the times of retries."""
+        self._max_seconds = max_queue_seconds
+        self._draw = draw or random.Random()
+        self._capacity = Capacity()
+        self._other_live = self._other_tokens = 0
+        self.live = 0
+        """Outputs of this gateway in work."""
+        self.pending = 0
+        """Outputs among them that have no first token yet."""
+        self.pending_tokens = 0
+        """Prompt tokens of those; each prompt counts once."""
+
+    def observe(self, capacity: Capacity) -> None:
+        """Take the capacity and the load of a new snapshot."""
+        self._capacity = capacity
+        self._other_live = max(capacity.live - self.live, 0)
+        self._other_tokens = max(capacity.waiting_tokens - self.pending_tokens, 0)
+
+    def wait_seconds(self) -> float:
+        """Return how long a request that came now would wait. It is 0 while the capacity is not known."""
+        capacity = self._capacity
+        if not capacity.seats:
+            return 0.0
+        for_compute = for_seat = 0.0
+        if capacity.prefill_tokens_per_second:
+            for_compute = (self.pending_tokens + self._other_tokens) / capacity.prefill_tokens_per_second
+        num_before = self.live + self._other_live + 1 - capacity.seats
+        if num_before > 0:
+            # Before any rate was measured, as many requests may wait as run.
+            is_unknown = not (capacity.starts_per_second or capacity.prefill_tokens_per_second)
+            starts = capacity.seats / self._max_seconds if is_unknown else capacity.starts_per_second
+            for_seat = num_before / starts if starts else 0.0
+        return max(for_compute, for_seat)
+
+    def check(self, claim: Claim) -> None:
+        """Raise ``ResourceExhausted``, with the time after which a retry may succeed, if the request would wait for too
+        long: longer than its priority permits, or than it may take at all."""
+        wait = self.wait_seconds() * (1.0 + claim.queue_share)
+        allowed = min(self._allowed_seconds(claim.priority), claim.timeout)
+        if wait <= allowed:
+            return
+        retry_after = max(wait, 1.0) * self._draw.uniform(0.5, 1.5)
+        raise ResourceExhausted(
+            f"The model is at capacity: the request would wait about {wait:.3g} s for its first token, and it may wait "
+            f"{allowed:.3g} s; retry later.",
+            retry_after=retry_after,
+        )
+
+    def add(self, num_outputs: int, num_tokens: int) -> None:
+        """Count an admitted request."""
+        self.live += num_outputs
+        self.pending += num_outputs
+        self.pending_tokens += num_tokens
+
+    def begin(self, num_outputs: int, num_tokens: int) -> None:
+        """Note that outputs have their first token, or will never have one. ``num_tokens``: of their prompts."""
+        self.pending -= num_outputs
+        self.pending_tokens -= num_tokens
+
+    def end(self, num_outputs: int) -> None:
+        """Note that outputs have ended."""
+        self.live -= num_outputs
+
+    def _allowed_seconds(self, priority: int) -> float:
+        """Return how long a request may wait: less the less important it is, so that the least important requests are
+        refused first, and up to twice as long if it is urgent, because the scheduler puts it before others."""
+        if priority >= 0:
+            return self._max_seconds / (1 + priority)
+        return self._max_seconds * (2 - 1 / (1 - priority))
+
+
+def estimate_prompt_tokens(job: Job) -> int:
+    """Return roughly how many tokens the prompts have, without encoding them."""
+    if isinstance(job.prompts, Chat):
+        return (len(job.prompts.messages_json) + len(job.prompts.tools_json)) // BYTES_PER_TOKEN
+    return len(job.before) + sum(map(_estimate, job.prompts))
+
+
+def _estimate(prompt: str | Sequence[object] | EmbedsPrompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt) // BYTES_PER_TOKEN + 1
+    if isinstance(prompt, EmbedsPrompt):
+        return sum(len(part) // _EMBEDDING_BYTES if isinstance(part, bytes) else len(part) for part in prompt.parts)
+    return len(prompt)

@@ -1,0 +1,92 @@
+"""Tests that a core is killed when it hangs, and not while it only takes its time."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tokenloom.engine_core.process.step_pulse import Pulse
+from tokenloom.services.engine.core import core_watch
+from tokenloom.services.engine.core.core_watch import STOPPED_SECONDS, TICK_SECONDS, CoreWatch
+
+
+class FakeCore:
+    """Shows the pulse that the test sets."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        self.pid = pid
+        self.shown: Pulse | None = Pulse(1, 0.0)
+        self.killed = ""
+
+    def pulse(self) -> Pulse | None:
+        return self.shown
+
+    def kill(self, reason: str) -> None:
+        self.killed = reason
+
+
+@pytest.fixture
+def process() -> Iterator[psutil.Process]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield psutil.Process(child.pid)
+        child.kill()
+
+
+def looks_until_hung(watch: CoreWatch, most: int = 1000) -> int | None:
+    """Return the number of the look that found the core hanging."""
+    return next((number for number in range(1, most + 1) if watch.look()), None)
+
+
+def test_a_step_that_takes_longer_than_its_limit() -> None:
+    core = FakeCore()
+    watch = CoreWatch(core)
+    core.shown = Pulse(7, 3.0)
+    assert looks_until_hung(watch) == 3.0 / TICK_SECONDS + 2, "the first look sees a new beat"
+
+
+def test_steps_that_end_and_a_core_without_work_do_not_hang() -> None:
+    core = FakeCore()
+    watch = CoreWatch(core)
+    for beat in range(100):
+        core.shown = Pulse(beat, 0.3)
+        assert not watch.look()
+    core.shown = Pulse(100, 0.0)
+    assert looks_until_hung(watch) is None
+    core.shown = None
+    assert looks_until_hung(watch) is None
+
+
+def test_the_limit_is_the_step_s_own() -> None:
+    core = FakeCore()
+    watch = CoreWatch(core)
+    core.shown = Pulse(1, 60.0)
+    assert looks_until_hung(watch, most=230) is None
+    core.shown = Pulse(2, 3.0)
+    assert not watch.look(), "the long step has ended"
+    assert looks_until_hung(watch) is not None
+
+
+def test_a_stopped_process(process: psutil.Process) -> None:
+    watch = CoreWatch(FakeCore(process.pid))
+    assert looks_until_hung(watch, most=50) is None
+    process.suspend()
+    while process.status() != psutil.STATUS_STOPPED:
+        pass
+    assert looks_until_hung(watch) == STOPPED_SECONDS / TICK_SECONDS + 1
+    process.resume()
+    while process.status() == psutil.STATUS_STOPPED:
+        pass
+    assert not watch.look()
+
+
+async def test_the_core_is_killed_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(core_watch, "TICK_SECONDS", 0.001)
+    core = FakeCore()
+    core.shown = Pulse(1, 0.004)
+    await CoreWatch(core).run()
+    assert core.killed == "a step of the engine core takes longer than 0.0 s"
+    assert core.killed in caplog.text

@@ -1,0 +1,142 @@
+"""How long a request would wait, and which requests are admitted."""
+
+import random
+
+import pytest
+
+from tokenloom.request.errors import ResourceExhausted
+from tokenloom.services.gateway.generation.backlog import Backlog, Claim, estimate_prompt_tokens
+from tokenloom.services.gateway.generation.job import Chat, EmbedsPrompt, Job
+from tokenloom.services.gateway.mesh.capacity import Capacity
+from tokenloom.services.gateway.tenants.tenant import NO_TENANT
+from tokenloom.v1 import types_pb2
+
+HOUR = 3600.0
+
+
+def backlog(max_seconds: float = 10.0, **capacity: float) -> Backlog:
+    backlog = Backlog(max_seconds, random.Random(0))
+    backlog.observe(Capacity(**capacity))  # type: ignore[arg-type]
+    return backlog
+
+
+def is_admitted(backlog: Backlog, priority: int = 0, timeout: float = HOUR, queue_share: float = 0.0) -> bool:
+    try:
+        backlog.check(Claim(priority, timeout, queue_share))
+    except ResourceExhausted:
+        return False
+    return True
+
+
+def test_before_the_capacity_is_known_every_request_is_admitted() -> None:
+    unknown = Backlog(1.0)
+    unknown.add(5000, 1 << 20)
+    assert unknown.wait_seconds() == 0
+    assert is_admitted(unknown)
+
+
+def test_requests_with_seats_do_not_wait_however_slow_the_queue_is() -> None:
+    slow = backlog(seats=8, starts_per_second=0.1)
+    for _ in range(7):
+        slow.add(1, 1000)
+        assert slow.wait_seconds() == 0
+    slow.add(1, 1000)
+    assert slow.wait_seconds() == pytest.approx(10)
+
+
+def test_prompts_before_it_cost_their_compute() -> None:
+    computing = backlog(seats=100, prefill_tokens_per_second=1000)
+    computing.add(2, 4000)
+    assert computing.wait_seconds() == pytest.approx(4)
+    computing.begin(1, 2000)
+    assert computing.wait_seconds() == pytest.approx(2)
+    computing.begin(1, 2000)
+    computing.end(2)
+    assert computing.wait_seconds() == 0
+    assert (computing.live, computing.pending, computing.pending_tokens) == (0, 0, 0)
+
+
+def test_before_a_rate_is_known_as_many_may_wait_as_run() -> None:
+    new = backlog(seats=16)
+    admitted = 0
+    while is_admitted(new):
+        new.add(1, 10)
+        admitted += 1
+    assert admitted == 32
+
+
+def test_the_requests_of_other_gateways_count_once() -> None:
+    ours = backlog(seats=10)
+    ours.add(4, 400)
+    ours.observe(Capacity(seats=10, prefill_tokens_per_second=100, starts_per_second=2, live=14, waiting_tokens=600))
+    assert ours.wait_seconds() == pytest.approx(6)  # 600 tokens; and 5 requests before it at 2 a second
+    ours.begin(4, 400)  # ours run now
+    assert ours.wait_seconds() == pytest.approx(2.5)
+
+
+def test_without_a_coordinator_the_own_requests_still_count() -> None:
+    capacity = Capacity(seats=10, starts_per_second=2, live=30, waiting_tokens=600)
+    ours = Backlog(10.0)
+    ours.add(14, 600)
+    ours.observe(capacity)
+    assert ours.wait_seconds() == pytest.approx(10.5)
+    ours.observe(capacity.without_load())
+    assert ours.wait_seconds() == pytest.approx(2.5)
+
+
+def test_the_least_important_requests_are_refused_first() -> None:
+    busy = backlog(seats=10, starts_per_second=1)
+    refused_at: dict[int, int] = {}
+    for live in range(100):
+        for priority in (-5, -1, 0, 1, 9):
+            if not is_admitted(busy, priority):
+                refused_at.setdefault(priority, live)
+        busy.add(1, 1)
+    assert list(refused_at) == [9, 1, 0, -1, -5]
+    assert refused_at[0] == 20
+    assert refused_at[-5] < 30  # at most twice as long as an ordinary request
+
+
+def test_a_request_that_would_miss_its_own_deadline_is_refused() -> None:
+    busy = backlog(seats=10, starts_per_second=1)
+    busy.add(14, 14)
+    assert busy.wait_seconds() == pytest.approx(5)
+    assert is_admitted(busy, timeout=6)
+    assert not is_admitted(busy, timeout=4)
+
+
+def test_a_tenant_may_have_as_much_of_the_queue_as_is_free() -> None:
+    busy = backlog(seats=10, starts_per_second=1)
+    busy.add(15, 15)
+    assert busy.wait_seconds() == pytest.approx(6)
+    assert not is_admitted(busy, queue_share=1.0)
+    assert is_admitted(busy, queue_share=0.5)
+    assert is_admitted(busy)
+
+
+def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
+    busy = backlog(seats=10, starts_per_second=1)
+    busy.add(29, 29)
+    times = []
+    for _ in range(100):
+        with pytest.raises(ResourceExhausted, match=r"would wait about 20 s .* may wait 10 s") as refusal:
+            busy.check(Claim(0, HOUR))
+        assert refusal.value.retry_after is not None
+        times.append(refusal.value.retry_after)
+    assert 10 <= min(times) < 12
+    assert 28 < max(times) <= 30
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (["word " * 100], 126),
+        (["a", "b"], 2),
+        ([[1, 2, 3], [4]], 4),
+        (Chat(b"x" * 400, b"y" * 40), 110),
+        ([EmbedsPrompt([[1, 2], b"z" * 8192])], 4),
+    ],
+)
+def test_prompt_tokens_are_estimated_without_encoding(prompts: object, expected: int) -> None:
+    job = Job(prompts, "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)  # type: ignore[arg-type]
+    assert estimate_prompt_tokens(job) == expected

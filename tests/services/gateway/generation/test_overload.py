@@ -1,0 +1,95 @@
+"""Requests to a mesh without room: which are refused, and what a refusal costs."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.gateway.fakes import SOON, FakeMesh, FakeRequest
+from tokenloom.v1 import coordinator_pb2
+
+BODY = {"prompt": "text", "max_tokens": 3}
+
+
+@asynccontextmanager
+async def busy_gateway(directory: Path, **report: float) -> AsyncIterator[tuple[FakeMesh, httpx.AsyncClient]]:
+    """A gateway whose requests may wait for 2 s, before an engine with this report."""
+    mesh = FakeMesh(directory)
+    mesh.coordinator.report = coordinator_pb2.EngineReport(**report)  # type: ignore[arg-type]
+    async with mesh.gateway(max_queue_seconds=2.0), mesh.http() as http:
+        yield mesh, http
+
+
+async def start(mesh: FakeMesh, http: httpx.AsyncClient, **body: Any) -> tuple[Awaitable[httpx.Response], FakeRequest]:
+    task = asyncio.create_task(http.post("/v1/completions", json=BODY | body))
+    return task, await mesh.outputs.next_request()
+
+
+async def wait_seconds(http: httpx.AsyncClient) -> float:
+    page = (await http.get("/metrics")).text
+    line = next(line for line in page.splitlines() if line.startswith("tokenloom_queue_wait_seconds{"))
+    return float(line.rpartition(" ")[2])
+
+
+async def refused(http: httpx.AsyncClient, **body: Any) -> httpx.Response:
+    response = await http.post("/v1/completions", json=BODY | body)
+    assert response.status_code == 503, response.text
+    assert response.json()["error"]["code"] == "resource_exhausted"
+    return response
+
+
+async def test_a_request_that_would_wait_too_long_is_refused_before_it_is_tokenized(socket_dir: Path) -> None:
+    async with busy_gateway(socket_dir, seats=4, starts_per_second=1.0, running=3) as (mesh, http):
+        live = [await start(mesh, http) for _ in range(3)]  # the last two would wait for 1 s and for 2 s
+        num_encoded = mesh.tokenizer.calls + mesh.second_tokenizer.calls
+        for _ in range(5):
+            response = await refused(http)
+            assert int(response.headers["retry-after"]) in (2, 3, 4, 5)  # a wait of 3 s, give or take half
+            assert "would wait about 3 s" in response.json()["error"]["message"]
+        assert mesh.tokenizer.calls + mesh.second_tokenizer.calls == num_encoded
+        live[0][1].answer("x")
+        assert (await live[0][0]).status_code == 200
+        live.append(await start(mesh, http))
+        page = (await http.get("/metrics")).text
+        assert 'tokenloom_tenant_refused_requests_total{limit="max_queue_seconds",tenant=""} 5.0' in page
+        for task, request in live[1:]:
+            request.answer("x")
+            assert (await task).status_code == 200
+
+
+async def test_prompts_in_front_are_work_until_their_first_token(socket_dir: Path) -> None:
+    async with busy_gateway(socket_dir, seats=100, prefill_tokens_per_second=100.0) as (mesh, http):
+        task, request = await start(mesh, http, prompt=[1] * 120)
+        _, second = await start(mesh, http, prompt=[1] * 90)
+        await refused(http)
+        request.send("x", [120])
+        async with asyncio.timeout(SOON):
+            while await wait_seconds(http) != pytest.approx(0.9):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        third, last = await start(mesh, http)
+        for each in (request, second, last):
+            each.finish()
+        assert (await task).status_code == (await third).status_code == 200
+
+
+async def test_a_refused_or_cancelled_request_leaves_nothing_behind(socket_dir: Path) -> None:
+    async with busy_gateway(socket_dir, seats=4, starts_per_second=1.0, running=5) as (mesh, http):
+        task, request = await start(mesh, http)
+        await refused(http)
+        task.cancel()  # type: ignore[attr-defined]
+        await asyncio.wait_for(request.cancelled.wait(), SOON)
+        mesh.outputs.auto = ["x"]
+        for _ in range(20):  # each ends before the next one comes
+            assert (await http.post("/v1/completions", json=BODY)).status_code == 200
+        assert await wait_seconds(http) == pytest.approx(2.0)
+
+
+async def test_a_less_urgent_request_may_wait_less(socket_dir: Path) -> None:
+    async with busy_gateway(socket_dir, seats=4, starts_per_second=1.0, running=5) as (mesh, http):
+        mesh.outputs.auto = ["x"]
+        assert (await http.post("/v1/completions", json=BODY)).status_code == 200  # waits for 2 s, by the estimate
+        await refused(http, priority=1)

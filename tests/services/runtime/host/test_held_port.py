@@ -1,0 +1,104 @@
+"""Connections that waited in a held socket."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import uvloop
+
+from tokenloom.services.runtime.host.held_port import HeldPort
+
+LIMIT = 30.0
+SIZE = 3 << 20
+"""Bytes of a message that fills the sockets on its way."""
+
+
+class Echo(grpc.GenericRpcHandler):
+    """Answers with the request after ``release`` was set."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.peers: list[str] = []
+
+    def service(self, _: Any) -> Any:
+        async def echo(request: bytes, context: Any) -> bytes:
+            self.peers.append(context.peer())
+            await self.release.wait()
+            return request
+
+        return grpc.unary_unary_rpc_method_handler(echo)
+
+
+@asynccontextmanager
+async def relayed() -> AsyncIterator[tuple[Echo, HeldPort, socket.socket, str]]:
+    """A port that is not open yet."""
+    echo = Echo()
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        held.setblocking(False)
+        port = HeldPort(held.dup(), echo, [("grpc.max_receive_message_length", -1)], 100, None)  # type: ignore[arg-type]
+        try:
+            yield echo, port, held, f"127.0.0.1:{held.getsockname()[1]}"
+        finally:
+            await port.close(0)
+
+
+def channel_to(address: str) -> grpc.aio.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+    return grpc.aio.insecure_channel(address, options)
+
+
+async def waits_and_is_answered() -> None:
+    async with relayed() as (echo, port, _, address), channel_to(address) as channel, asyncio.timeout(LIMIT):
+        call = channel.unary_unary("/a/b")(b"x" * SIZE)
+        echo.release.set()
+        await port.open()
+        assert await call == b"x" * SIZE
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_waiting_connection_is_served(new_loop: Any) -> None:
+    """uvloop reads a connection's first bytes earlier than asyncio does."""
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(waits_and_is_answered())
+
+
+async def test_clients_leave_the_relay_after_their_call() -> None:
+    """The client is asked to connect anew while its call runs; the call ends, and the next one makes a connection."""
+    async with relayed() as (echo, port, held, address), channel_to(address) as channel, asyncio.timeout(LIMIT):
+        await port.open()
+        call = channel.unary_unary("/a/b")(b"x")
+        while not echo.peers:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        port.leave()
+        loop = asyncio.get_running_loop()
+        accepting = loop.create_task(loop.sock_accept(held))
+        again = channel.unary_unary("/a/b")(b"y")
+        while not accepting.done():
+            again.cancel()
+            again = channel.unary_unary("/a/b")(b"y")
+            await asyncio.wait([accepting], timeout=0.1)
+        again.cancel()
+        echo.release.set()
+        assert await call == b"x"
+        accepting.result()[0].close()
+
+
+async def test_a_client_that_leaves_is_forgotten() -> None:
+    async with relayed() as (_, port, _, address), asyncio.timeout(LIMIT):
+        await port.open()
+        host, _, number = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(number))
+        assert (await reader.readexactly(9))[3] == 4  # SETTINGS: the server behind the relay has answered
+        writer.close()
+        while port.num_relayed:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_closing_before_opening() -> None:
+    async with relayed():
+        pass

@@ -1,0 +1,66 @@
+"""Bugs that the mesh once had or could have, put back one at a time: the simulation must find each of them soon."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from tokenloom.request.errors import Unavailable
+from tokenloom.services.engine.kv.kv_reading import Reading, Verdict
+from tokenloom.services.gateway.mesh.output_link import ProcessStream
+from tokenloom.services.gateway.mesh.output_pool import OutputPool
+from tokenloom.services.gateway.mesh.submission import Submission
+from tokenloom.services.output_processor.placement.engine_link import EngineLink
+
+
+def _no_retry(pool: OutputPool, stream: ProcessStream, submissions: list[Submission]) -> None:
+    """End the requests of an output processor that was lost, instead of sending them to another one."""
+    for submission in submissions:
+        submission.fail(Unavailable("the output processor became unavailable"))
+
+
+def _stale_frames(end: Callable[[EngineLink, BaseException], None]) -> Callable[[EngineLink, BaseException], None]:
+    def take(link: EngineLink, cause: BaseException) -> None:
+        """Report the attempts of an engine that hangs as lost, but take what it sends of them later."""
+        attempts, call = dict(link._attempts), link._call
+        link._call = None  # it is not cancelled
+        end(link, cause)
+        link._attempts, link._call = attempts, call
+
+    return take
+
+
+async def _never_renewed(reading: Reading) -> NoReturn:
+    """Ignore that a lease ends while its blocks are copied."""
+    await asyncio.Event().wait()
+    raise AssertionError("the event is never set")
+
+
+async def _always_valid(reading: Reading) -> Verdict:
+    """Use copied blocks without asking their owner whether they changed."""
+    return Verdict(valid=True)
+
+
+_BUGS: dict[str, dict[tuple[type[Any], str], Any]] = {
+    "no_retry": {(OutputPool, "on_lost"): _no_retry},
+    "stale_frames": {(EngineLink, "_end"): _stale_frames(EngineLink._end)},
+    "ignored_lease": {(Reading, "keep"): _never_renewed, (Reading, "release"): _always_valid},
+}
+BUGS = tuple(_BUGS)
+
+
+@contextmanager
+def reintroduced(name: str) -> Iterator[None]:
+    """Put a bug into the product for the length of the ``with``."""
+    wrong = _BUGS[name]
+    right = {(where, method): getattr(where, method) for where, method in wrong}
+    _put(wrong)
+    try:
+        yield
+    finally:
+        _put(right)
+
+
+def _put(methods: Mapping[tuple[type[Any], str], Any]) -> None:
+    for (where, name), method in methods.items():
+        setattr(where, name, method)

@@ -1,0 +1,39 @@
+"""Which faults a request must survive, and in which errors the others may end it."""
+
+from collections.abc import Sequence
+
+import grpc
+
+from tokenloom.request.errors import TokenloomError
+
+from .load import Answer
+from .plan import Fault, Plan
+
+ENDS_REQUESTS = {("crash", "gateway")}
+"""Kinds of faults, and the services that they may happen to, that end the requests of the part. Every other fault must
+have no effect on any answer."""
+PATIENT_SECONDS = 15.0
+"""A request with at least so much time is judged: others may end because their time has run out."""
+_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool:
+    """Return whether nothing that happened may have ended this request."""
+    if answer.ask.timeout < PATIENT_SECONDS or answer.was_cancelled or not plan.spares or not answer.gateways:
+        return False
+    if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
+        return False  # no other gateway takes what the only one refuses
+    return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
+
+
+def is_allowed(error: TokenloomError) -> bool:
+    """Return whether a client may get this error of a fault: it says that another try may succeed."""
+    return error.code in _RETRYABLE
+
+
+def _ends_requests(fault: Fault) -> bool:
+    return (fault.kind, fault.target.rpartition("-")[0]) in ENDS_REQUESTS
+
+
+def _has_gateway(fault: Fault) -> bool:
+    return fault.kind in ("crash", "drain") and fault.target.startswith("gateway")

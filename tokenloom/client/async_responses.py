@@ -1,0 +1,71 @@
+"""Reads one answer for asyncio, over as many calls as it takes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
+
+import grpc.aio
+
+from tokenloom.request import errors
+from tokenloom.v1 import inference_pb2
+
+from .answer_course import AnswerCourse, NextCall
+
+Call: TypeAlias = grpc.aio.UnaryStreamCall[
+    inference_pb2.GenerateRequest | inference_pb2.InferenceResumeRequest, inference_pb2.GenerateResponse
+]
+Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
+"""Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
+
+
+class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
+    """Yields each response of an answer once. Raises any of :mod:`errors`."""
+
+    def __init__(self, course: AnswerCourse, open_call: Open) -> None:
+        self._course = course
+        self._open = open_call
+        self._leave_gateway: Callable[[], object] = str
+        self._call: Call | None = None
+        self._reading: AsyncIterator[inference_pb2.GenerateResponse] | None = None
+        self._is_closed = False
+
+    async def __anext__(self) -> inference_pb2.GenerateResponse:
+        while True:
+            if self._is_closed:
+                raise errors.Cancelled("The request was cancelled.")
+            if self._reading is None:
+                self._call, self._leave_gateway = self._open(self._course.next_call(), self._course.seconds_left)
+                self._reading = aiter(self._call)
+            try:
+                response = await anext(self._reading)
+            except StopAsyncIteration:
+                self._course.end()
+                raise
+            except grpc.aio.AioRpcError as failed:
+                await self._recover(failed)
+            else:
+                self._course.take(response)
+                return response
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended. Idempotent."""
+        self._is_closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def __del__(self) -> None:
+        if self._call is not None and not self._call.done():
+            self._call.cancel()  # the call itself is part of a cycle, and would live until that is collected
+
+    async def _recover(self, failed: grpc.aio.AioRpcError) -> None:
+        """Wait until the next call may be made. Raises the final error."""
+        error = errors.from_rpc(failed)
+        if self._is_closed:
+            raise error from failed
+        try:
+            wait = self._course.failed(error, was_cut=errors.was_cut(failed))
+        except errors.TokenloomError as final:
+            raise final from failed
+        self._call = self._reading = None
+        self._leave_gateway()
+        await asyncio.sleep(wait)

@@ -1,0 +1,67 @@
+"""Reads one answer for code that blocks, over as many calls as it takes."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, cast
+
+import grpc
+
+from tokenloom.request import errors
+from tokenloom.v1 import inference_pb2
+
+from .answer_course import AnswerCourse, NextCall
+
+Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
+Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
+"""Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
+
+
+class Responses(Iterator[inference_pb2.GenerateResponse]):
+    """Yields each response of an answer once. Raises any of :mod:`errors`."""
+
+    def __init__(self, course: AnswerCourse, open_call: Open) -> None:
+        self._course = course
+        self._open = open_call
+        self._leave_gateway: Callable[[], object] = str
+        self._call: Call | None = None
+        self._is_closed = False
+
+    def __next__(self) -> inference_pb2.GenerateResponse:
+        while True:
+            if self._is_closed:
+                raise errors.Cancelled("The request was cancelled.")
+            if self._call is None:
+                self._call, self._leave_gateway = self._open(self._course.next_call(), self._course.seconds_left)
+            try:
+                response = next(self._call)
+            except StopIteration:
+                self._course.end()
+                raise
+            except grpc.RpcError as failed:
+                self._recover(failed)
+            else:
+                self._course.take(response)
+                return response
+
+    def close(self) -> None:
+        """Cancel the request unless it has ended. Idempotent."""
+        self._is_closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _recover(self, failed: grpc.RpcError) -> None:
+        """Wait until the next call may be made. Raises the final error."""
+        call = cast(grpc.Call, failed)  # as every error of a call is
+        error = errors.from_rpc(call)
+        if self._is_closed:
+            raise error from failed
+        try:
+            wait = self._course.failed(error, was_cut=errors.was_cut(call))
+        except errors.TokenloomError as final:
+            raise final from failed
+        self._call = None
+        self._leave_gateway()
+        time.sleep(wait)

@@ -2,13 +2,14 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from .config import EngineConfig
 from .control.pausing import Pausing
 from .control.sessions import Sessions
 from .control.sleeping import Sleeping
+from .errors import ExecutorFailedError
 from .executor.executor import Executor, PendingOutput, PoolSpec
 from .executor.step_in_flight import StepInFlight, drain, take_oldest
 from .kv_cache.kv_cache_config import KVCacheConfig
@@ -232,13 +233,17 @@ class EngineCore:
             if self._grammars is not None:
                 self._grammars.wait_for_masks()
         finally:
-            self.steps_in_flight.clear()
-            self._unsampled = None
-            self._pulse.failed()
-            if self._iterations is not None:
-                self._iterations.abandon()
-            scheduler.recover_from_failed_step(scheduled.finished_req_ids)
+            self._begin_anew(scheduled.finished_req_ids)
             scheduler.ended.outputs[:0] = outputs
+
+    def _begin_anew(self, finished_req_ids: Sequence[str] = ()) -> None:
+        """Forget the steps in flight, and let every request begin anew."""
+        self.steps_in_flight.clear()
+        self._unsampled = None
+        self._pulse.failed()
+        if self._iterations is not None:
+            self._iterations.abandon()
+        self.scheduler.recover_from_failed_step(finished_req_ids)
 
     def _update(
         self, step: StepInFlight, result: ModelRunnerOutput, take_aborts: Callable[[], Iterable[str]]
@@ -287,6 +292,15 @@ class EngineCore:
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forget all cached blocks. Does nothing and returns False while requests run that may not be preempted."""
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
+
+    def replace_workers(self) -> None:
+        """Start other workers because one has ended. Requests are computed anew from their tokens, and no block is
+        cached any more. Raises ``ExecutorFailedError`` if that does not work."""
+        if self.sleeping.is_sleeping():
+            raise ExecutorFailedError("a worker ended while the engine sleeps")
+        drain(self.steps_in_flight)
+        self._begin_anew()
+        self.executor.replace_workers()
 
     def check_health(self) -> None:
         """Raise ``ExecutorFailedError`` if a worker fails or does not answer in time."""

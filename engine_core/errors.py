@@ -17,6 +17,10 @@ class ExecutorFailedError(RuntimeError):
     """A worker failed or ended, so that the core cannot compute."""
 
 
+class WorkerLostError(ExecutorFailedError):
+    """The process of a worker ended; the executor can start another one."""
+
+
 class EnginePausedError(RuntimeError):
     """The engine is paused or asleep, so that a request would wait without end; the message names the call to make."""
 

@@ -83,7 +83,14 @@ class Executor(Protocol):
 
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Call ``callback``, from any thread, when a worker's process ends, because the core may be idle. From then on
-        every call raises ``ExecutorFailedError``."""
+        every call raises ``WorkerLostError``, until :meth:`replace_workers` has returned."""
+
+    def replace_workers(self) -> None:
+        """End all workers and start others, which load the same weights and have empty KV pools. No step may be in
+        flight.
+
+        Raises ``ExecutorFailedError`` if these workers cannot be replaced, or if a new one does not start.
+        """
 
     def shutdown(self) -> None:
         """End the workers. Idempotent."""

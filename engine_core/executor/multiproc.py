@@ -1,9 +1,7 @@
-"""Runs workers in processes of their own: the core schedules while they compute, and fails when one of them ends."""
+"""Runs workers in processes of their own: the core schedules while they compute, and can replace them when one ends."""
 
 import itertools
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,13 +9,13 @@ import msgspec
 import zmq
 
 from ..config import EngineConfig
-from ..errors import ExecutorFailedError
+from ..errors import ExecutorFailedError, WorkerLostError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.array_arena import ArrayArena
 from ..wire.messages import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from ..wire.serialization import Decoder, encode, from_raw, to_raw
+from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
 from ..worker import ModelInfo
 from .executor import PendingOutput, PoolSpec
 from .rank_pools import RankPool, RankPools, merged_layout
@@ -31,6 +29,10 @@ from .worker_messages import (
     WorkerReply,
     WorkerRequestType,
 )
+from .worker_watch import WorkerWatch
+
+_SEND_POLL_MS = 20
+"""How often to check, while a worker takes no message, that its process still runs."""
 
 
 class RemoteOutput:
@@ -60,35 +62,64 @@ class MultiprocExecutor:
         start.
         """
         self.max_concurrent_batches = 2 if config.scheduler.async_scheduling else 1
+        self._config, self._command, self._world_size = config, command, world_size
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._replies: list[dict[int, WorkerReply]] = [{} for _ in range(world_size)]  # read, and not yet asked for
-        self._late: dict[int, int] = {}  # calls that were given up, and how many ranks have not answered yet
         self._decoder = Decoder(WorkerReply)
         self._call_ids = itertools.count(1)
-        self._failure = ""
-        self._on_failure: Callable[[], None] = lambda: None
         self._is_closing = False
-        self._poller = zmq.Poller()
-        self._wake_read, self._wake_write = os.pipe()
-        self._poller.register(self._wake_read, zmq.POLLIN)
-        self._arena = arena = ArrayArena(config.parallel.array_arena_bytes, num_readers=world_size)
+        self._watch = WorkerWatch()
+        self._arena = ArrayArena(0)
         moves_kv = bool(config.kv.transports or config.kv.offload_path)
         self._pools = RankPools(world_size) if moves_kv else None
         self._pool: KVPool | None = None
         self.sampling_ranks = range(world_size if moves_kv else 1)
-        pool_fd = self._pools.fd if self._pools is not None else None
-        self.workers = [
-            WorkerProcess(self._context, command, rank, arena.address, pool_fd) for rank in range(world_size)
-        ]
+        self._kv_cache: KVCacheConfig | None = None
+        self._is_profiled = False
+        self._weights = ""  # the checkpoint that replaced the configured one
+        self.workers: list[WorkerProcess] = []
         try:
-            for worker in self.workers:
-                worker.shake_hands(config, world_size)
-                self._poller.register(worker.socket, zmq.POLLIN)
+            self._start()
         except BaseException:
             self.shutdown()
             raise
+
+    def _start(self) -> None:
+        """Start the workers, with nothing that earlier ones have left."""
+        self._replies: list[dict[int, WorkerReply]] = [{} for _ in range(self._world_size)]  # read, not yet asked for
+        self._late: dict[int, int] = {}  # calls that were given up, and how many ranks have not answered yet
+        self._poller = zmq.Poller()
+        self._poller.register(self._watch.fd, zmq.POLLIN)
+        self._arena = ArrayArena(self._config.parallel.array_arena_bytes, num_readers=self._world_size)
+        pool_fd = self._pools.fd if self._pools is not None else None
+        self.workers = [
+            WorkerProcess(self._context, self._command, rank, self._arena.address, pool_fd)
+            for rank in range(self._world_size)
+        ]
         for worker in self.workers:
-            threading.Thread(target=self._watch, args=(worker,), name="worker-monitor", daemon=True).start()
+            worker.shake_hands(self._config, self._world_size)
+            self._poller.register(worker.socket, zmq.POLLIN)
+        self._watch.begin(self.workers)
+
+    def replace_workers(self) -> None:
+        """End all workers and start others, which load the same weights and have empty KV pools. No step may be in
+        flight.
+
+        Raises ``ExecutorFailedError`` if the workers' pools are mapped by others, or if a worker does not start.
+        """
+        if self._pools is not None:
+            raise ExecutorFailedError("workers whose KV moves between engines cannot be replaced")
+        self._end_workers()
+        try:
+            self._start()
+            self.load_model()
+            if self._is_profiled:
+                self.determine_available_memory()
+            if self._kv_cache is not None:
+                self.initialize_kv_cache(self._kv_cache)
+            if self._weights:
+                self.collective_rpc("reload_weights", self._weights)
+        except ValueError as error:
+            raise ExecutorFailedError(f"a worker cannot be replaced: {error}") from error
 
     def load_model(self) -> ModelInfo:
         models = msgspec.convert(self.collective_rpc("load_model"), list[ModelInfo])
@@ -96,9 +127,11 @@ class MultiprocExecutor:
         return msgspec.structs.replace(models[OUTPUT_RANK], kv_layout=layout)
 
     def determine_available_memory(self) -> int:
+        self._is_profiled = True
         return min(msgspec.convert(self.collective_rpc("determine_available_memory"), list[int]))
 
     def initialize_kv_cache(self, kv_cache: KVCacheConfig, pool: PoolSpec | None = None) -> WarmUp:
+        self._kv_cache = kv_cache
         if pool is None:
             warm_ups = msgspec.convert(self.collective_rpc("initialize_kv_cache", kv_cache), list[WarmUp])
         else:
@@ -129,6 +162,8 @@ class MultiprocExecutor:
 
     def collective_rpc(self, method: str, *args: object) -> list[object]:
         replies = self.wait(self._call(method, args), range(len(self.workers)))
+        if method == "reload_weights":
+            self._weights = str(args[0])
         return [from_raw(reply.result) for reply in replies]
 
     def check_health(self, timeout: float) -> None:
@@ -144,23 +179,24 @@ class MultiprocExecutor:
             raise ExecutorFailedError(f"a worker failed: {error}") from error
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        self._on_failure = callback
-        if self._failure:
-            callback()
+        self._watch.on_failure(callback)
 
     def shutdown(self) -> None:
         if self._is_closing:
             return
         self._is_closing = True
-        self._failure = self._failure or "the executor was shut down"
-        for worker in self.workers:
-            worker.stop()
+        failure = self._watch.failure
+        self._end_workers()
         self._context.destroy(linger=0)
-        self._arena.close()
         if self._pools is not None:
             self._pools.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._watch.close(failure or "the executor was shut down")
+
+    def _end_workers(self) -> None:
+        self._watch.end()
+        for worker in self.workers:
+            worker.stop()
+        self._arena.close()
 
     def wait(self, call_id: int, ranks: Sequence[int], timeout: float | None = None) -> list[WorkerReply]:
         """Return the answers of these ranks.
@@ -204,7 +240,17 @@ class MultiprocExecutor:
         with self._arena.lend() as loan:
             frames = [kind.value, *encode(message, loan)]
             for worker in self.workers:
-                worker.socket.send_multipart(frames)
+                self._send_to(worker, frames)
+
+    def _send_to(self, worker: WorkerProcess, frames: list[Frame]) -> None:
+        """Send to one worker. A plain send would wait forever for one that has just ended."""
+        while True:
+            try:
+                worker.socket.send_multipart(frames, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                self._check_alive()
+                worker.socket.poll(_SEND_POLL_MS, zmq.POLLOUT)
 
     def _call(self, method: str, args: Sequence[object]) -> int:
         """Send a call to every rank. Returns its id."""
@@ -213,15 +259,8 @@ class MultiprocExecutor:
         return call_id
 
     def _check_alive(self) -> None:
-        if self._failure:
-            raise ExecutorFailedError(self._failure)
-
-    def _watch(self, worker: WorkerProcess) -> None:
-        status = worker.wait()
-        if not self._is_closing:
-            self._failure = f"worker {worker.rank} ended with status {status}"
-            os.write(self._wake_write, b"\0")
-            self._on_failure()
+        if self._watch.failure:
+            raise WorkerLostError(self._watch.failure)
 
 
 def _raise_failure(rank: int, reply: WorkerReply) -> None:

@@ -63,6 +63,10 @@ class ThreadedExecutor:
     def on_failure(self, callback: Callable[[], None]) -> None:
         """Do nothing: the worker fails only together with this process."""
 
+    def replace_workers(self) -> None:
+        """Raise ``ExecutorFailedError``: the worker ends only together with this process."""
+        raise ExecutorFailedError("a worker within the core's process cannot be replaced")
+
     def shutdown(self) -> None:
         self._thread.shutdown()
         self._worker.shutdown()

@@ -17,7 +17,7 @@ import zmq
 from ..config import EngineConfig
 from ..control.core_calls import CoreCalls
 from ..core import EngineCore
-from ..errors import ExecutorFailedError
+from ..errors import WorkerLostError
 from ..executor.executor import Executor
 from ..kv_transfer.core_kv import CoreKV, make_core_kv
 from ..kv_transfer.kv_thread import KVThread
@@ -38,6 +38,7 @@ from .core_io import InputItem, InputThread, OutputSocket
 from .core_launch import remove_sockets
 from .process_guard import ProcessGuard
 from .step_pulse import StepPulse, inherited_cells
+from .worker_replacement import WorkerReplacement
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class EngineCoreProc:
         arrays = ArenaReader(init.arrays) if init.arrays is not None else None
         self._input = InputThread(context, init.input_address, arrays)
         self._output = OutputSocket(context, init.output_address)
+        self._replacement = WorkerReplacement(core)
+        self._num_losses = 0  # of workers, counted by their executor's threads
+        self._num_replaced = 0
         self.state = ProcState.RUNNING
 
     def start(self) -> None:
@@ -81,7 +85,9 @@ class EngineCoreProc:
             self._input.input_queue.put_nowait((RequestType.WAKEUP, None))
 
     def executor_failed(self) -> None:
-        """Make :meth:`run` fail if it waits for input; a step that waits for the executor fails on its own."""
+        """Make :meth:`run` replace a worker that has ended, if it waits for input; a step that waits for the executor
+        notices it on its own."""
+        self._num_losses += 1
         with contextlib.suppress(queue.Full):
             self._input.input_queue.put_nowait((RequestType.EXECUTOR_FAILED, None))
 
@@ -89,12 +95,23 @@ class EngineCoreProc:
         """Step until a requested shutdown. If the core fails, notify the client and raise the failure."""
         try:
             while self._process_inputs():
-                self._send(self._calls.step(self._input.take_aborts))
+                self._send(self._step())
         except BaseException:
             self._output.send_dead()
             raise
         finally:
             self._output.close()
+
+    def _step(self) -> EngineCoreOutputs | None:
+        try:
+            return self._calls.step(self._input.take_aborts)
+        except WorkerLostError as error:
+            self._replace_workers(error)
+            return None
+
+    def _replace_workers(self, lost: WorkerLostError) -> None:
+        self._replacement.replace(lost)
+        self._num_replaced = self._num_losses
 
     def _process_inputs(self) -> bool:
         """Process all messages that have arrived; without work, wait for one. Returns False to shut down."""
@@ -126,7 +143,8 @@ class EngineCoreProc:
             assert isinstance(message, UtilityCall)
             self._calls.call(message, self._output.send)
         elif kind is RequestType.EXECUTOR_FAILED:
-            raise ExecutorFailedError("a worker process ended unexpectedly")
+            if self._num_losses > self._num_replaced:  # otherwise a step has noticed it
+                self._replace_workers(WorkerLostError("a worker process ended unexpectedly"))
         else:
             assert kind is RequestType.WAKEUP, kind
             if self.state is not ProcState.RUNNING:

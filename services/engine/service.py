@@ -61,7 +61,7 @@ async def _start(
 ) -> RunningEngine:
     path = await asyncio.to_thread(checkpoint.resolve, settings.engine.worker.model)
     name = settings.served_model_name or checkpoint.served_name(path, settings.engine.worker.model)
-    load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting)
+    load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting, host.clock.seconds)
     client = client or process_client(settings, str(path))
     undo.push_async_callback(client.close)
     core = await start_core(settings, client, load, host, name)

@@ -168,6 +168,12 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds that a request may take; also the time that a session may wait for its next turn.",
     ] = 600.0
 
+    drain: Annotated[
+        Literal["finish", "migrate"],
+        "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then ends the "
+        "resumable ones so that their clients continue them through another gateway; migrate does this at once.",
+    ] = "finish"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.public_tls_cert is None) != (self.public_tls_key is None):

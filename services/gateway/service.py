@@ -39,7 +39,7 @@ from .kserve.kserve_servicer import KServeServicer
 from .mesh.mesh_view import MeshView
 from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
-from .metrics import GatewayMetrics, MeshGauges
+from .metrics import GatewayMetrics, MeshGauges, count_moved
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
@@ -118,10 +118,18 @@ class GatewayService:
         assert self._started is not None
         host, mesh, http = self._started
         mesh.health.draining = True
-        async with asyncio.TaskGroup() as group:
-            group.create_task(host.leave(self._settings.drain_timeout))
-            group.create_task(http.drain(mesh.generator.end_of_present()))
-        await mesh.generator.drain()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send_away(host, mesh.generator))
+                group.create_task(http.drain(mesh.generator.end_of_present()))
+            await mesh.generator.drain()
+        finally:
+            mesh.generator.leave_resumable()
+
+    async def _send_away(self, host: Host, generator: Generator) -> None:
+        await host.leave(self._settings.drain_timeout)
+        if self._settings.drain == "migrate":  # now: a client that resumes makes a new connection
+            generator.leave_resumable()
 
     async def stop(self) -> None:
         if self._started is not None:
@@ -160,12 +168,13 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         host.epoch,
         host.channels,
         max_kept_bytes=settings.max_kept_prompt_bytes,
+        on_moved=count_moved(host.metrics).inc,
     )
     health = MeshHealth(tokenizers, outputs, view)
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     info = await tokenizers.wait_known()
-    backlog = Backlog(settings.max_queue_seconds)
+    backlog = Backlog(settings.max_queue_seconds, host.random)
     view.follow_capacity(info.fingerprint, backlog.observe)
     outputs.start(host, info.fingerprint)
     model = settings.served_model_name or info.fingerprint.model

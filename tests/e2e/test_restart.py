@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from tokenloom.client import AsyncClient
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 MODEL = "tokenloom-demo"
@@ -24,12 +25,40 @@ Ask = Callable[[], Awaitable[None]]
 
 @pytest.fixture(scope="module")
 def mesh(serve: Any) -> Any:
-    return serve("--worker", "hash", TOKENLOOM_HASH_STEP_SECONDS="0.001")
+    """``migrate``: a gateway that is stopped sends the clients that can resume away at once."""
+    return serve("--worker", "hash", "--drain", "migrate", TOKENLOOM_HASH_STEP_SECONDS="0.001")
 
 
 @pytest.fixture
 def grpc_address(mesh: Any) -> str:
     return next(str(part["address"]) for part in mesh.ps() if part["service"] == "gateway")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_our_clients_do_not_notice_a_restart(mesh: Any, grpc_address: str, number: signal.Signals) -> None:
+    """Streams of 2 s each are in their middle when the gateway goes."""
+    streaming = asyncio.Semaphore(0)
+
+    async def stream(client: AsyncClient) -> str:
+        text = ""
+        stream = await client.stream(PROMPT, max_tokens=1500, temperature=0, ignore_eos=True)
+        streaming.release()
+        async for chunk in stream:
+            text += chunk.text
+        assert chunk.usage is not None
+        assert chunk.usage.completion_tokens == 1500
+        return text
+
+    async with asyncio.timeout(120), AsyncClient(grpc_address, timeout=TIMEOUT) as client:
+        expected = await stream(client)
+        old = mesh.part("gateway")
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(stream(client)) for _ in range(8)]
+            for _ in range(1 + len(tasks)):
+                await streaming.acquire()
+            old.send_signal(number)
+        assert [task.result() for task in tasks] == [expected] * len(tasks)
+        await restarted(mesh, old)
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -85,10 +114,8 @@ class Load:
                 self.failures.append(error)
 
 
-async def restarted(mesh: Any, number: signal.Signals) -> None:
-    """Signal the gateway, and return when another process has taken its place."""
-    old: psutil.Process = mesh.part("gateway")
-    old.send_signal(number)
+async def restarted(mesh: Any, old: psutil.Process) -> None:
+    """Return when another process has taken a gateway's place."""
     while True:
         try:
             if mesh.part("gateway").pid != old.pid:
@@ -128,7 +155,9 @@ async def test_no_request_fails_while_a_gateway_is_stopped_under_load(mesh: Any,
         async with Load().running(clients) as load:
             for _ in range(3):
                 await load.answers(50)
-                await restarted(mesh, signal.SIGTERM)
+                gateway = mesh.part("gateway")
+                gateway.terminate()
+                await restarted(mesh, gateway)
             await load.answers(50)
         for channel in channels:
             await channel.close()

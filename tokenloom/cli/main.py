@@ -14,6 +14,7 @@ from .certs import certs
 from .chat.chat import chat
 from .chat.complete import complete
 from .completion import completion
+from .mesh.chaos import chaos
 from .mesh.demo import demo
 from .mesh.ps import ps
 from .mesh.serve import serve
@@ -25,6 +26,7 @@ _GROUPS = {
     "Ask a server": (chat, complete, run_batch, models),
     "Run without a server": (generate,),
     "Manage a mesh": (ps, top, certs),
+    "Measure": (chaos,),
     "Shell": (completion,),
 }
 

@@ -172,6 +172,12 @@ class Generation:
             self.prompt_logprobs[delta.index // self.num_samples] += delta.prompt_logprobs
         self._watch.output(delta)
 
+    def leave(self) -> None:
+        """End the call and leave its request running, for the client to resume through another gateway."""
+        self._cancels.clear()
+        assert isinstance(self._collector, Collector), "a beam search cannot be resumed"
+        self._collector.fail(errors.GatewayLeaving("The gateway shuts down; resume the answer.", retry_after=0.0))
+
     def close(self) -> None:
         """Cancel what still runs."""
         for cancel in self._cancels:
@@ -223,6 +229,7 @@ class Generator:
         self._metrics = metrics
         self._admission = admission
         self._default_timeout = default_timeout
+        self._resumable: dict[Generation, None] = {}  # in order of arrival; bounded by what is admitted
 
     @property
     def num_live(self) -> int:
@@ -263,9 +270,12 @@ class Generator:
                             generation.submit(self._outputs, timeout=timeout)
                         else:
                             generation.search(self._outputs, self._texts, timeout=timeout)
+                        if claim.fingerprint:
+                            self._resumable[generation] = None
                         await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
                         yield generation
                     finally:
+                        self._resumable.pop(generation, None)
                         generation.close()
                         place.num_output_tokens = generation.num_computed_tokens
             except TimeoutError:
@@ -274,6 +284,11 @@ class Generator:
     async def end_of_present(self) -> None:
         """Return when the generations that are open now have ended; new ones are still admitted."""
         await self._admission.end_of_present()
+
+    def leave_resumable(self) -> None:
+        """End the calls whose clients can continue through another gateway."""
+        for generation in tuple(self._resumable):
+            generation.leave()
 
     async def drain(self) -> None:
         """Refuse new generations, and return when none is open."""

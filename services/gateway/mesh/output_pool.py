@@ -41,13 +41,18 @@ class OutputPool:
         channels: Channels,
         *,
         max_kept_bytes: int,
+        on_moved: Callable[[], object],
     ) -> None:
-        """``max_kept_bytes``: limits the prompts that are kept for requests in work."""
+        """Args:
+        max_kept_bytes: Limits the prompts that are kept for requests in work.
+        on_moved: Called for each request that is sent again.
+        """
         self._members = members
         self._peer_id = peer_id
         self._epoch = epoch
         self._channels = channels
         self._kept = KeptPrompts(max_kept_bytes)
+        self._count_moved = on_moved
         self._links: list[OutputLink] = []  # one for each output processor
         self._turn = 0
         self._waiting: dict[Submission, None] = {}  # in order of arrival; bounded by what the gateway admits
@@ -56,13 +61,14 @@ class OutputPool:
 
     @property
     def num_connected(self) -> int:
-        """Return how many output processors take requests."""
+        """Return how many output processors would be sent a new request at once."""
         return sum(map(self._may_run, self._links))
 
     @property
     def num_known(self) -> int:
-        """Return how many output processors should take requests."""
-        return sum(link.address in self._members for link in self._links)
+        """Return how many output processors should take requests: those that leave are not among them."""
+        leaving = sum(link.stream is not None and link.stream.leaving for link in self._links)
+        return sum(link.address in self._members for link in self._links) - leaving
 
     def start(self, host: Host, fingerprint: types_pb2.Fingerprint) -> None:
         """Connect to all of them, and keep them connected for as long as the host lives."""
@@ -195,6 +201,8 @@ class OutputPool:
             while self._waiting:
                 submission = next(iter(self._waiting))
                 if (stream := self._choose(submission)) is not None:
+                    if submission.withdraw is not None:  # otherwise it has only waited
+                        self._count_moved()
                     self._send(submission, stream, again=True)
                 elif any(map(self._may_run, self._links)):
                     submission.fail_as_refused()

@@ -10,17 +10,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 
 from tests.engine_core.client.blocking import SyncMPClient
 from tests.engine_core.helpers import finish, make_config, make_request, tokens_of
 from tests.engine_core.invariants import check_idle
-from tests.engine_core.processes import has_ended, wait_until
+from tests.engine_core.processes import collect, has_ended, wait_until
 from tests.engine_core.wire.test_embedding_rows import expected, make_mixed, make_wide
 from tokenloom.engine_core.config import EngineConfig, ParallelConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.errors import EngineDeadError, ExecutorFailedError
+from tokenloom.engine_core.errors import EngineDeadError, ExecutorFailedError, WorkerLostError
 from tokenloom.engine_core.executor.multiproc import MultiprocExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import DEFAULT_VOCAB_SIZE, expected_tokens
+from tokenloom.engine_core.kv_cache.kv_events import AllBlocksCleared
 from tokenloom.services.engine.core.workers import WORKER_COMMAND
 
 FAILING_WORKER = """
@@ -66,6 +68,25 @@ class DividingWorker(HashWorker):
 parser = argparse.ArgumentParser()
 parser.add_argument("--address")
 raise SystemExit(run_worker(parser.parse_known_args()[0].address, DividingWorker))
+"""
+
+RELOADING_WORKER = """
+import argparse
+from tokenloom.engine_core.executor.worker_process import run_worker
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker
+
+class ReloadingWorker(HashWorker):
+    path = ""
+
+    def reload_weights(self, path: str) -> None:
+        self.path = path
+
+    def resident_bytes(self) -> int:
+        return len(self.path)
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--address")
+raise SystemExit(run_worker(parser.parse_known_args()[0].address, ReloadingWorker))
 """
 
 ORPHAN_MAKER = """
@@ -166,6 +187,61 @@ def test_a_killed_worker_fails_the_waiting_step_and_wakes_an_idle_core() -> None
     core.shutdown()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_killed_workers_are_replaced_and_requests_computed_anew(world_size: int, asynchronous: bool) -> None:
+    config = make_config(async_scheduling=asynchronous, num_blocks=40, kv_events=True)
+    executor = MultiprocExecutor(config, WORKER_COMMAND, world_size=world_size)
+    core = EngineCore(config, executor)
+    for n in range(4):
+        core.add_request(make_request(f"r{n}", [n] * (n + 5), 12))
+    outputs = [output for _ in range(4) for output in core.step().outputs]
+    before = [worker.pid for worker in executor.workers]
+    os.kill(before[-1], signal.SIGKILL)
+    assert wait_until(lambda: bool(executor._watch.failure), 60.0)
+    with pytest.raises(WorkerLostError, match=f"worker {world_size - 1} ended with status -9"):
+        finish(core, 3000)
+    core.replace_workers()
+    assert core.scheduler.kv_events is not None
+    assert AllBlocksCleared() in core.scheduler.kv_events.events, "the KV of the old workers is gone"
+    rest = finish(core, 3000)
+    for n in range(4):
+        begun = [output for output in outputs if output.request_id == f"r{n}"]
+        assert tokens_of([*begun, *rest[f"r{n}"]]) == expected_tokens([n] * (n + 5), 12)
+    assert not {worker.pid for worker in executor.workers} & set(before)
+    assert all(has_ended(pid) for pid in before)
+    check_idle(core.scheduler)
+    core.shutdown()
+    with pytest.raises(WorkerLostError, match="shut down"):
+        executor.check_health(1)
+
+
+def test_a_message_to_a_worker_that_has_just_ended_does_not_wait_forever() -> None:
+    executor = MultiprocExecutor(make_config(), WORKER_COMMAND)
+    core = EngineCore(make_config(), executor)
+    (worker,) = executor.workers
+    with executor._watch._lock:  # its end is not noticed yet
+        os.kill(worker.pid, signal.SIGKILL)
+        while worker.socket.poll(0, zmq.POLLOUT):
+            pass
+        threading.Timer(0.1, executor._watch._lock.release).start()
+        core.add_request(make_request("a", [1, 2], 3))
+        with pytest.raises(WorkerLostError, match="status -9"):
+            core.step()
+        executor._watch._lock.acquire()
+    core.shutdown()
+
+
+def test_new_workers_have_the_weights_that_the_old_ones_were_given(tmp_path: Path) -> None:
+    (script := tmp_path / "worker.py").write_text(RELOADING_WORKER)
+    executor = MultiprocExecutor(make_config(), [sys.executable, str(script)])
+    core = EngineCore(make_config(), executor)
+    executor.collective_rpc("reload_weights", "/new/weights")
+    core.replace_workers()
+    assert executor.collective_rpc("resident_bytes") == [len("/new/weights")]
+    core.shutdown()
+
+
 def test_an_error_of_a_starting_worker_is_reported_by_its_cause(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(REFUSING_WORKER)
@@ -205,12 +281,22 @@ def mp_config() -> EngineConfig:
     return msgspec.structs.replace(make_config(), parallel=ParallelConfig(distributed_executor_backend="mp"))
 
 
-def test_an_idle_core_ends_when_its_worker_is_killed() -> None:
-    client = SyncMPClient(mp_config())
-    assert client.pid is not None
+def workers_of(client: SyncMPClient) -> list[int]:
     children = Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()
-    for child in children:
-        os.kill(int(child), signal.SIGKILL)
+    return [int(child) for child in children]
+
+
+def test_a_core_replaces_a_killed_worker_and_ends_when_the_next_one_is_killed_too() -> None:
+    client = SyncMPClient(mp_config())
+    (first,) = workers_of(client)
+    client.add_request(make_request("a", [1, 2], 3))
+    assert collect(client, 1)["a"].finish_reason is not None
+    os.kill(first, signal.SIGKILL)  # while the core is idle
+    assert wait_until(lambda: workers_of(client) not in ([], [first]), 60.0)
+    client.add_request(make_request("b", [3, 4], 3))
+    assert collect(client, 1)["b"].new_token_ids == expected_tokens([3, 4], 3)
+    (second,) = workers_of(client)
+    os.kill(second, signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         client.get_output()
     assert wait_until(lambda: has_ended(client.pid or 0), 60.0)

@@ -69,7 +69,7 @@ class Drained:
     def __init__(self, tokenizer: Tokenizer, max_requests: int = 8) -> None:
         metrics = Metrics(CollectorRegistry(), lambda: 0, lambda: 0)
         placer: Any = NoPlacer()
-        kept = KeptRequests[SampleGroup](lambda error: None, 60, 1 << 20)
+        kept = KeptRequests[SampleGroup](lambda error: None, 60.0, 1 << 20)
         self.requests = Requests(
             placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests, kept=kept
         )

@@ -1,0 +1,1 @@
+"""Runs campaigns of faults against a mesh and summarizes them."""

@@ -1,0 +1,46 @@
+"""Finds the fault that a request met, and the requests that no mesh could have saved."""
+
+from collections.abc import Sequence
+
+from ..clients.record import Record
+from ..faults.fault import Action, Injection
+
+_AFTER = 1.0
+"""Seconds after the end of a request in which a fault may be the cause of its failure: clients notice some later than
+the table of processes does."""
+
+
+def met(record: Record, injections: Sequence[Injection]) -> Injection | None:
+    """Return the last fault that began, or was not over, during the request; None: it met none.
+
+    A fault is over when it was taken back and its part serves again.
+    """
+    found = [each for each in injections if each.began < record.ended and _over(each) > record.sent]
+    return max(found, key=lambda each: each.began, default=None)
+
+
+def is_excused(record: Record, injections: Sequence[Injection]) -> bool:
+    """Return whether the request's own gateway met a fault and its client cannot resume: its connection is lost with
+    the gateway, and it waits as long as the gateway does. A gateway that is asked to stop is no excuse."""
+    name = f"gateway-{record.gateway}"
+    return not record.resumes and any(
+        each.part == name
+        and each.fault.action is not Action.TERM
+        and each.began - _AFTER < record.ended
+        and record.sent < each.ended + _AFTER
+        for each in injections
+    )
+
+
+def is_expired(record: Record, injections: Sequence[Injection]) -> bool:
+    """Return whether the request ended, with a typed error and in time, because no engine was left until its
+    deadline."""
+    return (
+        record.failure == "DeadlineExceeded"
+        and record.latency <= record.seconds + 0.5
+        and any(each.part == "all engines" and each.began < record.ended < _over(each) for each in injections)
+    )
+
+
+def _over(injection: Injection) -> float:
+    return max(injection.ended, injection.began + (injection.served_again or 0.0))

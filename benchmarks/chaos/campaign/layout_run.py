@@ -1,0 +1,200 @@
+"""Runs a campaign against one running mesh."""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, load_tokenizer
+
+from ..clients.exchange import ChaosClient
+from ..clients.grpc_client import GrpcClient
+from ..clients.load import Load, LoadOptions
+from ..clients.mix import Case, make_cases
+from ..clients.openai_clients import PlainClient, ResumingClient
+from ..clients.record import Record
+from ..faults.fault import SHARED, Fault, Injection, Kind
+from ..faults.injector import Injector
+from ..faults.outage import engines_lost
+from ..faults.plan import in_order, make_plan, take_possible
+from .attribution import is_excused
+from .layouts import Layout, Target
+from .options import Campaign, ChaosOptions
+from .summary import added_ttft, fault_name, rows_of, violations
+
+_EXAMPLES = 20
+_WAIT_SECONDS = 0.05
+_IMPATIENT_SECONDS = 120.0
+"""After this time without a possible fault the faults end: some part has not come back."""
+_BETWEEN_SECONDS = 2.0
+"""Least seconds between the end of a fault that lasts and the next one."""
+_TERM_SECONDS = 8.0
+"""About how long a part takes to drain and to start, for the rate of requests."""
+_SHORT_SECONDS = 4.0
+"""Time limit of some requests during an outage, which lasts longer."""
+
+Note = Callable[[str], None]
+"""Shows a line about the progress."""
+
+
+class LayoutRun:
+    """Holds what one layout's run has found."""
+
+    def __init__(
+        self, layout: Layout, position: tuple[int, int], campaign: Campaign, options: ChaosOptions, note: Note
+    ) -> None:
+        """``position``: index of the layout and number of layouts, which share the requests and faults."""
+        index, number = position
+        self._layout = layout
+        self._campaign = campaign
+        self._options = replace(options, requests=math.ceil(options.requests / number))
+        self._note = note
+        self._rng = random.Random(f"{options.seed}/{layout.name}")
+        self._records: list[Record] = []
+        self._injections: list[Injection] = []
+        self._seconds = 0.0
+        kinds = campaign.kinds(layout.kinds, options.kinds)
+        self._plan = self._make_plan(kinds, [_share(kind, options.each, index, number) for kind in kinds])
+        self._planned = len(self._plan)
+
+    async def work(self, target: Target) -> None:
+        """Send the requests undisturbed, then under the planned faults."""
+        clients = self._clients(target)
+        load = Load(clients, len(target.http), self._cases(), self._load_options(), self._rng)
+        self._note(f"layout {self._layout.name}: {self._planned} faults planned; recording references")
+        try:
+            await load.record_references()
+            injector = Injector(target.mesh, target.links)
+            self._injections = injector.injections
+            faults = asyncio.create_task(self._make_faults(injector, target))
+            self._records = await load.run(self._options.requests, faults.done, lambda: injector.now)
+            await faults
+            self._seconds = injector.now
+        finally:
+            for client in clients:
+                await client.close()
+
+    def report(self) -> dict[str, Any]:
+        """Return the results as JSON values."""
+        found = violations(self._options, self._records, self._injections)
+        if self._plan:
+            found.append(f"faults that were never possible: {len(self._plan)} of {self._planned}")
+        bad = [
+            record
+            for record in self._records
+            if record.is_wrong or (record.failure and not is_excused(record, self._injections))
+        ]
+        slowest = sorted(self._records, key=lambda record: record.added_pause, reverse=True)
+        ttft = added_ttft(self._records, self._injections)
+        return {
+            "layout": self._layout.name,
+            "seconds": round(self._seconds, 1),
+            "rows": [row.report() for row in rows_of(self._records, self._injections)],
+            "added_ttft_p99_s": None if math.isnan(ttft) else round(ttft, 4),
+            "faults": [_fault_report(each) for each in self._injections],
+            "examples": [f"{self._layout.name}: {_describe(record)}" for record in bad[:_EXAMPLES]],
+            "slowest": [f"{record.added_pause:.2f} s: {_describe(record)}" for record in slowest[:_EXAMPLES]],
+            "violations": found,
+        }
+
+    def _make_plan(self, kinds: Sequence[Kind], counts: Sequence[int]) -> list[Fault]:
+        campaign, options = self._campaign, self._options
+        if campaign.is_outage:
+            return [Fault(campaign.actions[0], kinds[0], options.duration, 0.0)] * options.each
+        if campaign.in_order:
+            members = [1 if kind.may_be_last else options.parts for kind in kinds]
+            return in_order(kinds, members, campaign.actions[0], options.each)
+        return make_plan(
+            random.Random(f"{options.seed}/plan/{self._layout.name}"), kinds, counts, campaign.actions, options.duration
+        )
+
+    def _cases(self) -> list[Case]:
+        options = self._options
+        vocab_size = load_tokenizer(DEMO_MODEL).get_vocab_size(with_added_tokens=True)
+        rng = random.Random(f"{options.seed}/cases")
+        cases = make_cases(rng, vocab_size, (options.min_tokens, options.max_tokens), options.cases)
+        return [case for case in cases if case.streamed] if self._campaign.streams_only else cases
+
+    def _clients(self, target: Target) -> list[ChaosClient]:
+        run = f"{self._options.seed}-{self._layout.name}-{self._rng.getrandbits(32):08x}"
+        return [
+            PlainClient(target.http, DEMO_MODEL_NAME),
+            ResumingClient(target.http, DEMO_MODEL_NAME, run),
+            GrpcClient(target.grpc),
+        ]
+
+    def _load_options(self) -> LoadOptions:
+        options = self._options
+        each = max(options.every, options.duration + _BETWEEN_SECONDS if self._plan[0].seconds else 0.0)
+        if self._campaign.in_order:
+            each += _TERM_SECONDS
+        return LoadOptions(
+            rate=options.requests / (each * self._planned),
+            concurrency=options.concurrency,
+            seconds=options.timeout,
+            short_seconds=_SHORT_SECONDS if self._campaign.is_outage else None,
+            tolerance=options.logprob_tolerance,
+        )
+
+    async def _make_faults(self, injector: Injector, target: Target) -> None:
+        loop = asyncio.get_running_loop()
+        due = loop.time() + _BETWEEN_SECONDS
+        while self._plan:
+            await asyncio.sleep(max(due - loop.time(), 0))
+            fault = await self._next_fault(injector)
+            if fault is None:
+                self._note("no planned fault has become possible; the faults end")
+                break
+            begun = loop.time()
+            if self._campaign.is_outage:
+                injection = await engines_lost(target.mesh, fault, injector.now)
+                injector.injections.append(injection)
+            else:
+                injection = await injector.inject(fault)
+            self._note(f"{injection.began:7.1f} s  {_name(injection)}: {injection.effect or 'no effect was seen'}")
+            if self._campaign.in_order:
+                await injector.settle()
+            due = max(begun + self._options.every, loop.time() + (_BETWEEN_SECONDS if fault.seconds else 0.0))
+        await injector.settle()
+
+    async def _next_fault(self, injector: Injector) -> Fault | None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _IMPATIENT_SECONDS
+        while loop.time() < deadline:
+            first = 1 if self._campaign.in_order else len(self._plan)
+            possible = [self._campaign.is_outage or injector.is_possible(fault) for fault in self._plan[:first]]
+            if (fault := take_possible(self._plan, possible)) is not None:
+                return fault
+            await asyncio.sleep(_WAIT_SECONDS)
+        return None
+
+
+def _share(kind: Kind, each: int, index: int, number: int) -> int:
+    """Return how many faults of a kind this layout makes; layouts share the kinds that all have."""
+    return (each + number - 1 - index) // number if kind.name in SHARED else each
+
+
+def _name(injection: Injection) -> str:
+    return f"{fault_name(injection.fault)} ({injection.part})"
+
+
+def _fault_report(injection: Injection) -> dict[str, Any]:
+    again = injection.served_again
+    return {
+        "fault": _name(injection),
+        "began_s": round(injection.began, 2),
+        "ended_s": round(injection.ended, 2),
+        "effect": injection.effect,
+        "served_again_s": None if again is None else round(again, 2),
+    }
+
+
+def _describe(record: Record) -> str:
+    what = record.detail if record.failure else f"wrong: {record.detail}" if record.is_wrong else "whole"
+    return (
+        f"request {record.number} ({record.case}, {'stream' if record.streamed else 'unary'}, {record.client}, "
+        f"gateway-{record.gateway}), {record.sent:.2f} to {record.ended:.2f} s, resumed {record.resumed}: {what}"
+    )

@@ -1,0 +1,117 @@
+"""Lays out the meshes of a campaign, and starts them with proxies in front of their parts where links are cut."""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
+from tokenloom.supervisor.layout import MeshOptions, parts_of
+from tokenloom.supervisor.mesh import Mesh
+from tokenloom.supervisor.output import LineCopier, WriteLine
+from tokenloom.supervisor.ports import held_ports
+from tokenloom.supervisor.run import Outcome, supervise
+from tokenloom.supervisor.state_dir import mesh_directory
+
+from ..faults.fault import SPLIT, WHOLE, Kind
+from ..faults.links import Links, PartLink
+from .options import ChaosOptions
+
+DRAIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One kind of mesh, with the victims in it."""
+
+    name: str
+    kinds: tuple[Kind, ...]
+    mesh: MeshOptions
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running mesh as the load and the faults see it."""
+
+    mesh: Mesh
+    http: list[str]
+    """The gateways' HTTP addresses."""
+    grpc: list[str]
+    """The gateways' gRPC addresses."""
+    links: Mapping[str, PartLink]
+    """The link of each part by name; empty: no proxies."""
+
+
+def layouts_of(options: ChaosOptions) -> list[Layout]:
+    """Return the layouts that the options ask for."""
+    found = []
+    if options.layout in ("both", "whole"):
+        # The workers are processes of their own, so that they can be victims.
+        engine = (*_engine_flags(options), "--distributed-executor-backend", "mp")
+        found.append(Layout("whole", WHOLE, _mesh(options, engine, engines=options.parts)))
+    if options.layout in ("both", "split"):
+        engine = _engine_flags(options)
+        found.append(Layout("split", SPLIT, _mesh(options, engine, prefill=options.parts, decode=options.parts)))
+    return found
+
+
+def _engine_flags(options: ChaosOptions) -> tuple[str, ...]:
+    if options.worker == "hash":
+        return ("--worker", "hash", "--hash-step-seconds", str(options.step_seconds))
+    return ()
+
+
+def _mesh(
+    options: ChaosOptions, engine: tuple[str, ...], *, engines: int = 1, prefill: int = 0, decode: int = 0
+) -> MeshOptions:
+    return MeshOptions(
+        model=DEMO_MODEL,
+        served_model_name=DEMO_MODEL_NAME,
+        engines=engines,
+        prefill=prefill,
+        decode=decode,
+        tokenizers=options.parts,
+        output_processors=options.parts,
+        gateways=options.parts,
+        port=0,
+        drain_timeout=DRAIN_SECONDS,
+        # Short prompts too are prefilled and decoded on different engines.
+        flags={"engine": engine, "coordinator": ("--pd-threshold", "0") if prefill else ()},
+        common_flags=("--log-level", "warning"),
+    )
+
+
+async def run_layout(
+    layout: Layout, *, with_proxies: bool, write_line: WriteLine, work: Callable[[Target], Awaitable[None]]
+) -> Outcome:
+    """Start the mesh, run ``work`` once every part serves, and stop the mesh. Raises as ``run_mesh``."""
+    options = layout.mesh
+    output = LineCopier(write_line)
+    with held_ports(options.host, options.gateways, 0, 0) as ports, mesh_directory() as directory:
+        async with Links() as links:
+            specs = parts_of(options, Path(directory), ports)
+            if with_proxies:
+                specs = [spec if spec.service == "gateway" else await links.in_front_of(spec) for spec in specs]
+            mesh = Mesh(specs, directory, output, port=ports[0].http, drain_timeout=options.drain_timeout)
+
+            async def once_serving(mesh: Mesh) -> None:
+                await mesh.wait_serving()
+                await work(await _target(mesh, links, with_proxies=with_proxies))
+
+            with contextlib.closing(output):
+                return await supervise(mesh, once_serving)
+
+
+async def _target(mesh: Mesh, links: Links, *, with_proxies: bool) -> Target:
+    http, grpc = [], []
+    for part in mesh.parts:
+        if part.spec.service != "gateway":
+            continue
+        assert part.state is not None
+        assert part.state.http is not None
+        addresses = [part.state.http, part.state.address]
+        if with_proxies:
+            addresses = await links.in_front_of_gateway(part.spec.name, addresses)
+        http.append(addresses[0])
+        grpc.append(addresses[1])
+    return Target(mesh, http, grpc, links.by_part)

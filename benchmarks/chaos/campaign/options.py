@@ -1,0 +1,128 @@
+"""Defines the options and limits of a campaign, with a preset for each fault of the promise."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from ..faults.fault import Action, Kind
+
+_Count = Annotated[int, Meta(ge=1)]
+_Limit = Annotated[int, Meta(ge=0)]
+_Seconds = Annotated[float, Meta(ge=0)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class ChaosOptions(Struct, frozen=True):
+    """Describes a campaign; fields with a text are options of ``tokenloom chaos``. A limit of None is not checked."""
+
+    layout: Annotated[
+        Literal["both", "whole", "split"],
+        "whole: engines that compute whole requests; split: prefill and decode engines; both: one after the other.",
+    ] = "both"
+    worker: Annotated[
+        Literal["model", "hash"], "model: the demo model on the CPU; hash: an engine without a model, for long runs."
+    ] = "model"
+    parts: Annotated[
+        Annotated[int, Meta(ge=2, le=8)], "Parts of each kind, except for the coordinator, which is one."
+    ] = 2
+    requests: Annotated[_Count, "Least number of requests under faults, of both layouts together."] = 2000
+    each: Annotated[_Count, "Faults of each kind, of both layouts together."] = 10
+    kinds: Annotated[tuple[str, ...], "Only these kinds of parts, by name; by default all."] = ()
+    every: Annotated[_Seconds, "Seconds between the beginnings of faults; a fault that lasts ends first."] = 5.0
+    duration: Annotated[_Seconds, "Seconds that a freeze, a cut, a delay or an outage lasts."] = 10.0
+    seed: Annotated[int, "Seed of the plan and of the requests."] = 0
+    cases: Annotated[_Count, "Different requests; each is first sent undisturbed, for its reference."] = 44
+    min_tokens: Annotated[_Count, "Least length of an answer that nothing else ends."] = 100
+    max_tokens: Annotated[_Count, "Greatest length of such an answer."] = 400
+    step_seconds: Annotated[_Seconds, "Seconds of a step of the hash worker."] = 0.01
+    timeout: Annotated[_Seconds, "Seconds that a request may take before its client gives up."] = 90.0
+    concurrency: Annotated[_Count, "Most requests at once."] = 64
+    logprob_tolerance: Annotated[_Seconds, "Difference of log probabilities that is not an error."] = 0.05
+    max_failed: Annotated[_Limit | None, "Limit: failed requests."] = None
+    min_success: Annotated[_Share | None, "Limit: least share of requests that succeed."] = None
+    max_wrong: Annotated[_Limit, "Limit: answers that differ from the reference."] = 0
+    max_refused: Annotated[_Limit | None, "Limit: refused connections."] = None
+    max_cut: Annotated[_Limit | None, "Limit: streams that end without an error event while their gateway runs."] = 0
+    max_added_p99: Annotated[_Seconds | None, "Limit: added latency that 99 % of requests stay within."] = None
+    max_pause: Annotated[_Seconds | None, "Limit: longest added pause of an answer, the wait for it included."] = None
+    max_added_ttft_p99: Annotated[
+        _Seconds | None, "Limit: added p99 TTFT during the faults, without their first 2 s."
+    ] = None
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """A preset: what happens, and the options that it begins with."""
+
+    text: str
+    actions: tuple[Action, ...]
+    options: ChaosOptions
+    services: tuple[str, ...] = ()
+    """Only parts of these services meet faults; empty: all."""
+    processes: bool = True
+    """Whether the processes that parts start are victims of their own."""
+    in_order: bool = False
+    """Whether the parts are taken one after the other instead of at random."""
+    is_outage: bool = False
+    """Whether all engines are lost at once."""
+    streams_only: bool = False
+
+    @property
+    def is_of_links(self) -> bool:
+        """Whether its faults need proxies in front of the parts."""
+        return any(action.is_of_link for action in self.actions)
+
+    def kinds(self, layout: Sequence[Kind], names: Sequence[str]) -> list[Kind]:
+        """Return the kinds of a layout that the campaign meets; with ``names``, only these."""
+        return [
+            kind
+            for kind in layout
+            if (not self.services or kind.service in self.services)
+            and (self.processes or kind.process is None)
+            and (not names or kind.name in names)
+        ]
+
+
+CAMPAIGNS: Mapping[str, Campaign] = {
+    "kill": Campaign(
+        "SIGKILL to a random part or process every 5 s.",
+        (Action.KILL,),
+        ChaosOptions(max_failed=0, max_refused=0, max_added_p99=3.0),
+    ),
+    "freeze": Campaign(
+        "SIGSTOP to a random part or process, SIGCONT 10 s later.",
+        (Action.FREEZE,),
+        ChaosOptions(every=12.0, min_success=0.999, max_pause=4.0),
+    ),
+    "cut": Campaign(
+        "The links of a random part are cut, cut in one direction, reset or delayed.",
+        (Action.CUT, Action.CUT_TO, Action.CUT_FROM, Action.RESET, Action.DELAY),
+        ChaosOptions(every=12.0, min_success=0.999, max_pause=4.0),
+        processes=False,
+    ),
+    "outage": Campaign(
+        "All engines are killed at once and return 10 s later.",
+        (Action.KILL,),
+        ChaosOptions(requests=200, each=2, every=30.0, max_failed=0),
+        services=("engine",),
+        processes=False,
+        is_outage=True,
+    ),
+    "rolling": Campaign(
+        "SIGTERM to every part, one after the other.",
+        (Action.TERM,),
+        ChaosOptions(requests=400, each=1, every=1.0, max_failed=0, max_refused=0),
+        processes=False,
+        in_order=True,
+    ),
+    "coordinator": Campaign(
+        "The coordinator is stopped for 10 s.",
+        (Action.FREEZE,),
+        ChaosOptions(requests=600, each=4, every=20.0, max_failed=0, max_added_ttft_p99=0.05, max_tokens=300),
+        services=("coordinator",),
+        streams_only=True,
+    ),
+}
+"""The campaigns by name."""

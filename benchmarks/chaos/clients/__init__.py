@@ -1,0 +1,1 @@
+"""Sends the requests of a campaign and compares their answers."""

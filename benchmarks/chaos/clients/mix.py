@@ -1,0 +1,145 @@
+"""Makes the mix of requests that a campaign sends: every feature whose state a fault could lose."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 4, "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 12, "maxItems": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "tags", "age"],
+    "additionalProperties": False,
+}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "remember",
+            "parameters": {
+                "type": "object",
+                "properties": {"person": _PERSON},
+                "required": ["person"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+_NAMED_TOOL = {"type": "function", "function": {"name": "remember"}}
+_BEGINNINGS = ("Once upon a time", "In a little room", "One rainy day", "A turtle and a mouse", "The old painter")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One distinct request. The options have the names that OpenAI's API and our client share."""
+
+    name: str
+    prompt: str | list[int] | None = None
+    """A text or token ids of a completion."""
+    message: str | None = None
+    """The user's turn of a chat, in place of a prompt."""
+    streamed: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        return self.message is not None
+
+
+def make_cases(rng: random.Random, vocab_size: int, tokens: tuple[int, int], count: int) -> list[Case]:
+    """Return ``count`` distinct requests, the features in turns.
+
+    ``tokens``: bounds of the length of answers; features that end an answer earlier end it.
+    """
+    features = _FEATURES
+    cases = []
+    for number in range(count):
+        position, feature = divmod(number, len(features))
+        name, make = features[feature]
+        streamed = (position + feature) % 3 != 0
+        case = make(rng, vocab_size, rng.randint(*tokens))
+        cases.append(Case(f"{name} {number}", case.prompt, case.message, streamed, case.options))
+    return cases
+
+
+def _text(rng: random.Random) -> str:
+    return f"{rng.choice(_BEGINNINGS)} {rng.randint(1, 999)}"
+
+
+def _ids(rng: random.Random, vocab_size: int, most: int = 120) -> list[int]:
+    return [rng.randrange(10, vocab_size) for _ in range(rng.randint(8, most))]
+
+
+def _greedy_text(rng: random.Random, vocab_size: int, length: int) -> Case:
+    return Case("", _text(rng), options=_open(length, temperature=0.0))
+
+
+def _greedy_ids(rng: random.Random, vocab_size: int, length: int) -> Case:
+    return Case("", _ids(rng, vocab_size), options=_open(length, temperature=0.0))
+
+
+def _seeded(rng: random.Random, vocab_size: int, length: int) -> Case:
+    return Case("", _text(rng), options=_open(length, temperature=0.9, top_p=0.95, seed=rng.getrandbits(31)))
+
+
+def _penalties(rng: random.Random, vocab_size: int, length: int) -> Case:
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+    return Case(
+        "", _ids(rng, vocab_size), options=_open(length, temperature=0.7, seed=rng.getrandbits(31), **penalties)
+    )
+
+
+def _stop(rng: random.Random, vocab_size: int, length: int) -> Case:
+    # The first strings make the output processor withhold text; the last ends most answers of the demo model.
+    return Case("", _text(rng), options=_open(length, temperature=0.0, stop=["never there", "wasx", "forgot"]))
+
+
+def _schema(rng: random.Random, vocab_size: int, length: int) -> Case:
+    options = {"temperature": 0.8, "seed": rng.getrandbits(31), "structured_outputs": {"json": _PERSON}}
+    return Case("", _text(rng), options={"max_tokens": 400, **options})
+
+
+def _samples(rng: random.Random, vocab_size: int, length: int) -> Case:
+    return Case("", _ids(rng, vocab_size), options=_open(length, n=3, temperature=0.9, seed=rng.getrandbits(31)))
+
+
+def _logprobs(rng: random.Random, vocab_size: int, length: int) -> Case:
+    return Case("", _ids(rng, vocab_size), options=_open(length, temperature=0.0, logprobs=2))
+
+
+def _min_tokens(rng: random.Random, vocab_size: int, length: int) -> Case:
+    least = {"min_tokens": length // 2, "max_tokens": length}
+    return Case("", _text(rng), options={"temperature": 0.0, "seed": 1, **least})
+
+
+def _chat(rng: random.Random, vocab_size: int, length: int) -> Case:
+    return Case("", message=f"Tell a story about {rng.randint(1, 999)}.", options=_open(length, temperature=0.0))
+
+
+def _tools(rng: random.Random, vocab_size: int, length: int) -> Case:
+    options = {"tools": _TOOLS, "tool_choice": _NAMED_TOOL, "temperature": 0.6, "seed": rng.getrandbits(31)}
+    return Case("", message=f"Remember person {rng.randint(1, 999)}.", options={"max_tokens": 400, **options})
+
+
+def _open(length: int, **options: Any) -> dict[str, Any]:
+    return {"max_tokens": length, "ignore_eos": True, **options}
+
+
+_FEATURES = (
+    ("greedy text", _greedy_text),
+    ("greedy ids", _greedy_ids),
+    ("seeded", _seeded),
+    ("penalties", _penalties),
+    ("stop strings", _stop),
+    ("JSON schema", _schema),
+    ("n=3", _samples),
+    ("logprobs", _logprobs),
+    ("min_tokens", _min_tokens),
+    ("chat", _chat),
+    ("tools", _tools),
+)
+FEATURES = tuple(name for name, _ in _FEATURES)

@@ -1,0 +1,1 @@
+"""Makes faults and checks that they took effect."""

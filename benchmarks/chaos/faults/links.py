@@ -1,0 +1,115 @@
+"""Puts proxies in front of the parts of a local mesh, so that links can be cut, delayed and reset."""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from tokenloom.services.runtime.local_streams.sockets import SUFFIX
+from tokenloom.supervisor.part_spec import PartSpec
+
+from .fault import Action
+from .proxy import Connect, Gate, Proxy
+
+DELAY_SECONDS = 0.1
+"""How late each piece arrives over a link with a delay."""
+_REAL = "-real"
+
+
+class PartLink:
+    """Holds the proxies in front of one part."""
+
+    def __init__(self, proxies: list[Proxy]) -> None:
+        self._proxies = proxies
+
+    def begin(self, action: Action) -> int:
+        """Begin a fault; return the number of connections that it meets."""
+        met = sum(proxy.num_connections for proxy in self._proxies)
+        for proxy in self._proxies:
+            if action is Action.RESET:
+                proxy.reset()
+            if action in (Action.CUT, Action.CUT_TO):
+                proxy.to_server.close()
+            if action in (Action.CUT, Action.CUT_FROM):
+                proxy.from_server.close()
+            if action is Action.DELAY:
+                proxy.to_server.delay = proxy.from_server.delay = DELAY_SECONDS
+                proxy.to_server.delayed_bytes = proxy.from_server.delayed_bytes = 0
+        return met
+
+    def end(self) -> None:
+        """Let everything pass at once again."""
+        for gate in self._gates():
+            gate.delay = 0.0
+            gate.open()
+
+    def held_bytes(self) -> int:
+        """Return how many bytes were held since the last cut began."""
+        return sum(gate.held_bytes for gate in self._gates())
+
+    def delayed_bytes(self) -> int:
+        """Return how many bytes were late since the last delay began."""
+        return sum(gate.delayed_bytes for gate in self._gates())
+
+    def _gates(self) -> list[Gate]:
+        return [gate for proxy in self._proxies for gate in (proxy.to_server, proxy.from_server)]
+
+
+class Links:
+    """Owns the proxies of a mesh. Use as ``async with``."""
+
+    def __init__(self) -> None:
+        self.by_part: dict[str, PartLink] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> "Links":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def in_front_of(self, spec: PartSpec) -> PartSpec:
+        """Start proxies at the unix sockets of a part; return its specification with other sockets to listen on."""
+        moved, command, proxies = [], list(spec.command), []
+        for path in spec.leftovers:
+            real = _real_path(path)
+            moved.append(real)
+            proxies.append(await self._proxy(path, real))
+        for index, argument in enumerate(spec.command):
+            if argument in ("--listen", "--kv-listen"):
+                address = spec.command[index + 1]
+                command[index + 1] = f"unix:{_real_path(Path(address.removeprefix('unix:')))}"
+                if spec.service == "engine":
+                    command += [argument.replace("listen", "advertise-address"), address]
+        self.by_part[spec.name] = PartLink(proxies)
+        return replace(spec, command=tuple(command), leftovers=tuple(moved))
+
+    async def in_front_of_gateway(self, name: str, addresses: Iterable[str]) -> list[str]:
+        """Start proxies in front of a gateway's addresses, ``host:port``; return the addresses that clients use."""
+        proxies, shown = [], []
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            proxy = Proxy(_tcp_connector(host, int(port)))
+            shown.append(f"{host}:{await proxy.listen_tcp(host, 0)}")
+            self._stack.push_async_callback(proxy.close)
+            proxies.append(proxy)
+        self.by_part[name] = PartLink(proxies)
+        return shown
+
+    async def _proxy(self, front: Path, real: Path) -> Proxy:
+        proxy = Proxy(lambda: asyncio.open_unix_connection(str(real)))
+        await proxy.listen_unix(str(front))
+        self._stack.push_async_callback(proxy.close)
+        return proxy
+
+
+def _tcp_connector(host: str, port: int) -> Connect:
+    return lambda: asyncio.open_connection(host, port)
+
+
+def _real_path(path: Path) -> Path:
+    name = path.name
+    suffix = SUFFIX if name.endswith(SUFFIX) else ""
+    stem = name.removesuffix(suffix).removesuffix(".sock")
+    return path.with_name(f"{stem}{_REAL}.sock{suffix}")

@@ -1,0 +1,97 @@
+"""The plain client gives up where the resuming one calls again."""
+
+import socket
+
+import pytest
+
+from benchmarks.chaos.clients.answer import Progress
+from benchmarks.chaos.clients.exchange import Exchange
+from benchmarks.chaos.clients.failure import RequestFailed
+from benchmarks.chaos.clients.mix import Case
+from benchmarks.chaos.clients.openai_clients import PlainClient, ResumingClient
+from tests.benchmarks.chaos.clients.fake_server import END, STREAM, answering, chunk, event
+
+REFUSAL = b'{"error": {"code": "unavailable", "type": "server_error", "message": "no engine"}}'
+
+
+def exchange(*, streamed: bool = True) -> Exchange:
+    return Exchange(5, Case("a case", [1, 2], streamed=streamed), 0, Progress(0.0), 10.0, 0.0)
+
+
+def unary(status: str, body: bytes) -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+
+
+def closed_port() -> str:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+async def test_a_whole_stream() -> None:
+    sent, requests = exchange(), list[str]()
+    async with answering([STREAM + event("a") + event("b") + END], requests) as address:
+        await PlainClient([address], "m").send(sent)
+    assert sent.answer.samples[0].text == "ab"
+    assert sent.progress.first is not None
+
+
+async def test_a_stream_that_is_cut() -> None:
+    async with answering([STREAM + event("a")], []) as address:
+        with pytest.raises(RequestFailed, match="cut") as caught:
+            await PlainClient([address], "m").send(exchange())
+    assert not caught.value.is_typed
+
+
+async def test_a_stream_that_ends_without_its_last_event() -> None:
+    async with answering([STREAM + event("a") + b"0\r\n\r\n"], []) as address:
+        with pytest.raises(RequestFailed, match=r"cut: .*without \[DONE\]"):
+            await PlainClient([address], "m").send(exchange())
+
+
+async def test_typed_errors_before_and_within_a_stream() -> None:
+    within = STREAM + event("a") + chunk(f"data: {REFUSAL.decode()}\n\n") + END
+    for response, kind in ((unary("503 Unavailable", REFUSAL), "503 unavailable"), (within, "unavailable")):
+        for resuming in (False, True):
+            async with answering([response], []) as address:
+                client = ResumingClient([address], "m", "run") if resuming else PlainClient([address], "m")
+                with pytest.raises(RequestFailed) as caught:
+                    await client.send(exchange())
+            assert caught.value.kind == kind
+            assert caught.value.is_typed
+
+
+async def test_a_refused_connection_is_counted() -> None:
+    sent = exchange()
+    with pytest.raises(RequestFailed, match="refused"):
+        await PlainClient([closed_port()], "m").send(sent)
+    assert sent.refused == 1
+
+
+async def test_the_resuming_client_asks_for_what_is_missing() -> None:
+    sent, requests = exchange(), list[str]()
+    responses = [STREAM + event("a", 1) + event("b", 2), STREAM + event("c", 3) + END]
+    async with answering(responses, requests) as address:
+        await ResumingClient([address, address], "m", "run").send(sent)
+    assert sent.answer.samples[0].text == "abc"
+    assert sent.resumed == 1
+    first, second = requests
+    assert "Idempotency-Key: run-5\r\n" in first
+    assert "Idempotency-Key: run-5\r\n" in second
+    assert "Last-Event-ID: 0\r\n" in first
+    assert "Last-Event-ID: 2\r\n" in second
+
+
+async def test_the_resuming_client_survives_a_refused_connection() -> None:
+    sent = exchange(streamed=False)
+    body = b'{"choices": [{"index": 0, "text": "whole", "token_ids": [1]}]}'
+    async with answering([unary("200 OK", body)], []) as address:
+        await ResumingClient([closed_port(), address], "m", "run").send(sent)
+    assert sent.answer.samples[0].text == "whole"
+    assert sent.refused == 1
+
+
+async def test_a_stream_without_event_ids_cannot_be_resumed() -> None:
+    async with answering([STREAM + event("a")], []) as address:
+        with pytest.raises(RequestFailed, match="no id to resume from"):
+            await ResumingClient([address], "m", "run").send(exchange())

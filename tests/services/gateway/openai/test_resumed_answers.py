@@ -151,7 +151,7 @@ def id_of(event: str) -> str:
 @given(data=st.data())
 def test_a_cut_at_any_event_loses_and_repeats_nothing(data: st.DataObject) -> None:
     draw = data.draw
-    kind = draw(st.sampled_from([ChatAnswer, CompletionAnswer]))
+    kind: type[ChatAnswer] | type[CompletionAnswer] = ChatAnswer if draw(st.booleans()) else CompletionAnswer
     texts = draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3))
     options = replace(
         PLAIN,

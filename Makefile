@@ -126,6 +126,10 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 compat: install ## serve requests with meshes whose parts are of this and of the last release (2 minutes)
 	$(BIN)/python -m tests.compat
 
+simulate: install ## run 10,000 seeds of the simulated mesh, with faults of every kind, and find the bugs that it must find
+	$(BIN)/python -m tests.simulation --seeds 10000 --jobs 2
+	for bug in no_retry stale_frames ignored_lease; do $(BIN)/python -m tests.simulation --seeds 200 --bug $$bug || exit 1; done
+
 soak: install ## run random schedules of faults, random JSON schemas, expensive grammars and malformed requests
 	$(BIN)/python -m tests.soak --schedules 1000
 	$(BIN)/python -m tests.soak --schedules 1000 --async-scheduling

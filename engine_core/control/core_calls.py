@@ -15,6 +15,7 @@ from ..wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    ErrorKind,
     FinishReason,
     UtilityCall,
     UtilityOutput,
@@ -41,14 +42,13 @@ class CoreCalls:
     def add(self, request: EngineCoreRequest) -> EngineCoreOutputs | None:
         """Add the request to the core. Returns the answer to a request that the core refuses."""
         self._core.num_requests_added += 1
+        if not self._accepting:
+            return self._refuse(request, "the engine is shutting down", ErrorKind.LEAVING)
         try:
-            if not self._accepting:
-                raise ValueError("the engine is shutting down")
             self._core.add_request(request)
             return None
         except ValueError as error:
-            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=str(error))
-            return self._stamp(EngineCoreOutputs(outputs=[output]))
+            return self._refuse(request, str(error), ErrorKind.UNAVAILABLE)
 
     def abort(self, request_ids: list[str]) -> EngineCoreOutputs | None:
         """End requests without an output, ignoring unknown ones. Returns the statistics if no step will bring them."""
@@ -64,6 +64,12 @@ class CoreCalls:
             answer(self._stamp(EngineCoreOutputs(utility_output=output)))
 
         self._utilities.call(call, send)
+
+    def _refuse(self, request: EngineCoreRequest, error: str, kind: ErrorKind) -> EngineCoreOutputs:
+        output = EngineCoreOutput(
+            request.request_id, [], finish_reason=FinishReason.ERROR, error=error, error_kind=kind
+        )
+        return self._stamp(EngineCoreOutputs(outputs=[output]))
 
     def _stamp(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         outputs.step = self._core.num_steps

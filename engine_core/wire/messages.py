@@ -45,6 +45,8 @@ class ErrorKind(enum.IntEnum):
     """The request's tenant is at a limit of its own on this engine; a retry may succeed later."""
     DEADLINE_EXCEEDED = 4
     """The request's time ran out before it began."""
+    LEAVING = 5
+    """The engine shuts down; another one may take the request."""
 
 
 class RequestType(enum.Enum):

@@ -1,7 +1,7 @@
 """Options of an engine: those of its front, and the whole configuration of its core."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta
 from msgspec.structs import replace
@@ -13,6 +13,8 @@ from tokenloom.services.runtime.host.service_settings import Count, OptionalAddr
 from tokenloom.services.runtime.peers.tls import dns_name
 
 from .core.grammar_config import reasoning_config, structured_output_config
+
+DrainMode: TypeAlias = Literal["finish", "migrate"]
 
 
 class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
@@ -36,6 +38,11 @@ class EngineSettings(ServiceSettings, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=-1)],
         "Most log probabilities that a request can get for a token; -1: the whole vocabulary.",
     ] = DEFAULT_MAX_LOGPROBS
+    drain: Annotated[
+        DrainMode,
+        "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then moves "
+        "the rest to other instances; migrate moves all of them at once.",
+    ] = "finish"
     max_waiting: Annotated[
         Count,
         "Requests that may wait in addition to those in the batch, a bound of the engine's memory: the gateways' "

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tokenloom.engine_core.wire.messages import EngineCoreOutputs, SchedulerStats
-from tokenloom.request.errors import ResourceExhausted, Unavailable
+from tokenloom.request.errors import ResourceExhausted, TryElsewhere
 from tokenloom.v1 import engine_pb2
 
 from .queue_rates import QueueRates
@@ -79,19 +79,19 @@ class LoadTracker:
         self.changed.set()
 
     def refuse_new(self, reason: str) -> None:
-        """Refuse every new request from now on: UNAVAILABLE with ``reason``."""
+        """Refuse every new request from now on: TRY_ELSEWHERE with ``reason``."""
         self._refusal = reason
 
     def admit(self, add: engine_pb2.AddRequest) -> None:
         """Check that the engine accepts a request, and record the coordinator's pick in any case.
 
-        Raises ``Unavailable`` or ``ResourceExhausted``.
+        Raises ``TryElsewhere`` or ``ResourceExhausted``.
         """
         if add.HasField("pick"):
             self._picks.append(add.pick)
             self.changed.set()
         if self._refusal:
-            raise Unavailable(self._refusal)
+            raise TryElsewhere(self._refusal)
         if self.num_live >= self._max_live:
             raise ResourceExhausted(f"the engine is full: it has {self.num_live} requests (max_num_seqs + max_waiting)")
 

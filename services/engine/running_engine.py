@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tokenloom.engine_core.errors import EngineDeadError
-from tokenloom.request.errors import Unavailable
+from tokenloom.request.errors import EngineDied, TryElsewhere, Unavailable
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
 from .control.pause import Pause
 from .control.role import NAMES
 from .coordinator_link import CoordinatorLink
-from .core.core_link import CoreLink
+from .core.core_link import CORE_DIED, CoreLink
+from .engine_settings import DrainMode
 from .health_check import HealthCheck
 from .identity import Identity
 from .kv.kv_front import KVFront
@@ -22,6 +23,7 @@ from .streams.engine_servicer import EngineServicer
 
 log = logging.getLogger(__name__)
 
+STOPPED = "The engine has stopped; retry the request."
 CLOSE_SECONDS = 1.0
 """How long peers may take to read the last frames when the engine ends."""
 
@@ -33,6 +35,7 @@ class RunningEngine:
     Attributes:
         kv: None if the engine moves no KV.
         coordinator: None if the engine has no coordinator.
+        drain_mode: What happens to live attempts when the engine drains.
     """
 
     host: Host
@@ -43,6 +46,7 @@ class RunningEngine:
     pause: Pause
     kv: KVFront | None
     coordinator: CoordinatorLink | None
+    drain_mode: DrainMode = "finish"
 
     def spawn(self) -> "asyncio.Task[NoReturn]":
         """Start the tasks of all parts. The returned one runs the core's link and fails the host when the core dies."""
@@ -55,17 +59,23 @@ class RunningEngine:
         return self.host.spawn(self._run_core(), name="engine-core")
 
     async def drain(self) -> None:
-        """Refuse new requests, and return when the live ones are answered and all leases have ended."""
-        self._leave("the engine is draining; retry the request", coordinator_pb2.ENGINE_STATE_DRAINING)
-        if self.pause.leave():
-            self.streams.fail_live(Unavailable("the engine is draining while paused; retry the request"))
+        """Refuse new requests, and return when the live ones are answered and all leases have ended.
+
+        Output processors continue elsewhere what ends with TRY_ELSEWHERE: at once in the mode ``migrate``, or if the
+        engine is paused, because nothing would end by itself then.
+        """
+        reason = "The engine is draining; retry the request."
+        self._leave(reason, coordinator_pb2.ENGINE_STATE_DRAINING)
+        is_paused = self.pause.leave()
+        if is_paused or self.drain_mode == "migrate":
+            self.streams.fail_live(TryElsewhere(reason))
         await self.streams.idle()
         await self.leases_ended()
 
-    async def end_streams(self, reason: str) -> None:
-        """Answer all live and all new requests with UNAVAILABLE, and end the streams."""
-        self._leave(reason, coordinator_pb2.ENGINE_STATE_DEAD)
-        await self.streams.close(Unavailable(reason), CLOSE_SECONDS)
+    async def end_streams(self, error: TryElsewhere) -> None:
+        """Answer all live and all new requests with ``error``, and end the streams."""
+        self._leave(error.message, coordinator_pb2.ENGINE_STATE_DEAD)
+        await self.streams.close(error, CLOSE_SECONDS)
 
     async def leases_ended(self) -> None:
         """Wait until no KV is held, or about to be held, for other engines."""
@@ -89,7 +99,9 @@ class RunningEngine:
         try:
             await self.core.run()
         except EngineDeadError as error:
-            await self.end_streams("the engine failed; retry the request")
+            # A request that was only computed together with others is not blamed.
+            is_alone = self.core.num_requests == 1
+            await self.end_streams(EngineDied(CORE_DIED) if is_alone else TryElsewhere(CORE_DIED))
             raise Unavailable(str(error)) from None
 
     def _leave(self, reason: str, state: coordinator_pb2.EngineState) -> None:
@@ -106,4 +118,4 @@ class RunningEngine:
             async with asyncio.timeout(grace):
                 await self.drain()
         except TimeoutError:
-            await self.end_streams("the engine is leaving")
+            await self.end_streams(TryElsewhere(STOPPED))

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from tokenloom import checkpoint
 from tokenloom.engine_core.client.async_core_client import AsyncClient, AsyncMPClient
+from tokenloom.request.errors import TryElsewhere
 from tokenloom.services.runtime.host.host import Host
 from tokenloom.v1 import engine_pb2_grpc
 
@@ -20,7 +21,7 @@ from .engine_settings import EngineSettings
 from .identity import Identity, make_fingerprint
 from .kv.kv_front import KVFront
 from .load import LoadTracker
-from .running_engine import RunningEngine
+from .running_engine import STOPPED, RunningEngine
 from .streams.engine_servicer import EngineServicer
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class EngineService:
         await self._drain()
 
     async def stop(self) -> None:
-        """Answer live requests with UNAVAILABLE and end the core. Idempotent."""
+        """Answer live requests with TRY_ELSEWHERE and end the core. Idempotent."""
         await self._undo.aclose()
 
 
@@ -61,7 +62,7 @@ async def _start(
 ) -> RunningEngine:
     path = await asyncio.to_thread(checkpoint.resolve, settings.engine.worker.model)
     name = settings.served_model_name or checkpoint.served_name(path, settings.engine.worker.model)
-    load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting)
+    load = LoadTracker(settings.engine.scheduler.max_num_seqs, settings.max_waiting, host.clock.seconds)
     client = client or process_client(settings, str(path))
     undo.push_async_callback(client.close)
     core = await start_core(settings, client, load, host, name)
@@ -73,8 +74,8 @@ async def _start(
     identity = Identity(settings, core.ready, fingerprint, host.epoch, address, kv.address if kv is not None else "")
     streams = EngineServicer(identity, core, load, kv, host.random, frame_interval=settings.frame_interval)
     coordinator = _link_coordinator(settings, identity, load, host)
-    engine = RunningEngine(host, identity, core, load, streams, Pause(core, load), kv, coordinator)
-    undo.push_async_callback(engine.end_streams, "the engine has stopped")
+    engine = RunningEngine(host, identity, core, load, streams, Pause(core, load), kv, coordinator, settings.drain)
+    undo.push_async_callback(engine.end_streams, TryElsewhere(STOPPED))
     host.add_servicer(engine_pb2_grpc.add_EngineServicer_to_server, engine.streams)
     host.add_servicer(
         engine_pb2_grpc.add_EngineAdminServicer_to_server, EngineAdminServicer(engine, BY_NAME[settings.engine.kv.role])

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 
 from tokenloom.services.runtime.telemetry import process_metrics
@@ -56,6 +56,15 @@ class GatewayMetrics:
             registry, "request_success", "Prompts whose output has ended.", ["model_name", "finished_reason"]
         )
         self.success = {reason: success.labels(model_name, name) for reason, name in FINISH_REASONS.items()}
+
+
+def count_moved(registry: CollectorRegistry) -> Counter:
+    """Add the counter of requests that were sent again."""
+    return Counter(
+        "tokenloom_gateway_requests_moved",
+        "Requests that were sent again because their output processor was lost, full or leaving.",
+        registry=registry,
+    )
 
 
 class RequestWatch:

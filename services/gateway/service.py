@@ -39,7 +39,7 @@ from .kserve.kserve_servicer import KServeServicer
 from .mesh.mesh_view import MeshView
 from .mesh.output_pool import OutputPool
 from .mesh.tokenizer_client import TokenizerClient
-from .metrics import GatewayMetrics, MeshGauges
+from .metrics import GatewayMetrics, MeshGauges, count_moved
 from .openai.chat import ChatApi
 from .openai.completions import CompletionsApi
 from .openai.openai_models import READ_FIELDS, WITHOUT_EFFECT, BodyReader
@@ -168,12 +168,13 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         host.epoch,
         host.channels,
         max_kept_bytes=settings.max_kept_prompt_bytes,
+        on_moved=count_moved(host.metrics).inc,
     )
     health = MeshHealth(tokenizers, outputs, view)
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     info = await tokenizers.wait_known()
-    backlog = Backlog(settings.max_queue_seconds)
+    backlog = Backlog(settings.max_queue_seconds, host.random)
     view.follow_capacity(info.fingerprint, backlog.observe)
     outputs.start(host, info.fingerprint)
     model = settings.served_model_name or info.fingerprint.model

@@ -25,7 +25,9 @@ class Metrics:
         }
         self._tokens = fast_metrics.Counter(registry, name + "tokens", "Output tokens of requests that ended.", {})
         show_token_cost(registry, lambda: self._tokens.value)
-        self._retries = Counter(name + "retries", "Legs placed again after their engine died.", registry=registry)
+        self._retries = Counter(
+            name + "retries", "Legs placed again after their engine died, drained or was full.", registry=registry
+        )
         self._placement = fast_metrics.Histogram(
             registry,
             name + "placement_seconds",

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
@@ -29,10 +30,16 @@ class Engine:
         attention_backend: str = "auto",
         device: str = "cpu",
         dtype: str = "float32",
+        quantization: Literal["int8-dynamic"] | None = None,
         block_size: int = 16,
     ) -> None:
         worker = WorkerConfig(
-            model=str(model), device=device, dtype=dtype, num_threads=1, attention_backend=attention_backend
+            model=str(model),
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            num_threads=1,
+            attention_backend=attention_backend,
         )
         config = EngineConfig(
             worker=worker,
@@ -52,15 +59,25 @@ class Engine:
         """The one that was chosen."""
         return self.core.ready.numerics.split("/")[2]
 
-    def generate(self, prompts: Sequence[list[int]], max_tokens: Sequence[int], **sampling: float) -> list[list[int]]:
-        """All at once; greedy unless ``sampling`` says otherwise. Request i of a call has seed i."""
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: Sequence[int],
+        accepted: Sequence[list[int]] | None = None,
+        **sampling: float,
+    ) -> list[list[int]]:
+        """All at once; greedy unless ``sampling`` says otherwise. Request i of a call has seed i.
+
+        ``accepted``: tokens that an earlier attempt has drawn; they begin the outputs that are returned.
+        """
         tokens: dict[str, list[int]] = {}
-        for seed, (prompt, limit) in enumerate(zip(prompts, max_tokens, strict=True)):
+        given = accepted or [[] for _ in prompts]
+        for seed, (prompt, limit, begun) in enumerate(zip(prompts, max_tokens, given, strict=True)):
             params = SamplingParams(
                 max_tokens=limit, seed=seed, stop_token_ids=self.stop_token_ids, **{"temperature": 0.0, **sampling}
             )
-            tokens[name := next(self._names)] = []
-            self.core.add_request(EngineCoreRequest(name, prompt, params))
+            tokens[name := next(self._names)] = list(begun)
+            self.core.add_request(EngineCoreRequest(name, prompt, params, accepted_token_ids=list(begun)))
         while self.core.has_work():
             outputs = self.core.step()
             for output in outputs.outputs:
@@ -71,3 +88,14 @@ class Engine:
             self.most_scheduled = max(self.most_scheduled, len(outputs.outputs))
         assert self.stats.num_free_blocks == self.core.ready.num_kv_blocks, "a block leaked"
         return list(tokens.values())
+
+    def next_logprobs(self, prompt: list[int], accepted: list[int], num_tokens: int = 20) -> dict[int, float]:
+        """Log probabilities of the likeliest tokens after an output."""
+        params = SamplingParams(max_tokens=len(accepted) + 1, temperature=0.0, seed=0, logprobs=num_tokens)
+        request = EngineCoreRequest(next(self._names), prompt, params, accepted_token_ids=list(accepted))
+        self.core.add_request(request)
+        while self.core.has_work():
+            for output in self.core.step().outputs:
+                if (columns := output.new_logprobs) is not None:
+                    return dict(zip(columns.token_ids, columns.logprobs, strict=True))
+        raise AssertionError("no token came")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from tokenloom.request.errors import TokenloomError
+from tokenloom.request.errors import ResourceExhausted, TokenloomError
 
 from .load import Answer
 from .plan import Fault, Plan
@@ -21,14 +21,22 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
     """Return whether nothing that happened may have ended this request."""
     if answer.ask.timeout < PATIENT_SECONDS or answer.was_cancelled or not plan.spares or not answer.gateways:
         return False
+    if isinstance(answer.error, ResourceExhausted) and not any(answer.tokens):
+        return False  # refused at its arrival, because few blocks make a long queue
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
+    if any(_concerns(fault, "engine") or _concerns(fault, "coordinator") for fault in happened):
+        return False
     return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
 
 
 def is_allowed(error: TokenloomError) -> bool:
     """Return whether a client may get this error of a fault: it says that another try may succeed."""
     return error.code in _RETRYABLE
+
+
+def _concerns(fault: Fault, service: str) -> bool:
+    return fault.target.startswith(service) or fault.other.startswith(service)
 
 
 def _ends_requests(fault: Fault) -> bool:

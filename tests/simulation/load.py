@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tokenloom.request.errors import TokenloomError
+from tokenloom.services.gateway.generation.claim import NEW, Claim
+from tokenloom.services.gateway.generation.delivered import Delivered, Position
 from tokenloom.services.gateway.generation.generation import Generator
 from tokenloom.services.gateway.generation.job import Job
+from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
 from tokenloom.v1 import output_processor_pb2, types_pb2
 
@@ -18,6 +21,10 @@ E = TypeVar("E", bound=BaseException)
 
 _LOOK_SECONDS = 0.05
 """How often a client looks whether its gateway lives."""
+_RETRY_SECONDS = 0.1
+"""How long a client waits before it continues its answer on another gateway."""
+_FINGERPRINT = b"simulation"
+"""Stands for the digest of the request's body."""
 
 
 @dataclass
@@ -66,18 +73,25 @@ class Client:
         num = ask.num_samples
         self.answer = Answer(ask, [[] for _ in range(num)], [""] * num, [0] * num)
         self._mesh = mesh
+        self._request_id = ""
         self._loop = mesh.network.loop
 
     async def run(self) -> None:
         """Ask, and return when the request has ended."""
         answer, loop = self.answer, self._loop
         answer.began_at = loop.time()
-        gateway = self._choose()
-        if gateway is None or gateway.process is None:
-            answer.lost_gateway = True
-        else:
-            await self._ask(gateway)
+        while True:
+            if (gateway := self._choose()) is not None:
+                answer.lost_gateway = not await self._ask(gateway)
+            else:
+                answer.lost_gateway = True
+            if not answer.lost_gateway or not answer.ask.resumes or self._seconds_left() <= 0.0:
+                break
+            await asyncio.sleep(_RETRY_SECONDS)
         answer.ended_at = answer.ended_at or loop.time()
+
+    def _seconds_left(self) -> float:
+        return self.answer.began_at + self.answer.ask.timeout - self._loop.time()
 
     def _choose(self) -> Part | None:
         """Return a gateway that serves, like a load balancer in front of them; the client's own one if it does."""
@@ -86,7 +100,8 @@ class Client:
         in_turn = [*gateways[first:], *gateways[:first]]
         return next((part for part in in_turn if part.is_serving), None)
 
-    async def _ask(self, gateway: Part) -> None:
+    async def _ask(self, gateway: Part) -> bool:
+        """Ask a gateway, or let it continue the answer. Return False if the gateway was lost."""
         process = gateway.process
         assert process is not None
         self.answer.gateways.append(gateway.name)
@@ -94,8 +109,8 @@ class Client:
         while not asking.done():  # a process that dies ends nothing
             await asyncio.sleep(_LOOK_SECONDS)
             if process.is_dead and not asking.done():
-                self.answer.lost_gateway = True
-                return
+                return False
+        return True
 
     async def _record(self, generator: Generator) -> None:
         answer, seconds = self.answer, self.answer.ask.cancel_after
@@ -111,13 +126,40 @@ class Client:
         answer.ended_at = asyncio.get_running_loop().time()
 
     async def _take(self, generator: Generator) -> None:
-        answer = self.answer
-        async with generator.open(make_job(answer.ask)) as generation:
+        delivered = self._delivered()
+        async with generator.open(
+            make_job(self.answer.ask, max(self._seconds_left(), 0.01)), claim=self._claim()
+        ) as generation:
+            self._request_id = generation.request_id if self.answer.ask.resumes else ""
             while not generation.done:
                 for delta in await generation.take():
-                    answer.tokens[delta.index] += delta.token_ids
-                    answer.texts[delta.index] += delta.text
-                    answer.num_ends[delta.index] += delta.finished is not None
+                    for part, is_new in delivered.cut(delta):
+                        if is_new:
+                            self._add(part)
+
+    def _claim(self) -> Claim:
+        if not self.answer.ask.resumes:
+            return NEW
+        return Claim(self._request_id, _FINGERPRINT, resumes=bool(self._request_id))
+
+    def _delivered(self) -> Delivered:
+        """Return what the client has of the answer."""
+        answer = self.answer
+        return Delivered(
+            {
+                sample: Position(len(tokens), len(text), bool(ended))
+                for sample, (tokens, text, ended) in enumerate(
+                    zip(answer.tokens, answer.texts, answer.num_ends, strict=True)
+                )
+                if tokens or text or ended
+            }
+        )
+
+    def _add(self, delta: Delta) -> None:
+        answer = self.answer
+        answer.tokens[delta.index] += delta.token_ids
+        answer.texts[delta.index] += delta.text
+        answer.num_ends[delta.index] += delta.finished is not None
 
 
 def _bare(error: E) -> E:
@@ -126,8 +168,8 @@ def _bare(error: E) -> E:
     return error.with_traceback(None)
 
 
-def make_job(ask: Ask) -> Job:
-    """Return the gateway's form of a request."""
+def make_job(ask: Ask, timeout: float) -> Job:
+    """Return the gateway's form of a request. ``timeout``: the seconds that it has left."""
     return Job(
         prompts=[ask.prompt],
         prompt_field="prompt",
@@ -136,5 +178,5 @@ def make_job(ask: Ask) -> Job:
         tenant=NO_TENANT,
         ignore_eos=True,
         num_samples=ask.num_samples,
-        timeout=ask.timeout,
+        timeout=timeout,
     )

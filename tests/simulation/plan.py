@@ -18,6 +18,7 @@ class Ask:
         stop: Stop strings.
         expected: What each sample must be.
         gateway: Index of the gateway that it prefers.
+        resumes: The client continues its answer on another gateway when its own is lost.
     """
 
     at: float
@@ -30,6 +31,7 @@ class Ask:
     stop: tuple[str, ...] = ()
     seed: int = 0
     gateway: int = 0
+    resumes: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tupl
         stop=stop,
         seed=random.getrandbits(32),
         gateway=random.randrange(num_gateways),
+        resumes=random.random() < 0.5,
     )
 
 

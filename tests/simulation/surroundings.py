@@ -54,6 +54,13 @@ class _Listening(Listener):
         self._network.listen(self._address, self._process, self._find)
         return self._address
 
+    async def serve(self) -> None:
+        """Do nothing: it serves since it was opened."""
+
+    async def leave(self, grace: float) -> None:
+        """Accept no more connections."""
+        self._network.unlisten(self._address, self._process)
+
     async def close(self, grace: float) -> None:
         """Stop accepting connections. Those that are open break when the process ends."""
         self._network.unlisten(self._address, self._process)

@@ -17,9 +17,11 @@
     │   └── RateLimitExceeded  429  the tenant is at a limit of its own, named by ``limit``
     ├── Unavailable            503  down or shutting down; ``retry_after`` says when to retry
     │   ├── TryElsewhere       503  another part of the same kind may take the request, or the rest of it
+    │   │   └── EngineDied     503  the engine died while it ran only this request
     │   └── GatewayLeaving     503  the gateway shuts down; the answer can be resumed through another one
     ├── DeadlineExceeded       504
     └── Internal               500  a bug; only the log has its cause
+        └── EngineKiller       500  two engines died while they ran only this request
 
 Messages reach clients, so they hold no path, address or traceback. Inside the mesh an error travels as
 ``types_pb2.Error`` (in a shared stream) or as a gRPC status with google.rpc details.
@@ -163,6 +165,11 @@ class TryElsewhere(Unavailable):
     only when no other part is left."""
 
 
+class EngineDied(TryElsewhere):
+    """The core of the engine died while it ran only this request. Another engine may run the rest of it; after a second
+    such death no engine gets it (:class:`EngineKiller`)."""
+
+
 class GatewayLeaving(Unavailable):
     """The gateway that streams the answer shuts down; the caller can resume the answer through another one."""
 
@@ -176,6 +183,10 @@ class Internal(TokenloomError, code=_Code.INTERNAL):
 
     def __init__(self, message: str = "internal error", *, field: str | None = None) -> None:
         super().__init__(message, field)
+
+
+class EngineKiller(Internal):
+    """Two engines died while they ran only this request, so it is not given to a third one."""
 
 
 def _tree(cls: type[TokenloomError]) -> Iterator[type[TokenloomError]]:

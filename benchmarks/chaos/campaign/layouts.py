@@ -9,7 +9,7 @@ from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME
 from tokenloom.supervisor.layout import MeshOptions, parts_of
 from tokenloom.supervisor.mesh import Mesh
 from tokenloom.supervisor.output import LineCopier, WriteLine
-from tokenloom.supervisor.ports import reserved_ports
+from tokenloom.supervisor.ports import held_ports
 from tokenloom.supervisor.run import Outcome, supervise
 from tokenloom.supervisor.state_dir import mesh_directory
 
@@ -87,7 +87,7 @@ async def run_layout(
     """Start the mesh, run ``work`` once every part serves, and stop the mesh. Raises as ``run_mesh``."""
     options = layout.mesh
     output = LineCopier(write_line)
-    with reserved_ports(options.host, options.gateways, 0, 0) as ports, mesh_directory() as directory:
+    with held_ports(options.host, options.gateways, 0, 0) as ports, mesh_directory() as directory:
         async with Links() as links:
             specs = parts_of(options, Path(directory), ports)
             if with_proxies:

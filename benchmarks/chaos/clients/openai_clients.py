@@ -13,8 +13,8 @@ from .mix import Case
 from .openai_answer import ErrorEvent, EventReader, error_text, take_event, take_whole
 
 SILENCE_SECONDS = 3.0
-"""After so much silence a resuming client calls another gateway; doubled after each call without an output, so that a
-slow mesh does not get more and more calls."""
+"""After so much silence beyond the usual a resuming client calls another gateway; doubled after each call without an
+output, so that a slow mesh does not get more and more calls."""
 _NO_EVENT = "0"
 """Asks for a stream from its beginning whose events have ids."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
@@ -63,7 +63,8 @@ class ResumingClient:
 
     async def send(self, exchange: Exchange) -> None:
         events = EventReader()
-        wait, at, silence = _FIRST_WAIT, exchange.gateway, SILENCE_SECONDS
+        patience = SILENCE_SECONDS + exchange.usual_seconds
+        wait, at, silence = _FIRST_WAIT, exchange.gateway, patience
         while True:
             before = exchange.progress.last
             headers = {"Idempotency-Key": f"{self._run}-{exchange.number}"}
@@ -76,7 +77,7 @@ class ResumingClient:
             except (ConnectionLost, TimeoutError) as error:
                 if exchange.answer.samples and not events.last_id:
                     raise failure.cut(f"{error or 'silence'}; the events have no id to resume from") from None
-            silence = SILENCE_SECONDS if exchange.progress.last > before else 2 * silence
+            silence = patience if exchange.progress.last > before else 2 * silence
             await asyncio.sleep(wait)
             wait, at = min(2 * wait, _LONGEST_WAIT), (at + 1) % len(self._gateways)
             exchange.resumed += 1

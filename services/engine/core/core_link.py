@@ -10,7 +10,7 @@ from typing import NoReturn
 from tokenloom.engine_core.client.async_core_client import AsyncClient
 from tokenloom.engine_core.errors import EngineDeadError, UtilityError
 from tokenloom.engine_core.wire.messages import AcceptTokens, CoreReady, EngineCoreOutputs
-from tokenloom.request.errors import FailedPrecondition, TokenloomError, Unavailable
+from tokenloom.request.errors import FailedPrecondition, TokenloomError, TryElsewhere, Unavailable
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Tracer
 
@@ -23,7 +23,7 @@ from ..streams.attempts import Attempts
 
 log = logging.getLogger(__name__)
 
-_FAILED = "the engine failed; retry the request"
+CORE_DIED = "The engine failed; retry the request."
 
 
 class CoreLink:
@@ -68,6 +68,11 @@ class CoreLink:
         """The number of live attempts whose KV will be held for other engines."""
         return sum(1 for attempt, _ in self._live.values() if attempt.kv.lease_id)
 
+    @property
+    def num_requests(self) -> int:
+        """The number of live requests; the samples of one request count as one."""
+        return len({attempt.request_id for attempt, _ in self._live.values()})
+
     async def run(self) -> NoReturn:
         """Distribute outputs until the core dies. Raises ``EngineDeadError``."""
         while True:
@@ -102,22 +107,22 @@ class CoreLink:
         self._load.accepted()
 
     async def hand_over(self, attempt: Attempt) -> None:
-        """Send the request of an attempt that has not ended. Raises ``Unavailable`` if the core is dead."""
+        """Send the request of an attempt that has not ended. Raises ``TryElsewhere`` if the core is dead."""
         request, attempt.request = attempt.request, None
         if request is None:
             return
         try:
             await self.client.add_request(request)
         except EngineDeadError:
-            raise Unavailable(_FAILED) from None
+            raise TryElsewhere(CORE_DIED) from None
         self._load.handed_over(attempt.tokens.prompt)
 
     async def accept(self, accept: AcceptTokens) -> None:
-        """Send the tokens of the prefill leg to the core. Raises ``Unavailable`` if the core is dead."""
+        """Send the tokens of the prefill leg to the core. Raises ``TryElsewhere`` if the core is dead."""
         try:
             await self.client.accept_tokens(accept)
         except EngineDeadError:
-            raise Unavailable(_FAILED) from None
+            raise TryElsewhere(CORE_DIED) from None
 
     def fail(self, attempt: Attempt, error: TokenloomError) -> None:
         """Fail an attempt, if it is still live."""

@@ -34,6 +34,7 @@ _ERRORS: dict[ErrorKind, type[errors.TokenloomError]] = {
     ErrorKind.INTERNAL: errors.Internal,
     ErrorKind.ENGINE_FULL: errors.ResourceExhausted,
     ErrorKind.TENANT_FULL: errors.RateLimitExceeded,
+    ErrorKind.LEAVING: errors.TryElsewhere,
     ErrorKind.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
 }
 

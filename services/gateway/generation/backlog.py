@@ -1,8 +1,8 @@
 """Estimates how long a new request would wait for its first token, and decides whether it is admitted. No I/O."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random, SystemRandom
 from typing import Final
 
 from tokenloom.request.errors import ResourceExhausted
@@ -42,10 +42,10 @@ class Backlog:
     snapshot shows.
     """
 
-    def __init__(self, max_queue_seconds: float, draw: random.Random | None = None) -> None:
+    def __init__(self, max_queue_seconds: float, draw: Random | None = None) -> None:
         """``max_queue_seconds``: how long a request of priority 0 may wait. ``draw``: spreads the times of retries."""
         self._max_seconds = max_queue_seconds
-        self._draw = draw or random.Random()
+        self._draw = draw or SystemRandom()
         self._capacity = Capacity()
         self._other_live = self._other_tokens = 0
         self.live = 0

@@ -41,13 +41,18 @@ class OutputPool:
         channels: Channels,
         *,
         max_kept_bytes: int,
+        on_moved: Callable[[], object],
     ) -> None:
-        """``max_kept_bytes``: limits the prompts that are kept for requests in work."""
+        """Args:
+        max_kept_bytes: Limits the prompts that are kept for requests in work.
+        on_moved: Called for each request that is sent again.
+        """
         self._members = members
         self._peer_id = peer_id
         self._epoch = epoch
         self._channels = channels
         self._kept = KeptPrompts(max_kept_bytes)
+        self._count_moved = on_moved
         self._links: list[OutputLink] = []  # one for each output processor
         self._turn = 0
         self._waiting: dict[Submission, None] = {}  # in order of arrival; bounded by what the gateway admits
@@ -196,6 +201,8 @@ class OutputPool:
             while self._waiting:
                 submission = next(iter(self._waiting))
                 if (stream := self._choose(submission)) is not None:
+                    if submission.withdraw is not None:  # otherwise it has only waited
+                        self._count_moved()
                     self._send(submission, stream, again=True)
                 elif any(map(self._may_run, self._links)):
                     submission.fail_as_refused()

@@ -47,8 +47,8 @@ class AttemptOwner(Protocol):
     def on_finished(self, attempt: "Attempt", finished: Finished) -> None:
         """Called when the attempt has ended."""
 
-    def on_lost(self, attempt: "Attempt") -> None:
-        """Called when the engine died, fell silent or hangs."""
+    def on_lost(self, attempt: "Attempt", *, is_alone: bool) -> None:
+        """Called when the engine died, fell silent or hangs. ``is_alone``: this link carried no other request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +62,7 @@ class Attempt:
         is_counted: Whether the last snapshot counts it, until it is released.
         num_accepted: Output tokens that the engine was given with it.
         has_output: Whether the engine has sent any.
+        request_id: The request's id in the mesh, which its samples share; empty until it is sent.
         slot: Its number on the link; 0 until it is sent.
         owner: Set when it is sent.
     """
@@ -72,6 +73,7 @@ class Attempt:
     is_counted: bool = False
     num_accepted: int = 0
     has_output: bool = False
+    request_id: str = ""
     slot: int = 0
     owner: AttemptOwner = field(init=False)
 
@@ -113,6 +115,7 @@ class EngineLink:
             self._silent_ticks = self._still_ticks = 0
         self._last_slot += 1
         request.slot = attempt.slot = self._last_slot
+        attempt.request_id = request.request_id
         attempt.owner = owner
         self._attempts[self._last_slot] = attempt
         self._outgoing.add.append(request)
@@ -257,8 +260,9 @@ class EngineLink:
         self.error = errors.Unavailable("The engine became unavailable; retry.")
         self._opened.set()
         attempts, self._attempts = self._attempts, {}
+        is_alone = len({attempt.request_id for attempt in attempts.values()}) == 1
         for attempt in attempts.values():
-            attempt.owner.on_lost(attempt)
+            attempt.owner.on_lost(attempt, is_alone=is_alone)
         if self._call is not None:
             self._call.cancel()  # dropping a call does not end it
 

@@ -32,22 +32,28 @@ class LastSnapshot:
     def __init__(self, fingerprint: Fingerprint) -> None:
         self._fingerprint = fingerprint
         self._entries: list[EngineEntry] = []
+        self._serving: frozenset[EngineKey] = frozenset()
         self._pd_threshold = 0
         self._epoch = 0
         self._complete = False
         self._picks: Counter[EngineKey] = Counter()  # since the snapshot, and still live
         self._turn = 0
 
-    def update(self, snapshot: Snapshot) -> None:
-        """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays."""
+    def update(self, snapshot: Snapshot) -> bool:
+        """Take a new snapshot. While engines still re-join a new coordinator, the snapshot of the former one stays.
+
+        Returns whether an engine serves that did not serve before.
+        """
         is_new_coordinator = snapshot.coordinator_epoch != self._epoch
         if self._entries and not snapshot.complete and (self._complete or is_new_coordinator):
-            return
+            return False
         self._epoch = snapshot.coordinator_epoch
         self._complete = snapshot.complete
         self._entries = [entry for entry in snapshot.engines if self._is_ours(entry)]
         self._pd_threshold = snapshot.pd_threshold
         self._picks.clear()
+        before, self._serving = self._serving, frozenset(map(_key, filter(_is_serving, self._entries)))
+        return not self._serving <= before
 
     def pick(self, request: PickRequest, exclude: Collection[EngineKey] = ()) -> PickResponse:
         """Answer like the coordinator, by its rule, but without a pick's id: the serving engine of the lowest score.
@@ -71,9 +77,14 @@ class LastSnapshot:
             raise errors.Unavailable("No engine is serving this model now; retry.")
         index, whole = pairing.choose(candidates, request.role, self._pd_threshold)
         self._turn = index + 1
-        identity = self._entries[index].identity
-        self.count(EngineKey(identity.engine_id, identity.epoch))
-        return PickResponse(engine=identity, whole_request=whole)
+        chosen = self._entries[index]
+        self.count(_key(chosen))
+        return PickResponse(engine=chosen.identity, whole_request=whole)
+
+    def num_requests(self, key: EngineKey) -> int:
+        """Return how many requests an engine last reported; 0 for an engine that is not in the snapshot."""
+        reports = (entry.report for entry in self._entries if _key(entry) == key)
+        return sum(report.running + report.waiting for report in reports)
 
     def count(self, key: EngineKey) -> None:
         """Count one more leg that was placed on an engine."""
@@ -85,17 +96,23 @@ class LastSnapshot:
             self._picks[key] -= 1
 
     def _score(self, entry: EngineEntry) -> int:
-        identity = entry.identity
-        return entry.score + _WAITING_WEIGHT * self._picks[EngineKey(identity.engine_id, identity.epoch)]
+        return entry.score + _WAITING_WEIGHT * self._picks[_key(entry)]
 
     def _is_ours(self, entry: EngineEntry) -> bool:
         return fingerprint_difference(self._fingerprint, entry.identity.fingerprint) is None
 
 
 def _is_candidate(entry: EngineEntry, request: PickRequest, exclude: Collection[EngineKey]) -> bool:
-    identity = entry.identity
     return (
-        entry.report.state == EngineState.ENGINE_STATE_SERVING
-        and (identity.engine_id, identity.epoch) not in exclude
-        and pairing.in_pool(request.fingerprint, identity.fingerprint, request.role)
+        _is_serving(entry)
+        and _key(entry) not in exclude
+        and pairing.in_pool(request.fingerprint, entry.identity.fingerprint, request.role)
     )
+
+
+def _is_serving(entry: EngineEntry) -> bool:
+    return entry.report.state == EngineState.ENGINE_STATE_SERVING
+
+
+def _key(entry: EngineEntry) -> EngineKey:
+    return EngineKey(entry.identity.engine_id, entry.identity.epoch)

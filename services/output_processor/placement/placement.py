@@ -16,12 +16,13 @@ from tokenloom.v1.output_processor_pb2 import Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, Hello
 
 from .engine_link import Attempt, EngineLink
+from .engine_search import EngineSearch
 from .last_snapshot import EngineKey, LastSnapshot
 from .pick_stream import ANSWER_SECONDS, PickStream
 
 log = logging.getLogger(__name__)
 
-_MAX_PICKS = 3  # engines that do not answer before a request is given up
+_MAX_PICKS = 3  # engines that do not answer before a request waits
 _REWATCH_SECONDS = 0.2
 
 
@@ -44,6 +45,8 @@ class Placer:
         self._fingerprint = fingerprint
         self._links = links
         self._snapshot = LastSnapshot(fingerprint)
+        self._is_closed = False
+        self._news = asyncio.Event()  # set once when another engine serves, and replaced
 
     async def run(self) -> None:
         """Stay in touch with the coordinator until cancelled."""
@@ -55,7 +58,9 @@ class Placer:
             call = self._stub.Watch(WatchRequest())
             try:
                 async for snapshot in call:
-                    self._snapshot.update(snapshot)
+                    if self._snapshot.update(snapshot):
+                        news, self._news = self._news, asyncio.Event()
+                        news.set()
             except grpc.aio.AioRpcError as error:
                 log.debug("coordinator: %s %s", error.code().name, error.details())
             finally:
@@ -77,38 +82,75 @@ class Placer:
         self,
         submit: Submit,
         leg: EngineRole,
+        search: EngineSearch,
         *,
         num_output_tokens: int = 0,
         pool: Fingerprint | None = None,
-        exclude: Collection[EngineKey] = (),
         asked: Asked | None = None,
     ) -> Attempt:
-        """Place one leg, ``PREFILL`` for the beginning of a request. The attempt is not sent yet.
+        """Place one leg, ``PREFILL`` for the beginning of a request. The attempt is not sent yet. Without an engine,
+        wait for one.
 
         Args:
+            search: The engines that failed this sample, and how long it may wait.
             num_output_tokens: Output tokens so far; the engine has to compute their KV too.
             pool: What the engine of an earlier leg serves, when this leg continues from there.
-            exclude: Engines that failed this request.
             asked: What :meth:`ask` returned for this very leg.
 
-        Raises ``ResourceExhausted`` when every engine is full, ``Unavailable`` when none can be reached.
+        Raises ``ResourceExhausted`` when every engine is full, unless the sample was admitted before; ``Unavailable``
+        when no engine took the leg in time, ``TryElsewhere`` when this process stops.
         """
         request = asked.request if asked else _pick_request(submit, leg, num_output_tokens, pool or self._fingerprint)
         response = asked.response if asked else None
+        if leg == EngineRole.ENGINE_ROLE_DECODE:
+            search.is_admitted = True  # with the leg before
+        if search.must_wait:
+            await search.pause(self._news)
+        while True:
+            if self._is_closed:
+                raise errors.TryElsewhere("The output processor has stopped; retry.")
+            news = self._news
+            try:
+                return await self._place_now(request, submit, search.exclude, response)
+            except (errors.Unavailable, errors.ResourceExhausted) as error:
+                if search.overload is not None:
+                    raise search.overload from None
+                if isinstance(error, errors.ResourceExhausted) and not search.is_admitted:
+                    raise
+                cause = error
+            response = None
+            search.exclude = []
+            await search.pause(news, cause)
+
+    async def _place_now(
+        self,
+        request: PickRequest,
+        submit: Submit,
+        exclude: Collection[EngineKey],
+        response: Awaitable[PickResponse] | None,
+    ) -> Attempt:
+        """Place a leg without waiting. ``response``: the first pick, if it was asked for already."""
         unreached = list(exclude)
         for _ in range(_MAX_PICKS):
             picked = await self._picked(request, unreached, response or self._ask(request, unreached, submit))
             response = None
+            key = EngineKey(picked.engine.engine_id, picked.engine.epoch)
+            pick = picked.pick if picked.HasField("pick") else None
             try:
                 link = await self._links.get(picked.engine)
-            except errors.Unavailable:
-                unreached.append(EngineKey(picked.engine.engine_id, picked.engine.epoch))
-                if not picked.HasField("pick"):
-                    self._snapshot.release(unreached[-1])
+            except BaseException as error:
+                if pick is None:
+                    self._snapshot.release(key)
+                if not isinstance(error, errors.Unavailable):
+                    raise
+                unreached.append(key)
                 continue
-            pick = picked.pick if picked.HasField("pick") else None
             return Attempt(link, pick, picked.whole_request, is_counted=pick is None)
         raise errors.Unavailable("No engine answers; retry.")
+
+    def is_shared(self, key: EngineKey, num_samples: int) -> bool:
+        """Return whether an engine last reported more live requests than the samples of one."""
+        return self._snapshot.num_requests(key) > num_samples
 
     def release(self, attempt: Attempt) -> None:
         """Note that an attempt ended or is not needed. A second call has no effect."""
@@ -123,7 +165,9 @@ class Placer:
         return Attempt(attempt.link, is_counted=attempt.is_counted)
 
     async def close(self) -> None:
-        """Close the links and the channel. :meth:`run` must be cancelled before."""
+        """Close the links and the channel, and end the placements. :meth:`run` must be cancelled before."""
+        self._is_closed = True
+        self._news.set()
         await self._links.close()
         await self._channel.close()
 

@@ -4,26 +4,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from google.protobuf.duration_pb2 import Duration
-
 from tokenloom.request import errors
 from tokenloom.services.runtime.host.tasks import Tasks
 from tokenloom.services.runtime.telemetry.logs import RequestLog
-from tokenloom.v1.engine_pb2 import AddRequest, Finished, KVSource
+from tokenloom.v1.engine_pb2 import Finished, KVSource
 from tokenloom.v1.output_processor_pb2 import RequestFinished, Submit
 from tokenloom.v1.types_pb2 import EngineRole, Fingerprint, FinishReason, Logprobs, SamplingParams
 
 from ..placement.engine_link import Attempt
-from ..placement.last_snapshot import EngineKey
 from ..placement.placement import Asked, Placer
+from .add_request import make_add
+from .lifetime import Lifetime
+from .retries import Retries
 from .sample_output import SampleOutput
 
 log = logging.getLogger(__name__)
 
-MAX_ENGINE_DEATHS = 2
-"""Engines that may die while they run a request. Then it ends, because the request itself may kill them."""
-
 _PREFILL, _DECODE = EngineRole.ENGINE_ROLE_PREFILL, EngineRole.ENGINE_ROLE_DECODE
+_ERROR, _PREFILLED = FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_PREFILLED
 
 
 class Legs:
@@ -32,7 +30,8 @@ class Legs:
     - The prefill leg ends with the first token and leaves the prompt's KV under a lease. The decode leg is placed then,
       or as soon as the KV is granted when the prefill takes more than a step: it pulls while the rest is computed.
     - If the engine of the prefill leg is the best one to decode too, the decode leg finds the KV in its prefix cache.
-    - An engine that dies before its leg is over is replaced, as long as no token would have to be taken back.
+    - An engine that dies, drains or is full is replaced at any token. The sample then begins anew, as a request whose
+      prompt is followed by the tokens so far. Only a decode leg that has sent nothing yet leaves the lease to the next.
 
     Fulfils ``AttemptOwner``. The first reason to end wins, and frees what is held on every engine.
     """
@@ -45,9 +44,9 @@ class Legs:
         placer: Placer,
         tasks: Tasks,
         on_end: Callable[["Legs", RequestFinished], None],
-        deadline: float | None = None,
+        lifetime: Lifetime,
     ) -> None:
-        """``tasks`` own the placements. ``on_end`` is called once. ``deadline``: by the event loop's time."""
+        """``tasks`` own the placements. ``on_end`` is called once. ``lifetime``: shared by the request's samples."""
         self._submit = submit
         self._params = params
         self._output = output
@@ -55,17 +54,15 @@ class Legs:
         self._tasks = tasks
         self._on_end = on_end
         self._on_settled: Callable[[Attempt], None] | None = None
-        self._deadline = deadline
+        self._deadline = lifetime.deadline
+        self._retries = Retries(submit, lifetime, output, placer)
         self._prefill: Attempt | None = None  # or the attempt that does the whole request
         self._decode: Attempt | None = None
         self._next: Attempt | None = None  # a decode leg that waits, because its engine still prefills
         self._kv: KVSource | None = None
         self._handed_over = False
         self._holds_kv = False  # the prefill leg's engine keeps it until it is read or dropped
-        self._placing = 0  # number of the placement under way; 0: none
-        self._num_placements = 0
-        self._deaths = submit.engine_deaths
-        self._exclude: list[EngineKey] = []  # engines that died with it: bounded like the deaths
+        self._placement: asyncio.Task[None] | None = None  # the one under way
         self._pool: Fingerprint | None = None
         self.ended = False
 
@@ -78,7 +75,10 @@ class Legs:
                 Other samples of the prompt may run there.
         """
         self._on_settled = on_settled
-        self._place(_PREFILL, asked)
+        if (verdict := self._retries.verdict()) is not None:
+            self.fail(verdict)
+        else:
+            self._place(_PREFILL, asked)
 
     def replay(self) -> None:
         """Take the tokens that an output processor which was lost has sent; they may hold a stop string, which ends the
@@ -98,42 +98,38 @@ class Legs:
         self._end(self._output.fail, error)
 
     def _place(self, role: EngineRole, asked: Asked | None = None) -> None:
-        """Begin a placement. If another one is under way, its result will be released."""
-        self._num_placements += 1
-        self._placing = self._num_placements
-        name = f"place {self._submit.request_id}"
-        self._tasks.spawn(self._run_placement(role, self._placing, asked), name=name)
+        """Begin a placement, which takes the place of the one under way."""
+        self._cancel_placement()
+        self._placement = self._tasks.spawn(self._run_placement(role, asked), name=f"place {self._submit.request_id}")
 
-    async def _run_placement(self, role: EngineRole, number: int, asked: Asked | None) -> None:
+    def _cancel_placement(self) -> None:
+        if self._placement is not None:
+            self._placement.cancel()
+            self._placement = None
+
+    async def _run_placement(self, role: EngineRole, asked: Asked | None) -> None:
         """Find an engine and send the leg. A failure ends this sample, never the gateway's stream."""
         output = self._output
         started = output.clock()
-        is_ahead = role == _DECODE and not self._handed_over
         try:
             attempt = await self._placer.place(
                 self._submit,
                 role,
+                self._retries.search,
                 num_output_tokens=len(output.token_ids),
                 pool=self._pool if role == _DECODE or output.token_ids else None,
-                exclude=self._exclude,
                 asked=asked,
             )
-            if number != self._placing:  # meanwhile the sample ended or another placement began
-                self._placer.release(attempt)
-                return
-            self._placing = 0
+            self._placement = None
             output.timeline.placement_ns += output.clock() - started
             self._send_decode(attempt) if role == _DECODE else self.begin_on(attempt)
             if log.isEnabledFor(logging.DEBUG):
                 request_log = RequestLog(log, self._submit.request_id, self._submit.trace_headers)
                 request_log.debug("%s placed on %s", EngineRole.Name(role), attempt.link.identity.engine_id)
         except Exception as error:
-            if not is_ahead:
+            self._placement = None
+            if role == _PREFILL or self._handed_over:  # otherwise it is placed again when it is due
                 self.fail(error)
-            elif number == self._placing:  # it is placed again when it is due
-                self._placing = 0
-                if self._handed_over:
-                    self._place(_DECODE)
 
     def begin_on(self, attempt: Attempt) -> None:
         """Send the prefill leg, or all of the sample, to an engine."""
@@ -171,29 +167,22 @@ class Legs:
         kv_source: KVSource | None = None,
         awaits_tokens: bool = False,
     ) -> None:
-        submit, timeout = self._submit, None
-        if self._deadline is not None:
-            timeout = Duration()
-            timeout.FromNanoseconds(max(0, int((self._deadline - asyncio.get_running_loop().time()) * 1e9)))
-        request = AddRequest(
-            request_id=submit.request_id,
-            prompt=submit.prompt,
-            accepted_token_ids=accepted,
-            sampling_params=self._params,
-            priority=submit.priority,
-            timeout=timeout,
+        left = None if self._deadline is None else self._deadline - asyncio.get_running_loop().time()
+        request = make_add(
+            self._submit,
+            self._params,
+            accepted,
+            pick=attempt.pick,
+            seconds_left=left,
             hold_kv=hold_kv,
             kv_source=kv_source,
             awaits_tokens=awaits_tokens,
-            pick=attempt.pick,
-            trace_headers=submit.trace_headers,
-            tenant=submit.tenant,
         )
         attempt.num_accepted = len(accepted)
         try:
             attempt.link.add(request, attempt, self)
         except errors.Unavailable:
-            self.on_lost(attempt)
+            self.on_lost(attempt, is_alone=False)  # it never ran there
 
     def _settle(self, attempt: Attempt) -> None:
         if self._on_settled is not None:
@@ -230,30 +219,40 @@ class Legs:
 
     def on_finished(self, attempt: Attempt, finished: Finished) -> None:
         self._placer.release(attempt)
-        is_prefilled = finished.reason == FinishReason.FINISH_REASON_PREFILLED
+        is_prefilled = finished.reason == _PREFILLED
         self._holds_kv = self._holds_kv or (is_prefilled and attempt is self._prefill)
-        if is_prefilled and self._output.stop_match is None:
+        if self._output.stop_match is not None:
+            self._end(self._output.finish, finished)
+        elif is_prefilled:
             self._hand_over(attempt, finished)
+        elif finished.reason == _ERROR and self._retries.refused(attempt, errors.from_proto(finished.error)):
+            self._replace(attempt)
         else:
             self._end(self._output.finish, finished)
 
-    def on_lost(self, attempt: Attempt) -> None:
+    def on_lost(self, attempt: Attempt, *, is_alone: bool) -> None:
         self._placer.release(attempt)
-        self._deaths += 1
-        is_decoding = attempt is self._decode and attempt.has_output
-        is_final = attempt.whole_request or is_decoding or self._deaths >= MAX_ENGINE_DEATHS
-        if is_final or self._output.stop_match is not None:
-            self._end(self._output.lose)
+        self._retries.lost(attempt, is_alone=is_alone)
+        self._replace(attempt)
+
+    def _replace(self, attempt: Attempt) -> None:
+        """Continue on another engine, unless the output is complete or the request may have killed its engines."""
+        if self._output.stop_match is not None:
+            self._end(self._output.stop)
+            return
+        if (verdict := self._retries.verdict()) is not None:
+            self.fail(verdict)
             return
         self._output.retry()
-        self._exclude.append(attempt.link.key)
-        if attempt is self._decode:
+        if attempt is self._decode and not attempt.has_output:
             self._decode = None
             self._place(_DECODE)
-        else:
-            self._end_decode()
-            self._kv = None
-            self._place(_PREFILL)
+            return
+        self._end_decode()
+        self._drop_kv()
+        self._kv = None
+        self._handed_over = False
+        self._place(_PREFILL)
 
     def _hand_over(self, attempt: Attempt, finished: Finished) -> None:
         """Continue on the engine of the decode leg, or place that leg: the first token has arrived."""
@@ -270,7 +269,7 @@ class Legs:
         elif self._next is not None:
             following, self._next = self._next, None
             self._send_decode(following)
-        elif not self._placing:
+        elif self._placement is None:
             self._place(_DECODE)
 
     def _end(self, end_output: Callable[..., RequestFinished], *reason: object) -> None:
@@ -278,7 +277,7 @@ class Legs:
         if self.ended:
             return
         self.ended = True
-        self._placing = 0
+        self._cancel_placement()
         self._end_decode()
         if self._prefill is not None:
             self._release(self._prefill)
@@ -286,9 +285,8 @@ class Legs:
         self._on_end(self, end_output(*reason))
 
     def _end_decode(self) -> None:
-        for attempt in (self._decode, self._next):
-            if attempt is not None:
-                self._release(attempt)
+        for attempt in filter(None, (self._decode, self._next)):
+            self._release(attempt)
         self._decode = self._next = None
 
     def _release(self, attempt: Attempt) -> None:

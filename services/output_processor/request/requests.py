@@ -18,6 +18,7 @@ from ..stream.outbox import Outbox
 from ..text.vocabulary import Vocabulary
 from .kept_requests import KeptRequests
 from .legs import Legs
+from .lifetime import Lifetime
 from .request_trace import RequestTrace
 from .sample_output import SampleOutput
 
@@ -149,11 +150,16 @@ class SampleGroup:
         self._trace = trace
         self._on_sample_end = on_sample_end
         self._on_end = on_end
-        self._timeout = submit.timeout.ToNanoseconds() / 1e9 if submit.HasField("timeout") else None
-        deadline = None if self._timeout is None else asyncio.get_running_loop().time() + self._timeout
+        self._lifetime = Lifetime.of(submit, asyncio.get_running_loop().time())
         self._samples = [
             Legs(
-                submit, sample_params(submit, output.sample_index), output, placer, tasks, self._sample_ended, deadline
+                submit,
+                sample_params(submit, output.sample_index),
+                output,
+                placer,
+                tasks,
+                self._sample_ended,
+                self._lifetime,
             )
             for output in samples
         ]
@@ -236,8 +242,8 @@ class SampleGroup:
 
     def start(self, asked: Asked | None = None) -> None:
         """Start the first sample. ``asked``: its pick, if one was asked for."""
-        if self._timeout is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout, self._expire)
+        if self._lifetime.deadline is not None:
+            self._timer = asyncio.get_running_loop().call_at(self._lifetime.deadline, self._expire)
         if self._submit.journals:
             for sample in self._samples:
                 sample.replay()  # which may end it

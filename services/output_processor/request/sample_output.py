@@ -26,7 +26,7 @@ _TOKEN_BYTES = 36
 class SampleOutput:
     """Turns the tokens of a sample's attempts into text, and puts both into the outbox of the gateway's stream.
 
-    Exactly one of ``finish``, ``stop``, ``lose``, ``abort`` and ``fail`` ends it. Nothing may be added after that.
+    Exactly one of ``finish``, ``stop``, ``abort`` and ``fail`` ends it. Nothing may be added after that.
 
     Attributes:
         sample_index: Number of the sample.
@@ -129,12 +129,15 @@ class SampleOutput:
             self._send_logprobs(columns)
 
     def prefilled(self, finished: Finished) -> None:
-        """Note the end of the prefill leg: everything after the first token counts as decoding."""
-        self._prefill = finished
+        """Note the end of the first prefill leg: everything after the first token counts as decoding."""
+        self._prefill = self._prefill or finished
 
     def retry(self) -> None:
-        """Note that an engine died and that its leg is placed again."""
+        """Note that an engine failed this sample and that its leg is placed again."""
         self.num_attempts += 1
+
+    def engine_died(self) -> None:
+        """Report to the gateway that an engine died while it ran only this request."""
         self._outbox.engine_died(self._key[0])
 
     def finish(self, finished: Finished) -> RequestFinished:
@@ -152,13 +155,6 @@ class SampleOutput:
         if text := self._unsent(self._detokenizer.finish()):
             self._rows.add(self._key, text, len(self.token_ids), ())
         return self._end(finished.reason, self._stop_reason(finished))
-
-    def lose(self) -> RequestFinished:
-        """End because the engine died. Output that a stop string has completed is complete all the same."""
-        if self.stop_match is not None:
-            return self.stop()
-        self._outbox.engine_died(self._key[0])
-        return self.fail(errors.Unavailable("The engine that ran this request became unavailable; retry."))
 
     def stop(self) -> RequestFinished:
         """End with the stop string that was found, without an engine that confirms it."""
@@ -256,6 +252,11 @@ class SampleOutput:
         self._bytes_to_skip -= skipped
         return data[skipped:].decode(errors="ignore")
 
+    @property
+    def _num_cached(self) -> int:
+        """Prompt tokens that a cache had; an attempt that continued an output may have found more than the prompt."""
+        return min(self._prefill.cached_tokens, len(self._submit.prompt.token_ids)) if self._prefill is not None else 0
+
     def _stop_reason(self, finished: Finished) -> str:
         if not finished.HasField("stop_token_id") or finished.stop_token_id in self._eos_token_ids:
             return ""
@@ -275,7 +276,7 @@ class SampleOutput:
             error=None if error is None else errors.to_proto(error),
             prompt_tokens=len(self._submit.prompt.token_ids),
             completion_tokens=len(self.token_ids),
-            cached_tokens=self._prefill.cached_tokens if self._prefill is not None else 0,
+            cached_tokens=self._num_cached,
             attempts=self.num_attempts,
             timeline=self.timeline,
         )

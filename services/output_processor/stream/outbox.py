@@ -45,7 +45,7 @@ class Outbox:
         self._on_news()
 
     def engine_died(self, slot: int) -> None:
-        """Report that the engine of this slot died."""
+        """Report that the engine of this slot died while it ran nothing else."""
         self._engine_deaths.append(slot)
         self._on_news()
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -82,18 +83,18 @@ async def outside(socket_dir: Path, flags: tuple[str, ...]) -> AsyncIterator[Out
         await asyncio.gather(*(part.start() for part in [*mesh.parts_here, *mesh.processes]))
         async with asyncio.timeout(SOON):
             await mesh.gateway.start()
-            await until_connected(mesh, 2)
+            await until_connected(mesh)
         yield mesh
     finally:
         await mesh.gateway.stop()
         await asyncio.gather(*(part.stop() for part in mesh.parts_here), *(each.close() for each in mesh.processes))
 
 
-async def until_connected(mesh: Outside, count: int) -> None:
-    """The gateway may send new requests to so many."""
-    pool: Any = mesh.gateway.service._started[0].health._outputs  # type: ignore[union-attr]
-    while pool.num_connected != count:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+async def until_connected(mesh: Outside) -> None:
+    """The gateway may send new requests to both."""
+    async with asyncio.timeout(SOON), mesh.http() as http:
+        while (await http.get("/health")).json()["parts"]["output_processor"]["serving"] < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def streamed(http: httpx.AsyncClient, fields: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -136,10 +137,29 @@ async def called(mesh: Mesh) -> dict[int, tuple[str, list[int], int]]:
     return outputs
 
 
+async def conversed(mesh: Mesh) -> list[tuple[str, list[int]]]:
+    """The turns of one session."""
+    turns: list[tuple[str, list[int]]] = []
+    params = types_pb2.SamplingParams(max_tokens=20, temperature=0.0)
+    async with open_channel(mesh.gateway.settings.listen) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).GenerateSession()
+        for text in ("Once", " upon", " a time"):
+            request = inference_pb2.GenerateRequest(model=MODEL, text=text, sampling_params=params, ignore_eos=True)
+            await call.write(request)
+        await call.done_writing()
+        text, ids = "", list[int]()
+        async for part in call:
+            text, ids = text + part.text, [*ids, *part.token_ids]
+            if part.finish_reason:
+                turns.append((text, ids))
+                text, ids = "", []
+    return turns
+
+
 async def everything(mesh: Mesh, http: httpx.AsyncClient, stop: str) -> list[Any]:
     stopped = {"stop": [stop], "include_stop_str_in_output": False}
     bodies = [*REQUESTS.values(), stopped, {**stopped, "include_stop_str_in_output": True, "n": 2}]
-    return list(await asyncio.gather(called(mesh), *(streamed(http, body) for body in bodies)))
+    return list(await asyncio.gather(called(mesh), conversed(mesh), *(streamed(http, body) for body in bodies)))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +177,9 @@ async def test_no_request_notices_that_its_output_processor_went(outside: Outsid
         for process in outside.processes:
             await process.end(number)
             await process.start()
-            await until_connected(outside, 2)
+            await until_connected(outside)
         assert await work == undisturbed
+        moved = re.search(r"^tokenloom_gateway_requests_moved_total (\S+)", (await http.get("/metrics")).text, re.M)
+        assert moved is not None
+        assert float(moved[1]) >= 8, "the signals hit requests that had begun"
         await outside.until_idle()

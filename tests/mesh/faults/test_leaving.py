@@ -105,3 +105,27 @@ async def test_draining_gateway_finishes_what_it_has(socket_dir: Path) -> None:
         await mesh.gateway.stop()
         response = await request
     assert response.json()["usage"]["completion_tokens"] == 40
+
+
+@pytest.mark.parametrize(("drain", "drain_timeout"), [("migrate", SOON), ("finish", 0.2)])
+async def test_engines_that_leave_in_turn_lose_nothing(socket_dir: Path, drain: str, drain_timeout: float) -> None:
+    """Each engine leaves under load and returns before the next one leaves; then the last one leaves alone."""
+    settings = {"hash_step_seconds": 0.02, "drain": drain}
+    mesh = Mesh(socket_dir, engines=2, engine=settings, common={"drain_timeout": drain_timeout})
+    body = {**LONG, "max_tokens": 100, "return_token_ids": True}
+    async with mesh.running(), mesh.http() as http:
+        greedy = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(4)]
+        several = asyncio.create_task(http.post("/v1/completions", json={**body, "n": 3, "logprobs": 0}))
+        await mesh.until_running(7)
+        for engine in mesh.engines:
+            await engine.stop()
+            await engine.start()
+        responses = await asyncio.gather(*greedy, several)
+        await mesh.until_idle()
+    for response in responses:
+        assert response.status_code == 200, response.text
+        for choice in response.json()["choices"]:
+            assert len(choice["token_ids"]) == 100
+        assert response.json()["choices"][0]["token_ids"] == mesh.expected([1, 2, 3], 100)
+    (logprobs,) = {len(choice["logprobs"]["token_logprobs"]) for choice in responses[-1].json()["choices"]}
+    assert logprobs == 100, "none is missing or doubled"

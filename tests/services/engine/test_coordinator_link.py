@@ -160,7 +160,7 @@ async def test_the_coordinator_may_ask_it_to_leave(socket_dir: Path) -> None:
         async with Peer(host.address) as peer:
             await peer.send(make_add(1, [1, 2]))
             received = await peer.read_until_finished([1])
-            assert received.finished[1].error.reason == "UNAVAILABLE"
+            assert received.finished[1].error.reason == "TRY_ELSEWHERE"
             assert "draining" in received.finished[1].error.message
 
 

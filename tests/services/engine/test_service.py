@@ -101,7 +101,7 @@ async def test_when_the_core_is_killed_requests_are_told_and_the_front_exits(eng
         await peer.read_tokens()
         engine.core.kill()
         received = await peer.read_until_finished([1])
-        assert received.finished[1].error.reason == "UNAVAILABLE"
+        assert received.finished[1].error.reason == "ENGINE_DIED"
         assert await engine.wait(30) == 1
 
 
@@ -116,7 +116,7 @@ async def test_a_core_whose_step_hangs_is_killed_within_seconds(engine: EnginePr
         (engine.core if victim == "core" else worker).suspend()
         stopped_at = asyncio.get_running_loop().time()
         received = await peer.read_until_finished([1])
-        assert received.finished[1].error.reason == "UNAVAILABLE"
+        assert received.finished[1].error.reason == "ENGINE_DIED"
         assert await engine.wait(30) == 1
         assert asyncio.get_running_loop().time() - stopped_at < 30, "it waited for the 60 s of its peers"
     await engine.wait_for_core(30)

@@ -154,6 +154,8 @@ class FakeCoordinator(CoordinatorServicer):
         self.requests: list[PickRequest] = []
         self._arrived: asyncio.Queue[PickRequest] = asyncio.Queue()
         self.watched = asyncio.Event()
+        self._changed = asyncio.Event()
+        self.running = 0  # as every engine reports
         self.hold = asyncio.Event()  # picks wait until it is set
         self.hold.set()
 
@@ -192,18 +194,33 @@ class FakeCoordinator(CoordinatorServicer):
         excluded = {(each.engine_id, each.epoch) for each in request.exclude}
         engines = zip(self.engines, self.roles, strict=True)
         able = [each for each in engines if (each[0].engine_id, each[0].epoch) not in excluded]
+        if not able:
+            raise errors.Unavailable("No engine is serving this model now; retry.")
         engine, role = next((each for each in able if each[1] == request.role), able[0])
         pick = PickId(coordinator_epoch=7, number=len(self.requests))
         whole = request.role != EngineRole.ENGINE_ROLE_DECODE and role != EngineRole.ENGINE_ROLE_PREFILL
         return PickResponse(engine=engine, whole_request=whole, pick=pick)
 
+    def publish(self) -> None:
+        """Send a snapshot of the engines to every watcher."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def published(self) -> None:
+        """Wait until every watcher has the last snapshot."""
+        self.watched.clear()
+        await asyncio.wait_for(self.watched.wait(), SOON)
+
     async def Watch(  # type: ignore[override]
         self, request: WatchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Snapshot]:
-        entries = [entry(each, role=role) for each, role in zip(self.engines, self.roles, strict=True)]
-        yield Snapshot(coordinator_epoch=7, revision=1, complete=True, engines=entries)
-        self.watched.set()
-        await asyncio.Event().wait()
+        while True:
+            changed = self._changed
+            engines = zip(self.engines, self.roles, strict=False)
+            entries = [entry(each, role=role, running=self.running) for each, role in engines]
+            yield Snapshot(coordinator_epoch=7, revision=1, complete=True, engines=entries)
+            self.watched.set()
+            await changed.wait()
 
 
 def entry(
@@ -211,8 +228,10 @@ def entry(
     score: int = 0,
     state: EngineState = EngineState.ENGINE_STATE_SERVING,
     role: EngineRole = EngineRole.ENGINE_ROLE_BOTH,
+    running: int = 0,
 ) -> EngineEntry:
-    return EngineEntry(identity=identity, report=EngineReport(role=role, state=state), score=score)
+    report = EngineReport(role=role, state=state, running=running)
+    return EngineEntry(identity=identity, report=report, score=score)
 
 
 class Served:

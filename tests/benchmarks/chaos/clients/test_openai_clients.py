@@ -15,7 +15,7 @@ REFUSAL = b'{"error": {"code": "unavailable", "type": "server_error", "message":
 
 
 def exchange(*, streamed: bool = True) -> Exchange:
-    return Exchange(5, Case("a case", [1, 2], streamed=streamed), 0, Progress(0.0), 10.0)
+    return Exchange(5, Case("a case", [1, 2], streamed=streamed), 0, Progress(0.0), 10.0, 0.0)
 
 
 def unary(status: str, body: bytes) -> bytes:

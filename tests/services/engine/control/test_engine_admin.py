@@ -126,7 +126,7 @@ async def test_who_is_frozen_is_told_when_the_engine_leaves(socket_dir: Path) ->
         await EngineAdminStub(channel).Pause(PauseRequest(mode=PAUSE_MODE_KEEP))
         async with asyncio.timeout(30), asyncio.TaskGroup() as group:
             group.create_task(service.drain())
-            assert (await peer.read_until_finished([1])).finished[1].error.reason == "UNAVAILABLE"
+            assert (await peer.read_until_finished([1])).finished[1].error.reason == "TRY_ELSEWHERE"
 
 
 async def test_who_watches_sees_the_prefix_cache_grow_and_vanish(socket_dir: Path) -> None:

@@ -17,6 +17,7 @@ from tests.services.output_processor.fakes import (
     submit,
 )
 from tokenloom.request.errors import Unavailable
+from tokenloom.services.output_processor.placement.engine_search import EngineSearch
 from tokenloom.services.output_processor.placement.pick_stream import ANSWER_SECONDS
 from tokenloom.services.output_processor.placement.placement import EngineLinks, Placer
 from tokenloom.services.runtime.host.tasks import Tasks
@@ -31,6 +32,10 @@ FINGERPRINT = Fingerprint(model="m")
 def engine(name: str, directory: Path) -> EngineIdentity:
     address = f"unix:{directory}/{name}"  # nothing listens there
     return EngineIdentity(engine_id=name, epoch=1, address=address, fingerprint=FINGERPRINT)
+
+
+def without_time() -> EngineSearch:
+    return EngineSearch(give_up_at=0.0)
 
 
 @asynccontextmanager
@@ -60,16 +65,16 @@ async def test_the_coordinator_may_go_and_return(socket_dir: Path) -> None:
 
 
 async def go_and_return(socket_dir: Path, placer: Placer) -> None:
-    with pytest.raises(Unavailable, match="No engine is serving"):
-        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
+    with pytest.raises(Unavailable, match=r"No engine could take .* No engine is serving"):
+        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, without_time())
 
     fake = FakeCoordinator([engine("a", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
     async with serve_coordinator(socket_dir / "c", fake):
         await asyncio.wait_for(fake.watched.wait(), SOON)
         with pytest.raises(Unavailable, match="No engine"):  # nothing listens where the coordinator sends it
-            await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
+            await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, without_time())
     with pytest.raises(Unavailable, match="No engine"):  # placed by the last snapshot
-        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL)
+        await placer.place(submit(1), EngineRole.ENGINE_ROLE_PREFILL, without_time())
 
     returned = FakeCoordinator([engine("b", socket_dir)], [EngineRole.ENGINE_ROLE_BOTH])
     async with serve_coordinator(socket_dir / "c", returned):
@@ -83,7 +88,7 @@ async def test_a_frozen_coordinator_costs_one_request_its_second(socket_dir: Pat
 
     async def place(placer: Placer) -> bool:
         """Return whether the coordinator picked the engine."""
-        attempt = await placer.place(submit(1, trace_headers=headers), EngineRole.ENGINE_ROLE_PREFILL)
+        attempt = await placer.place(submit(1, trace_headers=headers), EngineRole.ENGINE_ROLE_PREFILL, without_time())
         return attempt.pick is not None
 
     async with (

@@ -12,8 +12,10 @@ from tests.services.output_processor.fakes import submit
 from tokenloom.checkpoint import DEMO_MODEL, load_tokenizer
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.placement.engine_link import Attempt, AttemptOwner
+from tokenloom.services.output_processor.placement.engine_search import EngineSearch
 from tokenloom.services.output_processor.placement.last_snapshot import EngineKey
 from tokenloom.services.output_processor.request.legs import Legs
+from tokenloom.services.output_processor.request.lifetime import MAX_ENGINE_DEATHS, Lifetime
 from tokenloom.services.output_processor.request.sample_output import SampleOutput
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
@@ -24,6 +26,8 @@ from tokenloom.v1.types_pb2 import EngineRole, FinishReason
 
 SELDOM = st.integers(0, 19).map(lambda value: value == 13)
 """For what cuts a life short: most should get far."""
+OFTEN = st.integers(0, 4).map(lambda value: value == 3)
+"""For what a life survives."""
 TEXT = "Once upon a time there was a little fox"
 STOP_STRINGS = ["", "O", "upon", "there"]
 ERROR, PREFILLED = FinishReason.FINISH_REASON_ERROR, FinishReason.FINISH_REASON_PREFILLED
@@ -99,12 +103,12 @@ class Engine:
             self.leases.discard(sent.add.slot)
         sent.attempt.owner.on_finished(sent.attempt, finished)
 
-    def die(self) -> None:
+    def die(self, *, is_alone: bool) -> None:
         self.dead = True
         self.leases.clear()
         live, self.live = self.live, {}
         for sent in live.values():
-            sent.attempt.owner.on_lost(sent.attempt)
+            sent.attempt.owner.on_lost(sent.attempt, is_alone=is_alone)
 
 
 class Later:
@@ -121,27 +125,56 @@ class Later:
         return self.result
 
 
+class Task:
+    """Runs a placement until it waits; the test resolves what it waits for."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self.coroutine = coroutine
+        self.is_over = False
+
+    def run(self) -> None:
+        try:
+            self.coroutine.send(None)
+        except StopIteration:
+            self.is_over = True
+
+    def cancel(self) -> None:
+        if not self.coroutine.cr_running:  # type: ignore[attr-defined]
+            self.coroutine.close()
+            self.is_over = True
+
+
 class Placements:
     """The placer and the tasks that wait for it."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[EngineRole, Later]] = []
-        self.coroutines: list[Coroutine[Any, Any, None]] = []
+        self.tasks: list[Task] = []
         self.num_out = 0
 
-    async def place(self, request: object, role: EngineRole, **_: object) -> Attempt:
+    async def place(self, request: object, role: EngineRole, search: EngineSearch, **_: object) -> Attempt:
         later = Later()
-        self.waiting.append((role, later))
-        return await later
+        entry = role, later
+        self.waiting.append(entry)
+        try:
+            return await later
+        finally:
+            if entry in self.waiting:  # it was cancelled
+                self.waiting.remove(entry)
 
     def release(self, attempt: Attempt) -> None:
         if attempt.is_counted:
             attempt.is_counted = False
             self.num_out -= 1
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> None:
-        self.coroutines.append(coroutine)
+    def is_shared(self, key: EngineKey, num_samples: int) -> bool:
+        return False
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None], *, name: str) -> Task:
+        task = Task(coroutine)
+        self.tasks.append(task)
         self.run()
+        return task
 
     def resolve(self, index: int, result: Attempt | Exception) -> None:
         _, later = self.waiting.pop(index)
@@ -150,14 +183,11 @@ class Placements:
         self.run()
 
     def run(self) -> None:
-        for coroutine in list(self.coroutines):
-            if coroutine in self.coroutines:  # another may have run it meanwhile
-                self.coroutines.remove(coroutine)
-                try:
-                    coroutine.send(None)
-                except StopIteration:
-                    continue
-                self.coroutines.append(coroutine)
+        """Let every task that is not already running take a turn."""
+        for task in list(self.tasks):
+            if not task.is_over and not task.coroutine.cr_running:  # type: ignore[attr-defined]
+                task.run()
+        self.tasks = [task for task in self.tasks if not task.is_over]
 
 
 class LegsMachine(RuleBasedStateMachine):
@@ -166,6 +196,7 @@ class LegsMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engines: list[Engine] = []
+        self.by_epoch: dict[int, Engine] = {}
         self.placements = Placements()
 
     @precondition(lambda self: not hasattr(self, "live") or self.live.ended)
@@ -174,7 +205,9 @@ class LegsMachine(RuleBasedStateMachine):
         self.teardown()  # of the request before
         words, self.ids = vocabulary()
         self.max_tokens = max_tokens
-        self.engines = [Engine(number) for number in range(1, 5)]
+        self.by_epoch = {number: Engine(number) for number in range(1, 5)}
+        self.engines = list(self.by_epoch.values())
+        self.num_blamed = 0
         self.placements = Placements()
         self.outbox = Outbox(lambda: None)
         self.sent: list[int] = []
@@ -189,6 +222,7 @@ class LegsMachine(RuleBasedStateMachine):
             placer,  # type: ignore[arg-type]
             tasks,  # type: ignore[arg-type]
             lambda live, end: self.ends.append(end),
+            Lifetime(),
         )
         self.live.start()
 
@@ -251,7 +285,7 @@ class LegsMachine(RuleBasedStateMachine):
         assert list(sent.add.accepted_token_ids) == self.ids[: len(sent.add.accepted_token_ids)]
         sent.num_tokens += 1
         if sent.add.HasField("kv_source"):  # was read, and is released
-            owner = self.engines[sent.add.kv_source.engine_epoch - 1]
+            owner = self.by_epoch[sent.add.kv_source.engine_epoch]
             owner.leases.discard(sent.add.kv_source.lease_id[0])
         sent.attempt.owner.on_tokens(sent.attempt, index, self.ids[index : index + 1], None)
 
@@ -260,17 +294,42 @@ class LegsMachine(RuleBasedStateMachine):
         return KVSource(engine_id=f"engine-{epoch}", engine_epoch=epoch, lease_id=bytes([sent.add.slot]))
 
     @precondition(lambda self: self.attempts)
-    @rule(index=st.integers(0, 3), now=SELDOM)
-    def die(self, index: int, now: bool) -> None:
+    @rule(index=st.integers(0, 3), now=OFTEN, is_alone=SELDOM)
+    def die(self, index: int, now: bool, is_alone: bool) -> None:
+        """An engine dies with or without output, and another incarnation takes its place."""
         if now:
-            self.attempts[index % len(self.attempts)].engine.die()
+            engine = self.attempts[index % len(self.attempts)].engine
+            number = max(self.by_epoch) + 1
+            self.by_epoch[number] = self.engines[self.engines.index(engine)] = Engine(number)
+            self.num_blamed += is_alone
+            engine.die(is_alone=is_alone)
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3), now=OFTEN, reason=st.sampled_from(["TRY_ELSEWHERE", "TRY_ELSEWHERE", "ENGINE_DIED"]))
+    def leave(self, index: int, now: bool, reason: str) -> None:
+        """An engine ends an attempt because it drains, or because its core died."""
+        if now:
+            sent = self.attempts[index % len(self.attempts)]
+            self.num_blamed += reason == "ENGINE_DIED"
+            sent.engine.finish(sent, ERROR, error={"code": 14, "reason": reason, "message": "the engine leaves"})
+
+    @precondition(lambda self: self.attempts)
+    @rule(index=st.integers(0, 3), now=OFTEN)
+    def be_full(self, index: int, now: bool) -> None:
+        """An engine refuses an attempt that it has not begun."""
+        if now:
+            sent = self.attempts[index % len(self.attempts)]
+            if sent.num_tokens == len(sent.add.accepted_token_ids) and not sent.granted:
+                sent.engine.finish(sent, ERROR, error={"code": 8, "reason": "RESOURCE_EXHAUSTED", "message": "full"})
 
     @precondition(lambda self: self.attempts)
     @rule(index=st.integers(0, 3), now=SELDOM)
     def refuse(self, index: int, now: bool) -> None:
+        """An engine refuses a request that every engine would refuse."""
         if now:
             sent = self.attempts[index % len(self.attempts)]
-            sent.engine.finish(sent, ERROR, error={"code": 14, "reason": "UNAVAILABLE", "message": "full"})
+            sent.engine.finish(sent, ERROR, error={"code": 3, "reason": "INVALID_ARGUMENT", "message": "no"})
+            assert self.live.ended
 
     @precondition(lambda self: hasattr(self, "live") and not self.live.ended)
     @rule(now=SELDOM)
@@ -289,6 +348,10 @@ class LegsMachine(RuleBasedStateMachine):
             self.sent += frame.token_ids
         assert self.sent == self.ids[: len(self.sent)]
         assert len(self.ends) == self.live.ended
+        if self.live.ended and self.ends[0].HasField("error"):
+            reason = self.ends[0].error.reason
+            assert reason in ("ENGINE_KILLER", "INVALID_ARGUMENT", "UNAVAILABLE"), "nothing failed by itself"
+            assert reason != "ENGINE_KILLER" or self.num_blamed >= MAX_ENGINE_DEATHS
         if self.live.ended:
             assert self.ends[0].completion_tokens == len(self.sent)
             self.check_freed()
@@ -303,8 +366,7 @@ class LegsMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "live"):
             self.live.cancel()
-            while self.placements.waiting:
-                self.placements.resolve(0, Attempt(self.engines[0], is_counted=True))  # type: ignore[arg-type]
+            assert not self.placements.waiting, "nothing waits for an engine any more"
             self.check_freed()
 
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.services.output_processor.fakes import SOON, STOP, EngineStream, submit
+from tests.services.output_processor.fakes import LENGTH, SOON, STOP, EngineStream, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.request.errors import ResourceExhausted, Unavailable
 from tokenloom.services.output_processor.placement import engine_link
-from tokenloom.v1.engine_pb2 import EngineFrame, Finished
-from tokenloom.v1.types_pb2 import FinishReason
+from tokenloom.v1.engine_pb2 import AddRequest, EngineFrame, Finished
+from tokenloom.v1.types_pb2 import FinishReason, PromptEmbeds
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
 
@@ -24,27 +24,38 @@ def _break_columns(mesh: Mesh, stream: EngineStream) -> None:
 
 
 @pytest.mark.parametrize("how", [_kill, _break_columns])
-async def test_when_an_engine_is_lost_its_requests_end_retryably(
+async def test_when_an_engine_is_lost_its_requests_continue_on_another(
     mesh: Mesh, how: Callable[[Mesh, EngineStream], None]
 ) -> None:
     gateway = await mesh.gateway()
-    stream, _ = await mesh.started(gateway, submit(1), submit(2))
+    stream, (first, _) = await mesh.started(gateway, submit(1), submit(2))
+    stream.send((first, 0, [65, 66]))
+    assert list((await gateway.next_frame()).token_ids) == [65, 66]
     how(mesh, stream)
+    other = await mesh.engines[1].next_stream()
+    adds = {add.request_id: add for add in await other.next_adds(2)}
+    assert [list(adds[f"request-{slot}"].accepted_token_ids) for slot in (1, 2)] == [[65, 66], []]
+    _finish(other, adds["request-1"], 2, [67])
     frame = await gateway.next_frame()
-    assert {end.slot for end in frame.finished} == {1, 2}
-    assert set(frame.engine_death_slots) == {1, 2}
-    for end in frame.finished:
-        assert (end.reason, end.error.reason) == (ERROR, "UNAVAILABLE")
-        assert end.error.HasField("retry_after")
+    assert (list(frame.slot), list(frame.token_index), list(frame.token_ids)) == ([1], [2], [67])
+    (end,) = frame.finished
+    assert (end.reason, end.completion_tokens, end.attempts) == (LENGTH, 3, 2)
+    assert not frame.engine_death_slots, "two requests were live, so none of them is blamed"
     await gateway.send(submit=[submit(3)])
     assert len(await (await mesh.engines[0].next_stream()).next_adds(1)) == 1, "a new stream serves the next"
+
+
+def _finish(stream: EngineStream, add: AddRequest, index: int, ids: list[int]) -> None:
+    end = Finished(slot=add.slot, reason=LENGTH, num_output_tokens=index + len(ids))
+    stream.send((add.slot, index, ids), finished=[end])
 
 
 async def test_a_silent_engine_is_dead(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
     gateway = await mesh.gateway()
     stream, _ = await mesh.started(gateway, submit(1))
-    assert (await gateway.until_finished(1))[2].error.reason == "UNAVAILABLE"
+    other = await mesh.engines[1].next_stream()
+    assert len(await other.next_adds(1)) == 1
     await asyncio.wait_for(stream.ended.wait(), SOON)
 
 
@@ -55,7 +66,7 @@ async def test_an_engine_whose_step_stands_still_is_hung(mesh: Mesh, monkeypatch
     stream, _ = await mesh.started(gateway, submit(1))
     beats = asyncio.create_task(_beat(stream))
     try:
-        assert (await gateway.until_finished(1))[2].error.reason == "UNAVAILABLE"
+        assert len(await (await mesh.engines[1].next_stream()).next_adds(1)) == 1
     finally:
         beats.cancel()
 
@@ -103,3 +114,115 @@ async def test_the_gateway_learns_that_the_mesh_is_full(mesh: Mesh) -> None:
     await gateway.send(submit=[submit(1)])
     error = (await gateway.until_finished(1))[2].error
     assert (error.reason, error.message, error.retry_after.seconds) == ("RESOURCE_EXHAUSTED", "every engine is full", 2)
+
+
+async def test_a_request_waits_for_an_engine(mesh: Mesh) -> None:
+    """It is placed as soon as a snapshot shows the engine, and not only when the next poll is due."""
+    engines, mesh.coordinator.engines = mesh.coordinator.engines, []
+    mesh.coordinator.error = Unavailable("No engine is serving this model now; retry.")
+    mesh.coordinator.publish()
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1)])
+    for _ in range(6):  # by now the next poll is due in a second
+        await mesh.coordinator.next_pick()
+    mesh.coordinator.engines, mesh.coordinator.error = engines, None
+    mesh.coordinator.publish()
+    assert len(await (await mesh.engines[0].next_stream()).next_adds(1)) == 1
+
+
+TRY_ELSEWHERE = {"code": 14, "reason": "TRY_ELSEWHERE", "message": "the engine drains"}
+FULL = {"code": 8, "reason": "RESOURCE_EXHAUSTED", "message": "the engine is full", "retry_after": {"seconds": 3}}
+
+
+async def test_an_engine_that_drains_passes_its_requests_on(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    end = Finished(slot=slot, reason=ERROR, num_output_tokens=2, error=TRY_ELSEWHERE)
+    stream.send((slot, 0, [65, 66]), finished=[end])
+    other = await mesh.engines[1].next_stream()
+    (add,) = await other.next_adds(1)
+    assert list(add.accepted_token_ids) == [65, 66]
+    assert [each.engine_id for each in mesh.coordinator.requests[-1].exclude] == ["engine-0"]
+    _finish(other, add, 2, [67])
+    _, ids, finished = await gateway.until_finished(1)
+    assert (ids, finished.reason, finished.attempts) == ([65, 66, 67], LENGTH, 2)
+
+
+async def test_an_engine_that_is_full_passes_a_new_request_to_one_with_room(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    stream.send(finished=[Finished(slot=slot, reason=ERROR, error=FULL)])
+    assert len(await (await mesh.engines[1].next_stream()).next_adds(1)) == 1
+
+
+async def test_when_every_engine_is_full_a_new_request_ends_with_the_overload(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    mesh.coordinator.error = Unavailable("No engine is serving this model now; retry.")
+    mesh.coordinator.engines = []
+    mesh.coordinator.publish()
+    await mesh.coordinator.published()
+    stream.send(finished=[Finished(slot=slot, reason=ERROR, error=FULL)])
+    error = (await gateway.until_finished(1))[2].error
+    assert (error.reason, error.message, error.retry_after.seconds) == ("RESOURCE_EXHAUSTED", "the engine is full", 3)
+
+
+async def test_a_request_that_has_begun_waits_for_room(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, submit(1))
+    stream.send((slot, 0, [65]))
+    await gateway.next_frame()
+    stream.die()
+    other = await mesh.engines[1].next_stream()
+    (add,) = await other.next_adds(1)
+    mesh.coordinator.error = ResourceExhausted("every engine is full")
+    other.send(finished=[Finished(slot=add.slot, reason=ERROR, num_output_tokens=1, error=FULL)])
+    for _ in range(4):
+        await mesh.coordinator.next_pick()
+    mesh.coordinator.error = None
+    again = await (await mesh.engines[0].next_stream()).next_adds(1)
+    assert list(again[0].accepted_token_ids) == [65]
+
+
+async def test_every_sample_continues_by_itself(mesh: Mesh) -> None:
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1, num_samples=2, seed=7)])
+    stream = await mesh.engines[0].next_stream()
+    first, second = await stream.next_adds(2)
+    stream.send((first.slot, 0, [65]), (second.slot, 0, [70, 71]))
+    assert list((await gateway.next_frame()).token_ids) == [65, 70, 71]
+    stream.die()
+    other = await mesh.engines[1].next_stream()
+    adds = await other.next_adds(2)
+    accepted = {add.sampling_params.seed: list(add.accepted_token_ids) for add in adds}
+    assert accepted == {first.sampling_params.seed: [65], second.sampling_params.seed: [70, 71]}
+    frame = await gateway.next_frame()
+    assert list(frame.engine_death_slots) == [1], "one death of one request, though two samples report it"
+
+
+async def test_embeddings_are_sent_again(mesh: Mesh) -> None:
+    embeds = PromptEmbeds(position=1, num_tokens=1, rows=b"\0" * 16)
+    request = submit(1)
+    request.prompt.embeds.append(embeds)
+    gateway = await mesh.gateway()
+    stream, (slot,) = await mesh.started(gateway, request)
+    stream.send((slot, 0, [65]))
+    await gateway.next_frame()
+    stream.die()
+    (add,) = await (await mesh.engines[1].next_stream()).next_adds(1)
+    assert (list(add.prompt.embeds), list(add.accepted_token_ids)) == ([embeds], [65])
+
+
+async def test_requests_of_other_output_processors_are_company_too(mesh: Mesh) -> None:
+    mesh.coordinator.running = 2  # more than this output processor has there
+    mesh.coordinator.publish()
+    await mesh.coordinator.published()
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1))
+    for engine in (1, 0, 1):
+        stream.die()
+        stream = await mesh.engines[engine].next_stream()
+        (add,) = await stream.next_adds(1)
+    _finish(stream, add, 0, [65])
+    frame = await gateway.next_frame()
+    assert (frame.finished[0].attempts, list(frame.engine_death_slots)) == (4, [])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.services.output_processor.fakes import LENGTH
+from tests.services.output_processor.fakes import LENGTH, submit
 from tests.services.output_processor.harness import Mesh
 from tests.services.output_processor.legs import DECODE, ERROR, Part, decoding, part, prefilling, roles
 from tokenloom.request.errors import Unavailable
@@ -107,17 +107,53 @@ def kv_of(prefill: Part, is_long: bool, ids: list[int]) -> KVSource:
     return prefill.stream.prefilled(prefill.slot, 0, ids[:1])
 
 
-async def test_a_decode_engine_that_dies_later_ends_the_request_retryably(mesh: Mesh) -> None:
+async def test_a_decode_engine_that_dies_later_is_replaced_from_the_beginning(mesh: Mesh) -> None:
+    ids = mesh.ids("Once upon a time there")
+    gateway, prefill, decode = await decoding(mesh, ids)
+    decode.stream.send((decode.slot, 1, ids[1:2]))
+    assert list((await gateway.next_frame()).token_ids) == ids[1:2]
+    decode.stream.die()
+    (add,) = await prefill.stream.next_adds(1)
+    assert (add.hold_kv, list(add.accepted_token_ids), add.HasField("kv_source")) == (True, ids[:2], False)
+    assert mesh.coordinator.requests[-1].prompt_tokens == 5
+    prefill.stream.prefilled(add.slot, 2, ids[2:3])
+    second = await part(mesh, 3)
+    assert (list(second.add.accepted_token_ids), second.add.kv_source.lease_id[0]) == (ids[:3], add.slot)
+    second.stream.send((second.slot, 3, ids[3:4]))
+    second.finish(4)
+    _, got, finished = await gateway.until_finished(1)
+    assert (got, finished.reason, finished.attempts) == (ids[2:4], LENGTH, 2)
+
+
+async def test_an_engine_that_drains_passes_a_decode_leg_on(mesh: Mesh) -> None:
+    ids = mesh.ids("Once upon a time")
+    gateway, prefill, decode = await decoding(mesh, ids)
+    decode.stream.send((decode.slot, 1, ids[1:2]), finished=[drained(decode.slot, 2)])
+    (add,) = await prefill.stream.next_adds(1)
+    assert list(add.accepted_token_ids) == ids[:2]
+    prefill.stream.prefilled(add.slot, 2, ids[2:3], error=None)
+    last = await part(mesh, 3)
+    last.finish(3)
+    _, got, finished = await gateway.until_finished(1)
+    assert (got, finished.attempts) == (ids[1:3], 2)
+
+
+async def test_a_decode_leg_that_is_refused_leaves_the_lease_to_the_next(mesh: Mesh) -> None:
     ids = mesh.ids("Once upon a time")
     gateway, _, decode = await decoding(mesh, ids)
-    decode.stream.send((decode.slot, 1, ids[1:2]))
-    decode.stream.die()
-    _, _, finished = await gateway.until_finished(1)
-    assert (finished.reason, finished.error.reason) == (ERROR, "UNAVAILABLE")
-    assert finished.error.HasField("retry_after")
+    decode.stream.send(finished=[drained(decode.slot, 1)])
+    second = await part(mesh, 3)
+    assert second.add.kv_source == decode.add.kv_source
+    second.finish(1)
+    assert (await gateway.until_finished(1))[2].attempts == 2
 
 
-async def test_a_request_does_not_take_a_third_engine_down(mesh: Mesh) -> None:
+def drained(slot: int, num_tokens: int) -> Finished:
+    error = {"code": 14, "reason": "TRY_ELSEWHERE", "message": "the engine drains"}
+    return Finished(slot=slot, reason=ERROR, num_output_tokens=num_tokens, error=error)
+
+
+async def test_a_request_that_is_alone_does_not_take_a_third_engine_down(mesh: Mesh) -> None:
     gateway, prefill = await prefilling(mesh)
     prefill.stream.die()
     second = await part(mesh, 1)
@@ -125,14 +161,38 @@ async def test_a_request_does_not_take_a_third_engine_down(mesh: Mesh) -> None:
     decode = await part(mesh, 2)
     decode.stream.die()
     _, _, finished = await gateway.until_finished(1)
-    assert (finished.error.reason, finished.attempts) == ("UNAVAILABLE", 2)
+    assert (finished.error.reason, finished.attempts) == ("ENGINE_KILLER", 2)
     await second.aborted()
 
 
-async def test_deaths_of_earlier_attempts_count(mesh: Mesh) -> None:
+async def test_a_core_that_died_with_only_this_request_counts_too(mesh: Mesh) -> None:
+    gateway, prefill = await prefilling(mesh)
+    error = {"code": 14, "reason": "ENGINE_DIED", "message": "the engine failed"}
+    prefill.finish(0, ERROR, error=error)
+    assert list((await gateway.next_frame()).engine_death_slots) == [1]
+    (await part(mesh, 1)).finish(0, ERROR, error=error)
+    frame = await gateway.next_frame()
+    assert (list(frame.engine_death_slots), frame.finished[0].error.reason) == ([1], "ENGINE_KILLER")
+
+
+async def test_bystanders_are_not_blamed(mesh: Mesh) -> None:
+    """Requests that share their engines survive any number of deaths."""
+    gateway = await mesh.gateway()
+    await gateway.send(submit=[submit(1), submit(2)])
+    for turn in range(3):
+        stream = await mesh.engines[turn % 2].next_stream()
+        assert len(await stream.next_adds(2)) == 2
+        stream.die()
+    adds = await (await mesh.engines[1].next_stream()).next_adds(2)
+    assert {add.request_id for add in adds} == {"request-1", "request-2"}
+
+
+async def test_deaths_that_an_earlier_output_processor_saw_count(mesh: Mesh) -> None:
     gateway, prefill = await prefilling(mesh, engine_deaths=1)
     prefill.stream.die()
-    assert (await gateway.until_finished(1))[2].error.reason == "UNAVAILABLE"
+    assert (await gateway.until_finished(1))[2].error.reason == "ENGINE_KILLER"
+    await gateway.send(submit=[submit(2, engine_deaths=2)])
+    assert (await gateway.until_finished(2))[2].error.reason == "ENGINE_KILLER"
 
 
 async def test_without_another_prefill_engine_a_decode_engine_does_all(mesh: Mesh) -> None:

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from tests.services.output_processor.fakes import SOON, submit
 from tokenloom.request.errors import Unavailable
 from tokenloom.services.output_processor.metrics import Metrics
-from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.kept_requests import KeptRequests
+from tokenloom.services.output_processor.request.requests import Requests, SampleGroup
 from tokenloom.services.output_processor.stream.gateway_session import Session
 from tokenloom.services.output_processor.stream.sessions import Sessions
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
@@ -68,7 +69,10 @@ class Drained:
     def __init__(self, tokenizer: Tokenizer, max_requests: int = 8) -> None:
         metrics = Metrics(CollectorRegistry(), lambda: 0, lambda: 0)
         placer: Any = NoPlacer()
-        self.requests = Requests(placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests)
+        kept = KeptRequests[SampleGroup](lambda error: None, 60.0, 1 << 20)
+        self.requests = Requests(
+            placer, Vocabulary(tokenizer), frozenset(), metrics, max_requests=max_requests, kept=kept
+        )
         self.sessions = Sessions()
 
     async def gateway(self, credit: int = 100) -> tuple[Gateway, ProcessFrame]:

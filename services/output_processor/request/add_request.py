@@ -1,0 +1,48 @@
+"""Makes the message that sends a leg of a sample to its engine. No I/O."""
+
+from collections.abc import Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from tokenloom.v1.engine_pb2 import AddRequest, KVSource, PickId
+from tokenloom.v1.output_processor_pb2 import Submit
+from tokenloom.v1.types_pb2 import SamplingParams
+
+
+def make_add(
+    submit: Submit,
+    params: SamplingParams,
+    accepted: Sequence[int],
+    *,
+    pick: PickId | None,
+    seconds_left: float | None,
+    hold_kv: bool,
+    kv_source: KVSource | None,
+    awaits_tokens: bool,
+) -> AddRequest:
+    """Return the message; the link fills in the slot.
+
+    Args:
+        params: Those of this sample.
+        accepted: Its output tokens so far.
+        seconds_left: Until the request's deadline; None: it has none.
+        hold_kv, kv_source, awaits_tokens: As in ``AddRequest``.
+    """
+    timeout = None
+    if seconds_left is not None:
+        timeout = Duration()
+        timeout.FromNanoseconds(max(0, int(seconds_left * 1e9)))
+    return AddRequest(
+        request_id=submit.request_id,
+        prompt=submit.prompt,
+        accepted_token_ids=accepted,
+        sampling_params=params,
+        priority=submit.priority,
+        timeout=timeout,
+        hold_kv=hold_kv,
+        kv_source=kv_source,
+        awaits_tokens=awaits_tokens,
+        pick=pick,
+        trace_headers=submit.trace_headers,
+        tenant=submit.tenant,
+    )

@@ -1,0 +1,92 @@
+"""Tests what an engine that leaves does with its live attempts: nothing that was sampled is lost, and another engine
+may continue what is not finished."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.services.engine.peer import VOCAB_SIZE, Peer, make_add, make_service, make_settings, running_engine
+from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
+from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
+from tokenloom.services.runtime.host.service import running
+from tokenloom.v1.types_pb2 import FINISH_REASON_LENGTH
+
+ENDLESS = 1500
+
+
+async def test_with_finish_live_attempts_end_by_themselves(socket_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        async with running_engine(make_settings(socket_dir, drain="finish")) as host:
+            peer = await stack.enter_async_context(Peer(host.address))
+            await peer.send(make_add(1, [1, 2], 100))
+            await peer.read_tokens()
+            end = asyncio.create_task(peer.read_until_finished([1]))
+        received = await end
+    assert received.finished[1].reason == FINISH_REASON_LENGTH
+    assert received.token_ids[1] == expected_tokens([1, 2], 100, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("drain", "drain_timeout"), [("migrate", 30.0), ("finish", 0.1)])
+async def test_what_does_not_finish_continues_elsewhere(socket_dir: Path, drain: str, drain_timeout: float) -> None:
+    settings = make_settings(socket_dir, drain=drain, drain_timeout=drain_timeout, hash_step_seconds=0.02)
+    async with AsyncExitStack() as stack:
+        async with running_engine(settings) as host:
+            peer = await stack.enter_async_context(Peer(host.address))
+            await peer.send(make_add(1, [1, 2], ENDLESS), make_add(2, [3], ENDLESS))
+            await peer.read_tokens()
+            end = asyncio.create_task(peer.read_until_finished([1, 2]))
+        received = await end
+    for slot, prompt in ((1, [1, 2]), (2, [3])):
+        finished, tokens = received.finished[slot], received.token_ids[slot]
+        assert finished.error.reason == "TRY_ELSEWHERE"
+        assert finished.num_output_tokens == len(tokens), "what was sampled was sent"
+        assert tokens == expected_tokens(prompt, len(tokens), VOCAB_SIZE)
+
+
+async def test_an_attempt_that_races_with_the_drain_continues_elsewhere(socket_dir: Path) -> None:
+    settings = make_settings(socket_dir, hash_step_seconds=0.02)
+    service = make_service(settings)
+    async with running(service, settings) as host, Peer(host.address) as peer:
+        await peer.send(make_add(1, [1, 2], 20))
+        await peer.read_tokens()
+        draining = asyncio.create_task(service.drain())
+        await asyncio.sleep(0)
+        await peer.send(make_add(2, [3], 5))
+        received = await peer.read_until_finished([1, 2])
+        await draining
+    assert received.finished[1].reason == FINISH_REASON_LENGTH
+    assert received.finished[2].error.reason == "TRY_ELSEWHERE"
+
+
+class Fragile(HashWorker):
+    """Fails in its tenth step."""
+
+    steps = 0
+
+    def execute_model(self, scheduled: SchedulerOutput) -> None:
+        self.steps += 1
+        if self.steps == 10:
+            raise RuntimeError("the worker failed")
+        super().execute_model(scheduled)
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "reason"),
+    [
+        (["a"], "ENGINE_DIED"),
+        (["a", "a"], "ENGINE_DIED"),  # two samples of one request
+        (["a", "b"], "TRY_ELSEWHERE"),
+    ],
+)
+async def test_only_a_request_that_was_alone_is_blamed(socket_dir: Path, request_ids: list[str], reason: str) -> None:
+    settings = make_settings(socket_dir)
+    async with running_engine(settings, Fragile) as host, Peer(host.address) as peer:
+        adds = [make_add(slot, [slot], ENDLESS) for slot, _ in enumerate(request_ids, 1)]
+        for add, request_id in zip(adds, request_ids, strict=True):
+            add.request_id = request_id
+        await peer.send(*adds)
+        received = await peer.read_until_finished([add.slot for add in adds])
+        await host.failure.take()
+    assert {finished.error.reason for finished in received.finished.values()} == {reason}

@@ -172,7 +172,8 @@ def _draw_fault(random: Random, plan: Plan, kinds: Sequence[str]) -> Fault:
     kind = random.choice(kinds)
     at = random.uniform(0.0, SECONDS)
     is_long = random.random() < (0.6 if kind == "hang" else 0.25)
-    lasts = random.uniform(3.0, 9.0) if is_long else random.uniform(0.1, 1.5)
+    longest = (4.0, 4.7) if kind == "hang" else (3.0, 9.0)  # a hang ends soon after it was noticed
+    lasts = random.uniform(*longest) if is_long else random.uniform(0.1, 1.5)
     if kind in LINK_FAULTS:
         target, other = random.choice(_links(plan))
         if random.random() < 0.5:

@@ -37,6 +37,8 @@ _Reports: TypeAlias = AsyncIterator[EngineReport]
 
 WATCH_SECONDS = 0.1
 """Snapshots are published this often, if anything changed."""
+PICKS_PER_TURN = 64
+"""So many picks are made before the event loop serves the engines' reports again."""
 _NO_ROLE, _NO_STATE = EngineRole.ENGINE_ROLE_UNSPECIFIED, EngineState.ENGINE_STATE_UNSPECIFIED
 _LEGS = {EngineRole.ENGINE_ROLE_PREFILL: "PREFILL", EngineRole.ENGINE_ROLE_DECODE: "DECODE"}
 _MAX_COMMANDS = 4  # queued for one engine; the only command is to drain
@@ -103,7 +105,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServicer):
         self, requests: AsyncIterator[PickBatch], context: _Context
     ) -> None:
         await context.write(PickResults())
+        num_picks = 0
         async for batch in requests:
+            num_picks += len(batch.pick)
+            if num_picks > PICKS_PER_TURN:  # reading and writing need no turn of the event loop while messages wait
+                num_picks = 0
+                await asyncio.sleep(0)
             results = PickResults()
             for request in batch.pick:
                 try:

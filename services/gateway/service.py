@@ -79,7 +79,7 @@ class GatewayService:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._started: tuple[Host, _Mesh, HttpServer] | None = None
+        self._started: tuple[_Mesh, HttpServer, Host] | None = None
         self._parser = BodyParser(READ_FIELDS, WITHOUT_EFFECT)
         self.http_address = ""
 
@@ -101,7 +101,7 @@ class GatewayService:
             tls=host.public_tls,
             descriptor=settings.http_listen_fd,
         )
-        self._started = host, mesh, http
+        self._started = mesh, http, host
         self.http_address = http.address
         if settings.http_listen_fd is not None:  # connections wait: better than to answer that a part is missing
             await _wait_whole(mesh.health, seconds=_QUIET_SECONDS)
@@ -116,7 +116,7 @@ class GatewayService:
     async def drain(self) -> None:
         """Report that the gateway leaves, send clients elsewhere, and answer what they have asked until then."""
         assert self._started is not None
-        host, mesh, http = self._started
+        mesh, http, host = self._started
         mesh.health.draining = True
         try:
             async with asyncio.TaskGroup() as group:
@@ -133,7 +133,7 @@ class GatewayService:
 
     async def stop(self) -> None:
         if self._started is not None:
-            await self._started[2].stop()
+            await self._started[1].stop()
             self._started = None
         self._parser.close()
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from tokenloom.request.errors import ResourceExhausted, TokenloomError
+from tokenloom.request.errors import RequestLost, ResourceExhausted, TokenloomError
 
 from .load import Answer
 from .plan import Fault, Plan
@@ -25,13 +25,14 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
         return False  # refused at its arrival, because few blocks make a long queue
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
-    if any(_concerns(fault, "engine") or _concerns(fault, "coordinator") for fault in happened):
-        return False
     return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
 
 
-def is_allowed(error: TokenloomError) -> bool:
-    """Return whether a client may get this error of a fault: it says that another try may succeed."""
+def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer) -> bool:
+    """Return whether a client may get this error of a fault: it says that another try may succeed. An answer whose
+    gateway and output processor were both lost is lost."""
+    if isinstance(error, RequestLost):
+        return len(answer.gateways) > 1 and any(_concerns(fault, "output_processor") for fault in happened)
     return error.code in _RETRYABLE
 
 

@@ -20,6 +20,8 @@ def check_answers(answers: Sequence[Answer], mesh: Mesh, happened: Sequence[Faul
     """Yield what is wrong with the answers."""
     for number, answer in enumerate(answers):
         frozen_seconds = sum(mesh.parts[name].frozen_seconds for name in answer.gateways)
+        if answer.error is not None and not is_allowed(answer.error, happened, answer):
+            yield f"request {number}: ended with {answer.error!r}"
         for wrong in _check_answer(answer, frozen_seconds):
             yield f"request {number}: {wrong}"
         if not answer.is_complete and must_complete(mesh.plan, happened, answer):
@@ -29,8 +31,6 @@ def check_answers(answers: Sequence[Answer], mesh: Mesh, happened: Sequence[Faul
 def _check_answer(answer: Answer, frozen_seconds: float) -> Iterator[str]:
     if answer.bug is not None:
         yield f"raised {answer.bug!r}"
-    if answer.error is not None and not is_allowed(answer.error):
-        yield f"ended with {answer.error!r}"
     if answer.seconds > answer.ask.timeout + frozen_seconds + SLACK_SECONDS:
         yield f"waited {answer.seconds:.2f} s, its time was {answer.ask.timeout} s"
     for sample in range(answer.ask.num_samples):

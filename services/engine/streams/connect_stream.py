@@ -29,6 +29,9 @@ from .frame_pace import FramePace
 
 log = logging.getLogger(__name__)
 
+ADDS_PER_TURN = 16
+"""So many requests of a message are added before the event loop serves those that run."""
+
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.EngineInput, engine_pb2.EngineFrame]"
 
 
@@ -130,8 +133,10 @@ class ConnectStream:
         if message.credit:
             self._credit.grant(message.credit)
             self._changed.set()
-        for add in message.add:
+        for count, add in enumerate(message.add, 1):
             await self._add(add)
+            if not count % ADDS_PER_TURN:
+                await asyncio.sleep(0)
         for accept in message.accept:
             await self._accept(accept)
         if message.stop_at or message.abort_slots:

@@ -12,6 +12,7 @@ from ..tenants.tenant_share import MAX_QUEUE_SECONDS, TenantShare
 from ..tenants.tenant_shares import TenantShares
 from .backlog import Backlog, Claim, estimate_prompt_tokens
 from .job import Chat, Job
+from .refusal_log import RefusalLog
 
 MAX_PROMPTS = 1024
 """Limit on the prompts of one request."""
@@ -28,6 +29,7 @@ class Admission:
         """``most_urgent_priority``: the lowest priority that a client gets, whatever it asks for."""
         self._shares = shares
         self._backlog = backlog
+        self._refusals = RefusalLog(asyncio.get_running_loop().time)
         self._most_urgent_priority = most_urgent_priority
         self._draining = False
         self._idle = asyncio.Event()
@@ -98,8 +100,9 @@ class Admission:
         queue_share = share.pending_outputs / backlog.pending if backlog.pending and self._shares.is_shared else 0.0
         try:
             backlog.check(Claim(max(job.priority, self._most_urgent_priority), timeout, queue_share))
-        except errors.ResourceExhausted:
+        except errors.ResourceExhausted as error:
             share.refused[MAX_QUEUE_SECONDS] += 1
+            self._refusals.add(error.message)
             raise
 
 

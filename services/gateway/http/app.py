@@ -66,7 +66,9 @@ class App:
             log.debug("%s %s: the client left", exchange.method, exchange.path)
         except Exception as error:
             known = errors.of_exception(error)
-            level = logging.WARNING if known.http_status >= 500 else logging.DEBUG
+            # Under overload, a line for each refusal would cost more than the refusal.
+            is_fault = known.http_status >= 500 and not isinstance(known, errors.ResourceExhausted)
+            level = logging.WARNING if is_fault else logging.DEBUG
             request_log = RequestLog(log, exchange.request_id.decode())
             request_log.log(level, "%s %s: %s", exchange.method, exchange.path, known.message)
             with contextlib.suppress(TimeoutError):

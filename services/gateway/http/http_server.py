@@ -22,7 +22,8 @@ from .tls_front import TlsFronts
 
 KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that no connection is closed while a request is sent on it."""
-BACKLOG = 1024
+BACKLOG = 4096
+"""Connections that may wait to be accepted. A client whose connection finds no place tries again after a second."""
 _DRAIN_POLL_SECONDS = 0.05
 
 
@@ -116,6 +117,7 @@ def _config(app: App, protocol: type[asyncio.Protocol]) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol,
+        backlog=BACKLOG,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -13,6 +13,7 @@ from tokenloom.request import errors
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.hello import fingerprint_difference
 from tokenloom.services.runtime.peers.members import Members
+from tokenloom.services.runtime.peers.retry_budget import RetryBudget
 from tokenloom.services.runtime.telemetry.tracing import CURRENT
 from tokenloom.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -39,6 +40,7 @@ class TokenizerClient:
         self._stubs: dict[str, tokenizer_pb2_grpc.TokenizerAsyncStub] = {}  # by address, one for each replica
         self._alive: set[str] = set()
         self._turn = 0
+        self._budget = RetryBudget(asyncio.get_running_loop().time)
         self._known = asyncio.Event()
         self.info: tokenizer_pb2.GetTokenizerInfoResponse | None = None
 
@@ -107,11 +109,13 @@ class TokenizerClient:
         return self._call("Decode", request)
 
     async def _call(self, method: str, request: Message) -> Any:
-        """Ask each living replica once, beginning with the next in turn; only an unavailable one is skipped.
+        """Ask the next living replica in turn; if it is unavailable, ask another one, as the budget of retries permits.
 
         The request's own deadline cancels the call from outside.
         """
         self._turn += 1
+        self._budget.add_request()
+        num_retries = 0
         candidates = sorted(self._alive) or list(self._stubs)
         error: errors.TokenloomError | None = None
         for step in range(len(candidates)):
@@ -125,6 +129,9 @@ class TokenizerClient:
                 if failure.code() is not grpc.StatusCode.UNAVAILABLE:
                     raise error from failure
                 self._alive.discard(address)
+                if not self._budget.allow(error, num_retries=num_retries):
+                    break
+                num_retries += 1
         raise error or errors.Unavailable("no tokenizer is connected; retry")
 
     async def _keep(self, address: str) -> None:

@@ -88,6 +88,8 @@ def _parameters(each: Operation) -> Iterator[dict[str, Any]]:
         }
     for name, schema in each.query.items():
         yield {"name": name, "in": "query", "schema": schema}
+    for name, schema in each.headers.items():
+        yield {"name": name, "in": "header", "schema": schema}
 
 
 def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -100,7 +102,7 @@ def _responses(each: Operation) -> Iterator[tuple[str, dict[str, Any]]]:
             "schema": {
                 "type": "object",
                 "description": "Each event holds a part of the answer, or an error, as JSON; the last is [DONE].",
-                "properties": {"data": {"type": "string"}},
+                "properties": {"data": {"type": "string"}, "id": {"type": "string"}},
                 "required": ["data"],
             }
         }

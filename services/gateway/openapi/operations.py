@@ -29,17 +29,43 @@ class Operation:
     path_parameter: str = ""
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Query parameters and their schemas."""
+    headers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Request headers and their schemas."""
     is_admin: bool = False
     """Whether it needs an admin key; gateways without one do not have the route."""
 
 
 _CHAT = bodies.with_sampling(bodies.ChatCompletionRequest)
 _COMPLETION = bodies.with_sampling(bodies.CompletionRequest)
+_ASKING = {
+    "Idempotency-Key": {
+        "type": "string",
+        "pattern": "^[ -~]{1,255}$",
+        "description": "Names the request. A repeat with the same key and body gets the answer of the first one, which "
+        "it takes over if it still runs; with another body, 422.",
+    },
+    "Last-Event-ID": {
+        "type": "string",
+        "pattern": "^(0|[0-9a-f]{40}[.][0-9a-f]{1,9}[.][-_0-9ef]{1,900}([.]u)?)$",
+        "description": "For streams. 0: write an id into each event. The id of the last event that arrived, with the "
+        "same body: continue the answer after that event. 404 REQUEST_LOST: send the request again without it.",
+    },
+}
 OPERATIONS = (
     Operation("get", "/v1/models", "The served model", answers.ModelList),
     Operation("get", "/v1/models/{model}", "One model", answers.Model, path_parameter="model"),
-    Operation("post", "/v1/chat/completions", "Answer in a conversation", answers.ChatCompletion, _CHAT, streams=True),
-    Operation("post", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True),
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Answer in a conversation",
+        answers.ChatCompletion,
+        _CHAT,
+        streams=True,
+        headers=_ASKING,
+    ),
+    Operation(
+        "post", "/v1/completions", "Continue prompts", answers.Completion, _COMPLETION, streams=True, headers=_ASKING
+    ),
     Operation(
         "post", "/tokenize", "Encode a prompt or a conversation", answers.TokenizeResponse, bodies.TokenizeRequest
     ),

@@ -8,7 +8,7 @@ from ..placement.last_snapshot import EngineKey
 MAX_ENGINE_DEATHS = 2
 """Engines that may die while they run only this request. Then it ends, because the request itself may kill them."""
 _GIVE_UP_SECONDS = 0.25
-_GIVE_UP_SHARE = 0.1
+_GIVE_UP_SHARE = 0.25
 
 
 class Lifetime:

@@ -12,7 +12,7 @@ ADMIN = {"Authorization": f"Bearer {os.environ['TOKENLOOM_ADMIN_KEY']}"}
 CONFIG = """
 [checks]
 # What a schema cannot say is refused too: a full context, a token that the model has not, a grammar that is none.
-positive_data_acceptance.expected-statuses = ["2xx", 400, 404]
+positive_data_acceptance.expected-statuses = ["2xx", 400, 404, 422]
 """
 
 

@@ -120,6 +120,8 @@ async def test_a_core_whose_step_hangs_is_killed_within_seconds(engine: EnginePr
         assert await engine.wait(30) == 1
         assert asyncio.get_running_loop().time() - stopped_at < 30, "it waited for the 60 s of its peers"
     await engine.wait_for_core(30)
+    if victim == "worker":
+        worker.kill()  # a stopped process cannot notice that its parent has ended
 
 
 async def test_the_core_does_not_outlive_a_killed_front(engine: EngineProcess) -> None:

@@ -208,6 +208,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
     def __init__(self) -> None:
         self.sessions: list[FakeSession] = []
         self.requests: asyncio.Queue[FakeRequest] = asyncio.Queue()
+        self.resumes: asyncio.Queue[tuple[FakeRequest, output_processor_pb2.Resume]] = asyncio.Queue()
         self.auto: Sequence[str] | None = None
 
     async def Process(self, messages: Any, context: Any) -> AsyncIterator[output_processor_pb2.ProcessFrame]:
@@ -235,6 +236,10 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
     async def next_request(self) -> FakeRequest:
         return await asyncio.wait_for(self.requests.get(), SOON)
 
+    async def next_resume(self) -> "tuple[FakeRequest, output_processor_pb2.Resume]":
+        """The next request that a client resumes, and how the gateway asked for it."""
+        return await asyncio.wait_for(self.resumes.get(), SOON)
+
     async def _read(self, session: FakeSession, messages: Any) -> None:
         async for message in messages:
             session.credit += message.credit or message.hello.initial_credit
@@ -244,6 +249,10 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
                     self.requests.put_nowait(request)
                 else:
                     request.answer(*self.auto)
+            for resume in message.resume:
+                submit = output_processor_pb2.Submit(slot=resume.slot, request_id=resume.request_id)
+                request = session.requests[resume.slot] = FakeRequest(session, submit)
+                self.resumes.put_nowait((request, resume))
             for slot in message.cancel_slots:
                 session.requests[slot].cancelled.set()
 

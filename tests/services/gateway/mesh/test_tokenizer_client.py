@@ -3,10 +3,15 @@
 import asyncio
 from pathlib import Path
 
+import grpc.aio
 import httpx
 import pytest
 
 from tests.services.gateway.fakes import SOON, FakeMesh
+from tokenloom.request import errors
+from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
+from tokenloom.services.runtime.peers.channels import Channels
+from tokenloom.services.runtime.peers.members import Members
 
 BODY = {"prompt": "text", "max_tokens": 3}
 
@@ -51,3 +56,26 @@ async def test_a_replica_of_another_model_gets_nothing(socket_dir: Path, caplog:
         for _ in range(4):
             assert (await http.post("/v1/completions", json=BODY)).status_code == 200
         assert mesh.second_tokenizer.calls == 0
+
+
+class DeadReplica:
+    """A replica that no call reaches."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def Encode(self, request: object, metadata: object) -> None:
+        self.calls += 1
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+async def test_calls_that_fail_everywhere_do_not_multiply() -> None:
+    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    replicas = {f"unix:/{number}": DeadReplica() for number in range(8)}
+    client._stubs = replicas  # type: ignore[assignment]
+    for _ in range(200):
+        client._alive = set(replicas)
+        with pytest.raises(errors.Unavailable):
+            await client.encode(["text"])
+    num_calls = sum(replica.calls for replica in replicas.values())
+    assert 400 <= num_calls < 450  # one free retry each, then a tenth of the requests, and the reserve

@@ -111,7 +111,7 @@ async def test_a_request_that_cannot_be_placed_fails_as_a_whole(mesh: Mesh) -> N
     gateway = await mesh.gateway()
     for engine in mesh.servers:
         await engine.kill()
-    await gateway.send(submit=[submit(1, num_samples=3, timeout=Duration(nanos=200_000_000))])
+    await gateway.send(submit=[submit(1, num_samples=3, timeout=Duration(seconds=1))])
     _, ends = await outputs(gateway, 3)
     assert {end.error.reason for end in ends.values()} == {"UNAVAILABLE"}, "and not DEADLINE_EXCEEDED"
     assert ends[0].error.message.startswith("No engine could take the request before its deadline.")

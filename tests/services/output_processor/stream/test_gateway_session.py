@@ -1,6 +1,8 @@
 """Tests the contract of ``OutputProcessor.Process`` from the gateway's side, with a fake engine and coordinator."""
 
 import asyncio
+from collections import Counter
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -12,6 +14,7 @@ from tests.services.output_processor.fakes import LENGTH, SOON, STOP, Gateway, s
 from tests.services.output_processor.harness import Mesh
 from tokenloom.checkpoint import DEMO_MODEL, DEMO_MODEL_NAME, CheckpointInfo
 from tokenloom.request import errors
+from tokenloom.services.output_processor.stream import gateway_session
 from tokenloom.services.output_processor.text.detokenizer import Detokenizer, StopMatch
 from tokenloom.services.runtime.peers import hello
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
@@ -54,6 +57,30 @@ async def test_the_engine_gets_the_request_with_its_pick_and_what_is_left_of_its
     assert 30 < add.timeout.ToTimedelta().total_seconds() <= 60
     (pick,) = mesh.coordinator.requests
     assert (pick.prompt_tokens, pick.tenant, pick.fingerprint.model) == (2, "someone", DEMO_MODEL_NAME)
+
+
+async def test_a_burst_does_not_hold_up_the_requests_that_run(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, made_in = 0, list[int]()
+    make = gateway_session.Session._submit
+
+    def counted(session: gateway_session.Session, *arguments: Any) -> None:
+        made_in.append(turns)
+        make(session, *arguments)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(gateway_session.Session, "_submit", counted)
+    gateway = await mesh.gateway()
+    counting = asyncio.create_task(count())
+    await gateway.send(submit=[submit(slot) for slot in range(1, 101)])
+    await (await mesh.engines[0].next_stream()).next_adds(100)
+    counting.cancel()
+    assert len(made_in) == 100
+    assert max(Counter(made_in).values()) <= gateway_session.SUBMITS_PER_TURN
 
 
 async def test_a_request_that_is_refused_had_its_engine_asked_for_in_vain(mesh: Mesh) -> None:

@@ -21,7 +21,8 @@ def kept(slot: int = 1, **fields: Any) -> Submit:
 
 
 def resume(slot: int = 1, of: int = 1, **fields: Any) -> Resume:
-    return Resume(**{"slot": slot, "request_id": f"request-{of}", "tenant": "someone"} | fields)
+    given: dict[str, Any] = {"slot": slot, "request_id": f"request-{of}", "tenant": "someone"}
+    return Resume(**(given | fields))
 
 
 def end(slot: int, num_tokens: int) -> list[Finished]:

@@ -1,0 +1,230 @@
+"""Cut a streamed answer at any event and resume it: both parts together are the answer that was not cut."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.services.gateway.openai.joined import join_events
+from tokenloom.request import errors
+from tokenloom.request.reasoning import reasoning_format
+from tokenloom.services.gateway.assistant.parsed_message import MessagePlan
+from tokenloom.services.gateway.generation.delivered import Delivered
+from tokenloom.services.gateway.mesh.collector import Delta
+from tokenloom.services.gateway.openai.answer import AnswerBase
+from tokenloom.services.gateway.openai.chat import ChatAnswer
+from tokenloom.services.gateway.openai.completions import CompletionAnswer
+from tokenloom.services.gateway.openai.event_ids import EventId, parse_event_id
+from tokenloom.services.gateway.openai.openai_models import Options
+from tokenloom.services.gateway.reasoning import opener
+from tokenloom.services.gateway.tools import FORMATS
+from tokenloom.services.gateway.tools.forced import NamedCall, RequiredCalls
+from tokenloom.v1 import inference_pb2
+from tokenloom.v1.output_processor_pb2 import RequestFinished, SlotTextLogprobs
+from tokenloom.v1.types_pb2 import FinishReason, Logprobs
+
+REQUEST_ID = "0123456789abcdef" * 2 + "89abcdef"
+PLAIN = Options(
+    stream=True,
+    include_usage=False,
+    continuous_usage=False,
+    return_token_ids=False,
+    return_timeline=False,
+    stop=(),
+    stop_token_ids=frozenset(),
+    event_ids=True,
+)
+CALL = '{"name": "add", "arguments": {"a": 1, "b": "}]\\"x"}}'
+TEXTS = [
+    "plain text, naïve 日本 😀\n",
+    f"Let me see.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call> done",
+    "<think>First, 1 < 2.\nThen</think>\n\nthe answer </thin",
+    '[{"name": "add", "parameters": {"a": 1}}, {"name": "f", "parameters": {"é": [1, 2]}}]',
+    '[TOOL_CALLS]add[ARGS]{"a": {}}',
+    '{"name": "f", "parameters": {"a": 1}}; {"name": "add", "parameters": {}}',
+    "",
+]
+PLANS: dict[str, MessagePlan | None] = {
+    "none": None,
+    **{name: MessagePlan(partial(each.open, ["add", "f"]), new_call_id=lambda: "id") for name, each in FORMATS.items()},
+    "required": MessagePlan(RequiredCalls, new_call_id=lambda: "id"),
+    "named": MessagePlan(partial(NamedCall, "f"), new_call_id=lambda: "id"),
+}
+THINK = reasoning_format("qwen3", "")
+
+
+def plan_of(name: str, *, reasons: bool) -> MessagePlan | None:
+    plan = PLANS[name]
+    if not reasons:
+        return plan
+    assert THINK is not None
+    return replace(plan or MessagePlan(), open_reasoning=opener(THINK))
+
+
+class FakeGeneration(SimpleNamespace):
+    """What an answer reads of a generation."""
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__(
+            request_id=REQUEST_ID,
+            num_samples=num_outputs,
+            num_outputs=num_outputs,
+            prompts=[[7, 8]],
+            prompt_texts=["the prompt"],
+            prompt_logprobs={0: [prompt_logprobs()]},
+            opens_reasoning=False,
+            may_reason=True,
+            reasoning=None,
+            completion_tokens=[0] * num_outputs,
+            usage=inference_pb2.Usage(prompt_tokens=2, completion_tokens=5),
+        )
+
+    def prompt_of(self, index: int) -> Sequence[int]:
+        return [7, 8]
+
+
+def prompt_logprobs() -> SlotTextLogprobs:
+    columns = Logprobs(sampled=[-1.0], rank=[1])
+    return SlotTextLogprobs(prompt=True, token_index=1, logprobs=columns, sampled_text=[b"t"], first_text=b"p")
+
+
+def deltas_of(texts: Sequence[str], sizes: Sequence[int], *, logprobs: bool, ends_alone: bool) -> list[Delta]:
+    """Cut texts, of which each character is a token, into deltas of these sizes, in turn; outputs take turns."""
+    deltas, at, turn = list[Delta](), [0] * len(texts), 0
+    finished = [False] * len(texts)
+    while not all(finished):
+        for index, text in enumerate(texts):
+            if finished[index]:
+                continue
+            start, size = at[index], sizes[turn % len(sizes)]
+            turn += 1
+            at[index] = min(start + size, len(text))
+            ids = [ord(char) for char in text[start : at[index]]]
+            is_end = at[index] == len(text) and not (ends_alone and start < len(text))
+            finished[index] = is_end
+            end = RequestFinished(reason=FinishReason.FINISH_REASON_STOP, completion_tokens=len(text))
+            delta = Delta(index, start, text[start : at[index]], ids, end if is_end else None)
+            if logprobs and ids:
+                delta.logprobs = [columns_of(start, ids)]
+            deltas.append(delta)
+    return deltas
+
+
+def columns_of(start: int, ids: Sequence[int]) -> SlotTextLogprobs:
+    texts = [chr(each).encode() for each in ids]
+    columns = Logprobs(
+        sampled=[-float(i) for i in ids], rank=[1] * len(ids), top=1, token_id=ids, logprob=[-0.5] * len(ids)
+    )
+    return SlotTextLogprobs(token_index=start, logprobs=columns, sampled_text=texts, token_text=texts)
+
+
+def stream(kind: type[ChatAnswer | CompletionAnswer], options: Options, deltas: Sequence[Delta], num: int) -> list[str]:
+    """Return the events as a gateway writes them."""
+    base = AnswerBase(FakeGeneration(num), options, "x", "model", "chunk")  # type: ignore[arg-type]
+    answer = kind(base)
+    body = answer.first_events()
+    delivered = Delivered({} if options.resumed is None else options.resumed.positions)
+    for delta in deltas:
+        for part, is_new in delivered.cut(delta):
+            if is_new:
+                body += answer.events(part)
+            else:
+                answer.repeat(part)
+    body += answer.last_events()
+    return [event for event in body.decode().split("\n\n") if event]
+
+
+def id_of(event: str) -> str:
+    line, data = event.split("\n")
+    assert data.startswith("data: ")
+    return line.removeprefix("id: ")
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_cut_at_any_event_loses_and_repeats_nothing(data: st.DataObject) -> None:
+    draw = data.draw
+    kind: type[ChatAnswer] | type[CompletionAnswer] = ChatAnswer if draw(st.booleans()) else CompletionAnswer
+    texts = draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3))
+    options = replace(
+        PLAIN,
+        include_usage=draw(st.booleans()),
+        return_token_ids=draw(st.booleans()),
+        num_logprobs=draw(st.sampled_from([None, 1])),
+    )
+    if kind is ChatAnswer:
+        options = replace(options, plan=plan_of(draw(st.sampled_from(sorted(PLANS))), reasons=draw(st.booleans())))
+    else:
+        options = replace(options, echo=draw(st.booleans()))
+    pieces = st.lists(st.integers(1, 12), min_size=1, max_size=8)
+    chunked = partial(deltas_of, texts, logprobs=options.num_logprobs is not None)
+    num = len(texts)
+    whole = stream(kind, options, chunked(sizes=draw(pieces), ends_alone=draw(st.booleans())), num)
+    events, had = whole, list[str]()
+    for _ in range(draw(st.integers(1, 3))):  # a stream may break again
+        if not events:
+            break
+        had += events[: draw(st.integers(1, len(events)))]
+        resumed = parse_event_id(id_of(had[-1]))
+        deltas = chunked(sizes=draw(pieces), ends_alone=draw(st.booleans()))
+        events = stream(kind, replace(options, resumed=resumed), deltas, num)
+    assert join_events(had + events) == join_events(whole)
+
+
+def test_an_answer_that_is_shorter_than_the_position_is_lost() -> None:
+    resumed = EventId(REQUEST_ID, 1, {0: "9-9"})
+    with pytest.raises(errors.RequestLost):
+        stream(
+            ChatAnswer, replace(PLAIN, resumed=resumed), deltas_of(["short"], [2], logprobs=False, ends_alone=False), 1
+        )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1",
+        "x" * 5000,
+        REQUEST_ID,
+        f"{REQUEST_ID}.1",
+        f"{REQUEST_ID}.1.2",
+        f"{REQUEST_ID}.1.1-1.x",
+        f"{REQUEST_ID}.1.1-1-1",
+        f"{REQUEST_ID.upper()}.1.1-1",
+        f"{REQUEST_ID}.1.{'_' * 64}",
+        f"{REQUEST_ID}.-1.1-1",
+        f"{REQUEST_ID}.1.1-1\n",
+        f"{REQUEST_ID}.1.1-٣",
+        f"chatcmpl-{REQUEST_ID}.1.1-1",
+    ],
+)
+def test_what_is_no_id_is_refused(text: str) -> None:
+    with pytest.raises(errors.InvalidArgument) as refusal:
+        parse_event_id(text)
+    assert refusal.value.field == "Last-Event-ID"
+
+
+def test_an_id_names_the_position_of_each_output() -> None:
+    event = parse_event_id(f"{REQUEST_ID}.a.3-4__0-0e_5-6f.u")
+    assert (event.request_id, event.created, event.usage_sent) == (REQUEST_ID, 10, True)
+    positions = {index: (each.num_tokens, each.num_chars, each.finished) for index, each in event.positions.items()}
+    assert positions == {0: (3, 4, False), 2: (0, 0, False), 3: (5, 6, True)}
+
+
+def test_events_have_ids_only_for_clients_that_ask() -> None:
+    deltas = deltas_of(["some text"], [3], logprobs=False, ends_alone=False)
+    for event in stream(ChatAnswer, replace(PLAIN, event_ids=False), deltas, 1):
+        assert re.fullmatch("data: .*", event)
+        json.loads(event.removeprefix("data: "))
+
+
+def test_many_outputs_have_no_ids() -> None:
+    texts: list[Any] = ["a"] * 65
+    events = stream(CompletionAnswer, PLAIN, deltas_of(texts, [3], logprobs=False, ends_alone=False), 65)
+    assert all(event.startswith("data: ") for event in events)

@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The dear ones first: what begins late must be short, or one of two workers ends long before the other.
 FIRST = (
     "tests/e2e",
+    "tests/chaos",
     "tests/parity",
     "tests/attack",
     "tests/soak",

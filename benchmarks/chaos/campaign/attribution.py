@@ -15,7 +15,7 @@ def met(record: Record, injections: Sequence[Injection]) -> Injection | None:
 
     A fault is over when it was taken back and its part serves again.
     """
-    found = [each for each in injections if each.began < record.ended and _over(each) > record.sent]
+    found = [each for each in injections if met_by(record, each)]
     return max(found, key=lambda each: each.began, default=None)
 
 
@@ -30,6 +30,21 @@ def is_excused(record: Record, injections: Sequence[Injection]) -> bool:
         and record.sent < each.ended + _AFTER
         for each in injections
     )
+
+
+def is_pause_excused(record: Record, injections: Sequence[Injection]) -> bool:
+    """Return whether the request waited for its own gateway: the client calls no other, and the gateway met a fault
+    that lasts, or one that the client does not survive."""
+    name = f"gateway-{record.gateway}"
+    return not record.moves and any(
+        each.part == name and met_by(record, each) and (each.fault.seconds > 0 or not record.resumes)
+        for each in injections
+    )
+
+
+def met_by(record: Record, injection: Injection) -> bool:
+    """Return whether the fault began, or was not over, during the request."""
+    return injection.began < record.ended and _over(injection) > record.sent
 
 
 def is_expired(record: Record, injections: Sequence[Injection]) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ...report.stats import percentile
 from ..clients.record import Record
 from ..faults.fault import Action, Fault, Injection
-from .attribution import is_excused, is_expired, met
+from .attribution import is_excused, is_expired, is_pause_excused, met
 from .options import ChaosOptions
 
 NO_FAULT = "no fault"
@@ -101,7 +101,7 @@ def _count(row: Row, record: Record, injections: Sequence[Injection]) -> None:
     row.resumed += record.resumed
     excused = is_excused(record, injections)
     if record.failure is None:
-        if not excused:
+        if not is_pause_excused(record, injections):
             row.added.append(record.added)
             row.pauses.append(record.added_pause)
     elif excused and not record.refused:

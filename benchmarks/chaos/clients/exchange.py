@@ -35,6 +35,8 @@ class ChaosClient(Protocol):
     """Clients of one transport receive the same answers."""
     resumes: bool
     """Whether the client survives the loss of its gateway."""
+    moves: bool
+    """Whether the client calls another gateway when its own is silent."""
 
     async def send(self, exchange: Exchange) -> None:
         """Fill the exchange's answer. Raises ``RequestFailed``."""

@@ -17,6 +17,7 @@ class GrpcClient:
     name = "gRPC client"
     transport = "grpc"
     resumes = True
+    moves = False
 
     def __init__(self, gateways: Sequence[str]) -> None:
         """``gateways``: their gRPC addresses."""

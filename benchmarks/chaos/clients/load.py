@@ -161,6 +161,7 @@ class Load:
             case=case.name,
             client=client.name,
             resumes=client.resumes,
+            moves=client.moves,
             gateway=exchange.gateway,
             streamed=case.streamed,
             sent=sent,

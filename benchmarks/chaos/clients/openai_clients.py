@@ -27,6 +27,7 @@ class PlainClient:
     name = "plain HTTP"
     transport = "http"
     resumes = False
+    moves = False
 
     def __init__(self, gateways: Sequence[str], model: str) -> None:
         """``gateways``: their HTTP addresses, ``host:port``."""
@@ -54,6 +55,7 @@ class ResumingClient:
     name = "resuming HTTP"
     transport = "http"
     resumes = True
+    moves = True
 
     def __init__(self, gateways: Sequence[str], model: str, run: str) -> None:
         """``run`` makes the keys of this run unique."""

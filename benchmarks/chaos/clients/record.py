@@ -25,6 +25,8 @@ class Record:
     client: str
     resumes: bool
     """Whether the client survives the loss of its gateway."""
+    moves: bool
+    """Whether the client calls another gateway when its own is silent."""
     gateway: int
     streamed: bool
     sent: float

@@ -19,6 +19,7 @@ RECORD = Record(
     case="greedy",
     client="plain HTTP",
     resumes=False,
+    moves=False,
     gateway=0,
     streamed=True,
     sent=10.0,
@@ -38,7 +39,7 @@ CUT = replace(RECORD, failure="cut")
 
 
 def injection(kind: str = "engine", began: float = 11.0, part: str = "", **changes: Any) -> Injection:
-    fault = Fault(changes.pop("action", Action.KILL), KINDS[kind], 0.0, 0.0)
+    fault = Fault(changes.pop("action", Action.KILL), KINDS[kind], changes.pop("seconds", 0.0), 0.0)
     fields: dict[str, Any] = {"ended": began, "effect": "seen", "served_again": 3.0, **changes}
     return Injection(fault, part or f"{kind}-0", 1, began, **fields)
 
@@ -74,6 +75,13 @@ def test_a_plain_client_is_lost_with_its_gateway() -> None:
     for record in (replace(CUT, gateway=1), replace(CUT, resumes=True)):
         assert row([record], injections)["failed"] == 1
     assert row([CUT], [injection("gateway", 12.0, action=Action.TERM)])["failed"] == 1
+
+
+def test_a_client_that_calls_one_gateway_waits_for_it() -> None:
+    frozen = [injection("gateway", 11.0, action=Action.FREEZE, seconds=10.0, ended=21.0, served_again=None)]
+    waited = replace(RECORD, resumes=True, ended=22.0, pause=10.0)
+    assert row([waited], frozen)["added_pause_s"]["max"] is None
+    assert row([replace(waited, moves=True)], frozen)["added_pause_s"]["max"] == 9.9
 
 
 def test_a_refused_connection_is_never_excused() -> None:

@@ -1,0 +1,38 @@
+"""Short campaigns against real meshes of processes, whose engines have no model."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.chaos.campaign.options import CAMPAIGNS
+from benchmarks.chaos.campaign.run import run_campaign
+
+SHORT: dict[str, Any] = {
+    "worker": "hash",
+    "each": 1,
+    "cases": 11,
+    "min_tokens": 60,
+    "max_tokens": 120,
+    "every": 1.5,
+    "duration": 1.5,
+}
+BUSY: dict[str, Any] = {"max_added_p99": 30.0, "max_pause": None}
+"""Limits of time for a machine that runs other tests too."""
+
+
+async def campaign(name: str, **changes: Any) -> dict[str, Any]:
+    preset = CAMPAIGNS[name]
+    lines: list[str] = []
+    options = replace(preset.options, **{**SHORT, **BUSY, **changes})
+    report = await run_campaign(
+        name, preset, options, lambda part, line: lines.append(f"{part} | {line}"), lines.append
+    )
+    report["log"] = lines
+    return report
+
+
+@pytest.mark.slow
+async def test_kills() -> None:
+    report = await campaign("kill", layout="whole", requests=60)
+    assert report["violations"] == [], "\n".join([*report["layouts"][0]["examples"], *report["log"][-60:]])

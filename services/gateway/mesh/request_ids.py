@@ -9,7 +9,7 @@ MARK_DIGITS = 8
 UNKNOWN_MARK = "0" * MARK_DIGITS
 """Of a request that no output processor was connected for."""
 _RANDOM_DIGITS = 32
-_ID = re.compile(rf"[0-9a-f]{{{_RANDOM_DIGITS + MARK_DIGITS}}}")
+_ID = re.compile(r"[0-9a-f]{40}")  # both parts
 
 
 def is_request_id(text: str) -> bool:

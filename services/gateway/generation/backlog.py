@@ -12,6 +12,9 @@ from .job import Chat, EmbedsPrompt, Job
 
 DEFAULT_QUEUE_SECONDS: Final = 10.0
 """A person who waits longer for the first word has often given up."""
+UNMEASURED_WAITING: Final = 256
+"""Requests that may wait before any rate was measured, if not more of them run: few enough to be answered by any
+engine, and more than a mesh without load ever refuses."""
 BYTES_PER_TOKEN: Final = 4
 """A usual length of a token. A text is counted by its bytes until it has been encoded."""
 _EMBEDDING_BYTES: Final = 4096
@@ -71,9 +74,9 @@ class Backlog:
             for_compute = (self.pending_tokens + self._other_tokens) / capacity.prefill_tokens_per_second
         num_before = self.live + self._other_live + 1 - capacity.seats
         if num_before > 0:
-            # Before any rate was measured, as many requests may wait as run.
             is_unknown = not (capacity.starts_per_second or capacity.prefill_tokens_per_second)
-            starts = capacity.seats / self._max_seconds if is_unknown else capacity.starts_per_second
+            unmeasured = max(capacity.seats, UNMEASURED_WAITING) / self._max_seconds
+            starts = unmeasured if is_unknown else capacity.starts_per_second
             for_seat = num_before / starts if starts else 0.0
         return max(for_compute, for_seat)
 

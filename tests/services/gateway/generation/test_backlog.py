@@ -56,13 +56,14 @@ def test_prompts_before_it_cost_their_compute() -> None:
     assert (computing.live, computing.pending, computing.pending_tokens) == (0, 0, 0)
 
 
-def test_before_a_rate_is_known_as_many_may_wait_as_run() -> None:
-    new = backlog(seats=16)
+@pytest.mark.parametrize(("seats", "num_waiting"), [(1, 256), (16, 256), (1000, 1000)])
+def test_before_a_rate_is_known_so_many_may_wait(seats: int, num_waiting: int) -> None:
+    new = backlog(seats=seats)
     admitted = 0
     while is_admitted(new):
         new.add(1, 10)
         admitted += 1
-    assert admitted == 32
+    assert admitted == seats + num_waiting
 
 
 def test_the_requests_of_other_gateways_count_once() -> None:

@@ -13,7 +13,7 @@ from tokenloom.services.runtime.host.service_settings import Address, Count, Ser
 from tokenloom.services.runtime.peers.certificate import CertificateFiles
 from tokenloom.services.runtime.peers.members import parse_member
 
-from .generation.backlog import DEFAULT_QUEUE_SECONDS
+from .generation.backlog import ALWAYS_QUEUED, DEFAULT_QUEUE_SECONDS
 from .generation.request_cost import DEFAULT_MAX_VALUES
 from .tenants.tenant import TenantLimits
 
@@ -130,6 +130,10 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds that a request may wait for its first token, by the estimate at its arrival; a request that would "
         "wait longer is refused with status 503 and a Retry-After. A request of a less urgent priority may wait less.",
     ] = DEFAULT_QUEUE_SECONDS
+    always_queued: Annotated[
+        Annotated[int, Meta(ge=0)],
+        "Outputs that may wait for their first token whatever the estimate says, because it is unreliable for few.",
+    ] = ALWAYS_QUEUED
     max_live_requests: Annotated[
         Count,
         "Outputs in work at the same time, a bound of the gateway's memory: --max-queue-seconds limits requests first.",

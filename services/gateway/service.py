@@ -174,7 +174,7 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
     host.spawn(tokenizers.run(), name="tokenizer probes")
     host.spawn(view.run(), name="coordinator watch")
     info = await tokenizers.wait_known()
-    backlog = Backlog(settings.max_queue_seconds, host.random)
+    backlog = Backlog(settings.max_queue_seconds, host.random, always_queued=settings.always_queued)
     view.follow_capacity(info.fingerprint, backlog.observe)
     outputs.start(host, info.fingerprint)
     model = settings.served_model_name or info.fingerprint.model

@@ -15,6 +15,9 @@ DEFAULT_QUEUE_SECONDS: Final = 10.0
 UNMEASURED_WAITING: Final = 256
 """Requests that may wait before any rate was measured, if not more of them run: few enough to be answered by any
 engine, and more than a mesh without load ever refuses."""
+ALWAYS_QUEUED: Final = 32
+"""Outputs that may wait whatever the estimate says: few requests are no overload, and rates that were measured with few
+are unreliable."""
 BYTES_PER_TOKEN: Final = 4
 """A usual length of a token. A text is counted by its bytes until it has been encoded."""
 _EMBEDDING_BYTES: Final = 4096
@@ -45,9 +48,13 @@ class Backlog:
     snapshot shows.
     """
 
-    def __init__(self, max_queue_seconds: float, draw: Random | None = None) -> None:
-        """``max_queue_seconds``: how long a request of priority 0 may wait. ``draw``: spreads the times of retries."""
+    def __init__(
+        self, max_queue_seconds: float, draw: Random | None = None, *, always_queued: int = ALWAYS_QUEUED
+    ) -> None:
+        """``max_queue_seconds``: how long a request of priority 0 may wait. ``draw``: spreads the times of retries.
+        ``always_queued``: outputs of this gateway that may wait in any case."""
         self._max_seconds = max_queue_seconds
+        self._always_queued = always_queued
         self._draw = draw or SystemRandom()
         self._capacity = Capacity()
         self._other_live = self._other_tokens = 0
@@ -83,6 +90,8 @@ class Backlog:
     def check(self, claim: Claim) -> None:
         """Raise ``ResourceExhausted``, with the time after which a retry may succeed, if the request would wait for too
         long: longer than its priority permits, or than it may take at all."""
+        if self.pending * claim.queue_share < self._always_queued:
+            return
         wait = self.wait_seconds() * claim.queue_share
         allowed = min(self._allowed_seconds(claim.priority), claim.timeout)
         if wait <= allowed:

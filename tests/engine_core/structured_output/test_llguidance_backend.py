@@ -83,8 +83,13 @@ def test_an_invalid_grammar_is_explained(kind: GrammarKind, source: str, words: 
     assert "\n" not in str(caught.value)
 
 
+any_text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1)
+# The tokenizer would encode the name of a special token as that token, which is not text.
+plain_text = any_text.filter(lambda text: "<|" not in text)
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1), min_size=1))
+@given(st.lists(plain_text, min_size=1))
 def test_any_texts_may_be_chosen_from(texts: list[str]) -> None:
     prepared = backend().prepare(StructuredOutput(GrammarKind.CHOICE, json.dumps(texts)))
     for text in texts:

@@ -15,7 +15,7 @@ HOUR = 3600.0
 
 
 def backlog(max_seconds: float = 10.0, **capacity: float) -> Backlog:
-    backlog = Backlog(max_seconds, random.Random(0))
+    backlog = Backlog(max_seconds, random.Random(0), always_queued=0)
     backlog.observe(Capacity(**capacity))  # type: ignore[arg-type]
     return backlog
 
@@ -77,7 +77,7 @@ def test_the_requests_of_other_gateways_count_once() -> None:
 
 def test_without_a_coordinator_the_own_requests_still_count() -> None:
     capacity = Capacity(seats=10, starts_per_second=2, live=30, waiting_tokens=600)
-    ours = Backlog(10.0)
+    ours = Backlog(10.0, always_queued=0)
     ours.add(14, 600)
     ours.observe(capacity)
     assert ours.wait_seconds() == pytest.approx(10.5)
@@ -141,3 +141,13 @@ def test_a_refusal_says_when_to_retry_and_spreads_the_retries() -> None:
 def test_prompt_tokens_are_estimated_without_encoding(prompts: object, expected: int) -> None:
     job = Job(prompts, "prompt", types_pb2.SamplingParams(), tenant=NO_TENANT)  # type: ignore[arg-type]
     assert estimate_prompt_tokens(job) == expected
+
+
+def test_few_requests_are_admitted_whatever_the_estimate_says() -> None:
+    slow = Backlog(1.0, random.Random(0), always_queued=3)
+    slow.observe(Capacity(seats=1, prefill_tokens_per_second=1, starts_per_second=0.01, live=50, waiting_tokens=5000))
+    admitted = 0
+    while is_admitted(slow):
+        slow.add(1, 10)
+        admitted += 1
+    assert admitted == 3

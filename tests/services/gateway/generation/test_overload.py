@@ -20,7 +20,7 @@ async def busy_gateway(directory: Path, **report: float) -> AsyncIterator[tuple[
     """A gateway whose requests may wait for 2 s, before an engine with this report."""
     mesh = FakeMesh(directory)
     mesh.coordinator.report = coordinator_pb2.EngineReport(**report)  # type: ignore[arg-type]
-    async with mesh.gateway(max_queue_seconds=2.0), mesh.http() as http:
+    async with mesh.gateway(max_queue_seconds=2.0, always_queued=0), mesh.http() as http:
         yield mesh, http
 
 

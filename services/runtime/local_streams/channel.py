@@ -55,7 +55,8 @@ class LocalChannel(grpc.aio.Channel):
 
         def attached(_: "asyncio.Task[None]") -> None:
             if not call.connection.is_attached:
-                connected.close()
+                with contextlib.suppress(OSError):  # uvloop has closed it if the task was cancelled in the middle
+                    connected.close()
                 call.on_lost()
 
         self._tasks.spawn(_attach(call, connected), name=f"open {method}").add_done_callback(attached)

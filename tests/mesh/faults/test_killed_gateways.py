@@ -1,6 +1,7 @@
 """A gateway is killed while it streams: its clients continue through another one, and get every byte once."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -131,7 +132,8 @@ async def process(mesh: Mesh, directory: Path) -> AsyncIterator[tuple[asyncio.su
             yield victim, http
     finally:
         if victim.returncode is None:
-            os.kill(victim.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the loop has not noticed yet
+                os.kill(victim.pid, signal.SIGKILL)
         await victim.wait()
 
 

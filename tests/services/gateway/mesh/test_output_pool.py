@@ -44,6 +44,11 @@ class Client:
         self.mesh = mesh
         self._http = http
 
+    async def num_serving(self) -> int:
+        """Return how many output processors the gateway sends new requests to."""
+        parts: dict[str, Any] = (await self._http.get("/health")).json()["parts"]
+        return int(parts["output_processor"]["serving"])
+
     async def begin(self, **fields: Any) -> tuple["asyncio.Task[httpx.Response]", FakeRequest, FakeOutputProcessor]:
         """Post one; returns the answer, the request at its output processor, and the other output processor."""
         task = asyncio.create_task(self._http.post("/v1/completions", json={**BODY, **fields}))
@@ -70,6 +75,14 @@ async def dealt(request: FakeRequest) -> None:
     while not request._session.frames.empty():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.05)
+
+
+async def both_leave(client: Client) -> None:
+    """Let both output processors announce that they leave, and wait until the gateway knows."""
+    for part in (client.mesh.outputs, client.mesh.second_outputs):
+        part.sessions[-1].frames.put_nowait(ProcessFrame(leaving=True))
+    while await client.num_serving():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 async def test_a_lost_request_continues_elsewhere_with_what_the_client_has_of_each_sample(client: Client) -> None:
@@ -148,8 +161,7 @@ async def test_a_request_that_all_refuse_is_an_overload(client: Client) -> None:
 
 async def test_a_request_that_all_refuse_because_they_leave_waits_for_one(client: Client) -> None:
     task, request, other = await client.begin()
-    for part in (client.mesh.outputs, client.mesh.second_outputs):
-        part.sessions[-1].frames.put_nowait(ProcessFrame(leaving=True))
+    await both_leave(client)
     request.fail(MOVE)
     await dealt(request)
     assert other.requests.empty()
@@ -176,8 +188,7 @@ async def test_the_rest_of_the_time_and_the_count_of_dead_engines_move_along(cli
 @pytest.mark.parametrize("settings", [{"request_timeout": 15.0}])
 async def test_the_time_of_a_request_that_waits_ends(client: Client) -> None:
     task, request, other = await client.begin()
-    for part in (client.mesh.outputs, client.mesh.second_outputs):
-        part.sessions[-1].frames.put_nowait(ProcessFrame(leaving=True))
+    await both_leave(client)
     request.fail(MOVE)
     await dealt(request)
     pass_time(16)

@@ -17,6 +17,7 @@ import pytest
 from tests.services.runtime.local_streams.conftest import METHOD, SOON, calling, encode, stream, write_for
 from tests.services.runtime.local_streams.test_handlers import OPEN, Watched
 from tokenloom.services.runtime.local_streams import connection
+from tokenloom.services.runtime.local_streams.channel import LocalChannel
 from tokenloom.services.runtime.local_streams.frames import FrameDecoder, Kind
 
 ROOT = Path(__file__).parents[4]
@@ -50,15 +51,24 @@ async def test_a_killed_process_is_noticed_at_once(socket_dir: Path) -> None:
 
 async def test_a_new_call_to_a_stopped_process_does_not_wait_for_its_silence(socket_dir: Path) -> None:
     async with asyncio.timeout(SOON), process(socket_dir / "s", 60.0) as part, calling(socket_dir / "s") as channel:
-        call = channel.open_call(METHOD, None, None)
-        assert call is not None
-        call.cancel()
+        assert await opened(channel)
         part.send_signal(signal.SIGSTOP)
-        while channel.open_call(METHOD, None, None) is not None:  # noqa: ASYNC110 - the signal takes a moment
-            await asyncio.sleep(0.01)
+        while await opened(channel):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the signal takes a moment
         part.send_signal(signal.SIGCONT)
-        while channel.open_call(METHOD, None, None) is None:  # noqa: ASYNC110
+        while not await opened(channel):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def opened(channel: LocalChannel) -> bool:
+    """Return whether the peer took a call, which is cancelled when it has its connection."""
+    call = channel.open_call(METHOD, None, None)
+    if call is None:
+        return False
+    while not call.connection.is_attached and not call.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    call.cancel()
+    return True
 
 
 async def test_a_stopped_process_is_noticed_by_its_silence(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

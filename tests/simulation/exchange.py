@@ -85,7 +85,7 @@ class Exchange(asyncio.Protocol):
         self._end(_LOST)
 
     def refused(self) -> None:
-        """End the call because nobody listens at the address."""
+        """End the call because no process listens at the address."""
         self._end(_LOST)
 
     def _raise_error(self) -> None:

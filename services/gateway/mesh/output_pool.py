@@ -168,7 +168,7 @@ class OutputPool:
         loop = asyncio.get_running_loop()
         if stream is not None:
             self._send(submission, stream)
-        elif all(streams) or loop.time() >= submission.sought_until:
+        elif (streams and all(streams)) or loop.time() >= submission.sought_until:
             submission.fail(errors.RequestLost("The request is not known any more; send it again as a new request."))
         else:
             self._sought[submission] = loop.call_at(submission.sought_until, self._seek, submission)

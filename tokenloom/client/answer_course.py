@@ -109,7 +109,7 @@ class AnswerCourse:
             self._restart()  # the request of this key has ended
         if is_leaving and not failures and self._retries.are_allowed and self.seconds_left > 0:
             return 0.0
-        wait = self._retries.wait(error, failures, self.seconds_left)
+        wait = self._retries.wait(error, failures, self.seconds_left, reached_mesh=not was_cut)
         if wait is None:
             raise error
         return wait

@@ -14,8 +14,9 @@ class Retries:
     shutting down), and only before the caller has received a part of the answer. Continuing an answer whose connection
     was cut is no retry: it gives the mesh no work.
 
-    A budget for all calls keeps an overloaded mesh from receiving every request several times: each failure costs one,
-    each success restores a tenth, and below half of the budget failures are final.
+    A budget for all calls keeps an overloaded mesh from receiving every request several times: each failure of the mesh
+    costs one, each success restores a tenth, and below half of the budget failures are final. A failed connection costs
+    nothing: many streams that lose one gateway together must not use up each other's retries.
     """
 
     def __init__(self, max_retries: int = 4, budget: float = 10.0) -> None:
@@ -35,16 +36,20 @@ class Retries:
         with self._lock:
             self._left = min(self._left + 0.1, self._budget)
 
-    def wait(self, error: TokenloomError, failures: int, seconds_left: float) -> float | None:
+    def wait(
+        self, error: TokenloomError, failures: int, seconds_left: float, *, reached_mesh: bool = True
+    ) -> float | None:
         """Return the seconds until the next try, at least as many as the mesh requested; None: ``error`` is final.
 
-        ``failures``: earlier failures of this call. ``seconds_left``: time until its deadline.
+        ``failures``: earlier failures of this call. ``seconds_left``: time until its deadline. ``reached_mesh``: False
+        where the connection failed, which costs none of the budget: the mesh had no work with the call.
         """
         if error.retry_after is None:
             return None
         with self._lock:
-            self._left = max(self._left - 1, 0.0)
-            if failures >= self._max_retries or self._left < self._budget / 2:
+            if reached_mesh:
+                self._left = max(self._left - 1, 0.0)
+            if failures >= self._max_retries or (reached_mesh and self._left < self._budget / 2):
                 return None
         # Clients that were refused at the same time must not retry at the same time.
         wait = min(error.retry_after * 2**failures, max(_MAX_WAIT, error.retry_after))

@@ -31,3 +31,11 @@ def test_the_budget_is_spent_and_comes_back() -> None:
     for _ in range(40):
         retries.succeeded()
     assert retries.wait(FULL, 0, 60) is not None
+
+
+def test_lost_connections_cost_no_budget() -> None:
+    """Many streams that lose one gateway together do not use up each other's retries."""
+    retries = Retries(budget=4)
+    assert all(retries.wait(FULL, 1, 60, reached_mesh=False) for _ in range(16))
+    assert retries.wait(FULL, 0, 60) is not None
+    assert retries.wait(FULL, 4, 60, reached_mesh=False) is None

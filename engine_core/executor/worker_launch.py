@@ -47,7 +47,9 @@ class WorkerProcess:
         self._process = subprocess.Popen(
             [*command, "--address", self._address],
             stdin=subprocess.PIPE,
-            start_new_session=True,
+            # In a process group of its own it gets no Ctrl-C of a terminal. In this session, because the kernel continues
+            # a stopped process that loses its parent only if the parent was in its session: then it notices the loss.
+            process_group=0,
             pass_fds=[fd for fd in (arrays.fd if arrays is not None else None, pool_fd) if fd is not None],
         )
 

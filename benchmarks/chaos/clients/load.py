@@ -28,7 +28,9 @@ class LoadOptions:
     """How requests are sent and judged."""
 
     rate: float
-    """Requests a second."""
+    """Requests a second under faults."""
+    reference_rate: float
+    """Requests a second while the references are recorded."""
     concurrency: int
     seconds: float
     """Time limit of a request."""
@@ -76,7 +78,7 @@ class Load:
             if (found := self._keep(client.transport, exchange)) is not None:
                 wrong.append(f"{case.name} over {client.transport}: {found}")
 
-        await self._paced(send(*pair) for pair in wanted)
+        await self._paced((send(*pair) for pair in wanted), self._options.reference_rate)
         if wrong:
             raise Unstable("the undisturbed mesh is not stable:\n" + "\n".join(wrong))
 
@@ -93,7 +95,7 @@ class Load:
                 yield self._one(records, now)
                 sent += 1
 
-        await self._paced(requests())
+        await self._paced(requests(), self._options.rate)
         return records
 
     async def _one(self, records: list[Record], now: Callable[[], float]) -> None:
@@ -178,10 +180,10 @@ class Load:
             resumed=exchange.resumed,
         )
 
-    async def _paced(self, requests: Iterable[Coroutine[None, None, None]]) -> None:
-        """Run requests, which begin at the given rate; a request waits while too many are under way."""
+    async def _paced(self, requests: Iterable[Coroutine[None, None, None]], rate: float) -> None:
+        """Run requests, of which ``rate`` begin in a second; a request waits while too many are under way."""
         room = asyncio.Semaphore(self._options.concurrency)
-        interval = 1 / self._options.rate
+        interval = 1 / rate
         due = self._loop.time()
 
         async def one(request: Coroutine[None, None, None]) -> None:

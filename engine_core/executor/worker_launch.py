@@ -47,8 +47,8 @@ class WorkerProcess:
         self._process = subprocess.Popen(
             [*command, "--address", self._address],
             stdin=subprocess.PIPE,
-            # In a process group of its own it gets no Ctrl-C of a terminal. In this session, because the kernel continues
-            # a stopped process that loses its parent only if the parent was in its session: then it notices the loss.
+            # In a process group of its own it gets no Ctrl-C of a terminal. It stays in this session because the kernel
+            # continues a stopped process whose parent ends only if both are in one session; then it notices the end.
             process_group=0,
             pass_fds=[fd for fd in (arrays.fd if arrays is not None else None, pool_fd) if fd is not None],
         )

@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 
 
 class ProcessGuard:
-    """Calls ``on_terminate`` for SIGTERM, ignores SIGINT and SIGHUP, which the parent handles, and exits when the parent
-    has ended: then standard input, a pipe from the parent, reaches its end."""
+    """Calls ``on_terminate`` for SIGTERM, ignores SIGINT and SIGHUP, which the parent handles, and exits when the
+    parent has ended: then standard input, a pipe from the parent, reaches its end."""
 
     def __init__(self, on_orphaned: Callable[[], None]) -> None:
         """``on_orphaned``: cleans up before the process exits because its parent has ended."""

@@ -33,7 +33,6 @@ async def campaign(name: str, **changes: Any) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.slow
 async def test_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     # On a machine that runs other tests, a late answer is no sign of a lost gateway.
     monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 30.0)

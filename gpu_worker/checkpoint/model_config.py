@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_HEAD_STEP = 16
+
 INT8_DYNAMIC = "int8-dynamic"
 """Rounds weights to int8 per output at load, inputs per row; embeddings and output layer keep their dtype."""
 
@@ -66,9 +68,17 @@ class ModelConfig:
     """How the layers' matrices are quantized at load: ``INT8_DYNAMIC`` or None."""
 
     @property
+    def cache_head_size(self) -> int:
+        """Return how many elements of the KV cache a head takes: whole 16s, of which the last may be zeros.
+
+        The C++ kernels read whole vectors, and every backend keeps to it, so that they can exchange blocks.
+        """
+        return -(-self.head_size // _HEAD_STEP) * _HEAD_STEP
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.cache_head_size * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:

@@ -14,6 +14,7 @@ from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
 from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches, pointers
+from .score_rule import ScoreRule
 from .shared_prefix import SharedPrefixFinder
 
 _LANES = 16
@@ -110,7 +111,10 @@ class CPUPlan:
             value.stride(0),
         )
 
-    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
+        if not rule.is_plain:
+            raise NotImplementedError("the C++ kernels lack softcap and sinks; choose attention_backend torch")
+        sliding_window = rule.sliding_window
         query = _rows(query)
         out = torch.empty(query.shape, dtype=query.dtype)
         args = self._args
@@ -119,7 +123,7 @@ class CPUPlan:
         args.num_heads, args.query_stride = query.shape[1], query.stride(0)
         args.window = min(sliding_window or 0, _WIDEST_WINDOW)
         args.num_groups = 0 if sliding_window else self._num_groups
-        args.scale = scale
+        args.scale = rule.scale
         self._kernels.attend(byref(args))
         return out
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
 BLOCK_SIZE = 16
 HEAD_SIZE = 32
@@ -75,10 +76,24 @@ def owned_slots(step: Step) -> Tensor:
 
 
 def run(backend: AttentionBackend, step: Step, window: int | None) -> tuple[Tensor, Tensor]:
+    return run_rule(backend, step, ScoreRule(step.query.shape[2] ** -0.5, window))
+
+
+def run_rule(backend: AttentionBackend, step: Step, rule: ScoreRule) -> tuple[Tensor, Tensor]:
     cache = step.cache.clone()
     plan = backend.plan(**step.arrays)
     plan.write_kv(step.key, step.value, cache)
-    return plan.attend(step.query, cache, step.query.shape[2] ** -0.5, window), cache
+    return plan.attend(step.query, cache, rule), cache
+
+
+def rules(num_heads: int, window: int | None) -> dict[str, ScoreRule]:
+    """Rules whose limit bends the random scores of a step, and whose sinks weigh as much as several positions."""
+    sinks = torch.linspace(-2, 4, num_heads)
+    return {
+        "softcap": ScoreRule(0.5, window, softcap=3.0),
+        "sinks": ScoreRule(0.5, window, sinks=sinks),
+        "both": ScoreRule(0.5, window, softcap=3.0, sinks=sinks),
+    }
 
 
 BATCHES = {

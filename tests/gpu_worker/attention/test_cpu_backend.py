@@ -10,6 +10,7 @@ import torch
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, run, shape
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -107,7 +108,7 @@ def test_a_plan_keeps_no_reference_to_its_arrays():
         values[:] = 0
     cache = step.cache.clone()
     plan.write_kv(step.key, step.value, cache)
-    assert torch.equal(plan.attend(step.query, cache, HEAD_SIZE**-0.5), expected)
+    assert torch.equal(plan.attend(step.query, cache, ScoreRule(HEAD_SIZE**-0.5)), expected)
 
 
 @pytest.mark.parametrize(("block_size", "entries"), [(8, {}), (16, {"head_size": 24}), (16, {"num_heads": 33})])

@@ -10,7 +10,9 @@ import torch
 from ..layers.activation import ACTIVATIONS
 from ..layers.rotary import RopeConfig, YarnScaling, read_rope
 from .config_reader import ConfigReader
-from .weights import stored_dtype
+from .quantization.scheme import Scheme
+from .quantization.schemes import read_scheme
+from .safetensors_files import stored_dtype
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 
@@ -66,6 +68,8 @@ class ModelConfig:
     """[num_layers]: how many positions a token sees, itself included; None: all."""
     quantization: str | None = None
     """How the layers' matrices are quantized at load: ``INT8_DYNAMIC`` or None."""
+    scheme: Scheme | None = None
+    """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
 
     @property
     def cache_head_size(self) -> int:
@@ -95,13 +99,12 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     reader = ConfigReader.open(path)
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
-    if reader.take("quantization_config"):
-        raise ValueError("config.json: quantization_config: quantized checkpoints are not supported")
+    scheme = read_scheme(reader)
     config = _read_gpt2(reader, torch_dtype) if family == "gpt2" else _read_decoder(reader, family, torch_dtype)
     reader.refuse_rest()
     if quantization not in (None, INT8_DYNAMIC):
         raise ValueError(f"quantization must be {INT8_DYNAMIC} or none, not {quantization!r}")
-    return replace(config, quantization=quantization)
+    return replace(config, quantization=quantization, scheme=scheme)
 
 
 def _family(reader: ConfigReader) -> Family:

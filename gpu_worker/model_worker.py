@@ -12,7 +12,7 @@ from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
-from tokenloom.engine_core.wire.messages import WarmUp
+from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 

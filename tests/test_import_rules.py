@@ -44,6 +44,7 @@ PLAIN_DATA = {
         "process.process_memory",
         "wire.core_sampling_params",
         "wire.embedding_rows",
+        "wire.handshake",
         "wire.messages",
         "wire.scheduler_output",
         "worker",

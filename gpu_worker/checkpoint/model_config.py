@@ -13,7 +13,9 @@ from .config_reader import ConfigReader
 from .families import DECODERS, DecoderTraits
 from .layer_kinds import read_ropes, read_windows
 from .opt_switches import OPTSwitches
-from .weights import stored_dtype
+from .quantization.scheme import Scheme
+from .quantization.schemes import read_scheme
+from .safetensors_files import stored_dtype
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2", "opt"]
 
@@ -80,6 +82,8 @@ class ModelConfig:
     """[num_layers]: how many positions a token sees, itself included; None: all."""
     quantization: str | None = None
     """How the layers' matrices are quantized at load: ``INT8_DYNAMIC`` or None."""
+    scheme: Scheme | None = None
+    """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
 
     @property
     def traits(self) -> DecoderTraits:
@@ -119,8 +123,7 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     reader = ConfigReader.open(path)
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
-    if reader.take("quantization_config"):
-        raise ValueError("config.json: quantization_config: quantized checkpoints are not supported")
+    scheme = read_scheme(reader)
     match family:
         case "gpt2":
             config = _read_gpt2(reader, torch_dtype)
@@ -131,7 +134,7 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     reader.refuse_rest()
     if quantization not in (None, INT8_DYNAMIC):
         raise ValueError(f"quantization must be {INT8_DYNAMIC} or none, not {quantization!r}")
-    return replace(config, quantization=quantization)
+    return replace(config, quantization=quantization, scheme=scheme)
 
 
 def _family(reader: ConfigReader) -> Family:

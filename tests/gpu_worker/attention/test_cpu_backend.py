@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, rules, run, run_rule, shape
+from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
@@ -50,27 +51,31 @@ def compare_rule(batch, config, rule, march="native", **tolerance):
     torch.testing.assert_close(found, expected, **{"rtol": 1e-5, "atol": 2e-6, **tolerance})
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 1000])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (4, 1), (6, 1), (32, 1)])
-@pytest.mark.parametrize("batch", ALL)
-def test_equals_the_reference(batch, num_heads, num_kv_heads, window):
+@pytest.mark.parametrize(
+    ("batch", "heads", "window"),
+    pairs(ALL, [(4, 4), (4, 2), (6, 2), (4, 1), (6, 1), (32, 1)], [None, 1, 7, 16, 40, 1000]),
+)
+def test_equals_the_reference(batch, heads, window):
+    num_heads, num_kv_heads = heads
     compare(batch, shape(num_kv_heads, num_heads=num_heads), window)
 
 
-@pytest.mark.parametrize("head_size", [16, 20, 64, 80, 128])
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("batch", ALL)
+@pytest.mark.parametrize(("batch", "window", "head_size"), pairs(ALL, [None, 40], [16, 20, 64, 80, 128]))
 def test_head_sizes(batch, window, head_size):
     compare(batch, shape(2, head_size=head_size), window)
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "head_size"), [(4, 32), (2, 128), (6, 64), (8, 128), (10, 64), (14, 128), (32, 64), (64, 32), (6, 80)]
+    ("batch", "window", "heads"),
+    pairs(
+        ALL,
+        [None, 7, 40, 200],
+        [(4, 32), (2, 128), (6, 64), (8, 128), (10, 64), (14, 128), (32, 64), (64, 32), (6, 80)],
+    ),
 )
-@pytest.mark.parametrize("window", [None, 7, 40, 200])
-@pytest.mark.parametrize("batch", ALL)
-def test_bfloat16_is_close(batch, window, num_heads, head_size):
+def test_bfloat16_is_close(batch, window, heads):
     """With the matrix unit where there is one, for heads of whole 32s."""
+    num_heads, head_size = heads
     compare(batch, shape(2, torch.bfloat16, num_heads, head_size), window, rtol=2e-2, atol=2e-2)
 
 

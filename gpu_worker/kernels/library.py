@@ -45,8 +45,10 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False)
 
     Raises :class:`KernelsUnavailable`.
     """
-    macros = {"HEAD_SIZE": head_size} | ({"SOFTCAP": 1} if softcap else {})
-    library = _load(build("attention", march, **macros))
+    if softcap:
+        library = _load(build("attention", march, HEAD_SIZE=head_size, SOFTCAP=1))
+    else:
+        library = _load(build("attention", march, HEAD_SIZE=head_size))
     library.attend.argtypes = [_P]
     library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
     library.attend.restype = library.write_kv.restype = None

@@ -12,7 +12,8 @@ from ..layers.rotary import RopeConfig, YarnScaling, read_rope
 from .config_reader import ConfigReader
 from .weights import stored_dtype
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2", "transformers"]
+"""``transformers``: any class of that library; its modules hold what the switches of :class:`ModelConfig` hold."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -21,7 +22,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "GPT2LMHeadModel": "gpt2",
 }
-"""Names every architecture that can be loaded."""
+"""Names every architecture that is built in."""
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +90,22 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
         raise ValueError("config.json: quantization_config: quantized checkpoints are not supported")
     config = _read_gpt2(reader, torch_dtype) if family == "gpt2" else _read_decoder(reader, family, torch_dtype)
     reader.refuse_rest()
+    check_quantization(quantization)
+    return replace(config, quantization=quantization)
+
+
+def read_dtype(path: Path, dtype: str) -> torch.dtype:
+    """Return the dtype in which to compute a checkpoint directory; ``dtype`` is that of :func:`load_model_config`.
+
+    Raises ``ValueError``.
+    """
+    return _dtype(ConfigReader.open(path), path, dtype)
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raise ``ValueError`` unless ``quantization`` is a way to quantize at load, or None."""
     if quantization not in (None, INT8_DYNAMIC):
         raise ValueError(f"quantization must be {INT8_DYNAMIC} or none, not {quantization!r}")
-    return replace(config, quantization=quantization)
 
 
 def _family(reader: ConfigReader) -> Family:

@@ -27,6 +27,7 @@ class Checkpoint:
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.directory = directory
         self._dtype = dtype
         self._device = device
         self._stack = ExitStack()

@@ -34,7 +34,7 @@ def load_model(
     if uses_transformers(path, model_impl):
         check_quantization(quantization)
         ops = ops or TorchOps()
-        loaded: Model = _transformers().TransformersModel(path, read_dtype(path, dtype), device, ops, quantization)
+        loaded: Model = _transformers(path).TransformersModel(path, read_dtype(path, dtype), device, ops, quantization)
         return loaded
     config = load_model_config(path, dtype, quantization)
     with Checkpoint(path, config.dtype, device) as checkpoint:
@@ -52,10 +52,20 @@ def uses_transformers(path: Path, model_impl: str) -> bool:
     return model_impl == "transformers" or (model_impl == "auto" and read_architecture(path)[0] not in ARCHITECTURES)
 
 
-def _transformers() -> ModuleType:
-    """Return the module for models of transformers, which is imported only when it is needed."""
-    from .transformers import entry
+def _transformers(path: Path) -> ModuleType:
+    """Return the module for models of transformers, which is imported only when it is needed.
 
+    Raises ``ValueError`` if that library is not installed.
+    """
+    try:
+        from .transformers import entry
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ValueError(
+            f"{path / 'config.json'}: architectures names {read_architecture(path)[0]}, which the transformers package "
+            'computes; install it with: pip install "tokenloom[transformers]"'
+        ) from None
     return entry
 
 
@@ -72,7 +82,9 @@ class ModelLoader:
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
         if uses_transformers(path, self.model_impl):
-            config: ModelConfig = _transformers().read_declared(path, read_dtype(path, self.dtype), self.quantization)
+            config: ModelConfig = _transformers(path).read_declared(
+                path, read_dtype(path, self.dtype), self.quantization
+            )
             return config
         return load_model_config(path, self.dtype, self.quantization)
 
@@ -83,7 +95,7 @@ class ModelLoader:
     def check(self, path: Path) -> None:
         """Raise the errors of :meth:`load` without reading the content of the tensors."""
         if uses_transformers(path, self.model_impl):
-            _transformers().check_checkpoint(path, read_dtype(path, self.dtype))
+            _transformers(path).check_checkpoint(path, read_dtype(path, self.dtype))
         else:
             load_model(path, self.dtype, torch.device("meta"), quantization=self.quantization)
 

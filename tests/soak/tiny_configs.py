@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 LARGEST = 20_000_000
 """Parameters that a tiny configuration may give; more means that its class ignores the small sizes."""
@@ -54,15 +54,30 @@ _SHAPES: dict[str, Any] = {
 }
 
 
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "dots1": {"n_shared_experts": 1},
+    "mamba2": {"num_heads": 16, "head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+}
+"""What other classes demand of their sizes."""
+
+
 def tiny_config(kind: str) -> Any:
     """Return the smallest useful configuration of a model type, made from its class."""
     config_class: Any = CONFIG_MAPPING[kind]
     fields = set(inspect.signature(config_class.__init__).parameters)
     for name in ("attribute_map", "__annotations__", "__dataclass_fields__"):
         fields |= set(getattr(config_class, name, {}))
-    if "qk_rope_head_dim" in fields:
-        fields.discard("head_dim")  # it is the size of the rotated part
-    return config_class(**{name: value for name, value in _SHAPES.items() if name in fields})
+    values = {name: value for name, value in _SHAPES.items() if name in fields}
+    if "kv_lora_rank" in fields:  # latent attention: as many KV heads as query heads, and sizes of its own
+        values |= {"num_key_value_heads": 4} if "num_key_value_heads" in fields else {}
+        values.pop("head_dim", None)
+    for name, part in config_class.sub_configs.items():
+        if issubclass(part, PreTrainedConfig) and part is not config_class and part.model_type in CONFIG_MAPPING:
+            values[name] = tiny_config(part.model_type)
+    return config_class(**values | _SPECIAL.get(kind, {}))
 
 
 def save_tiny(kind: str, directory: Path) -> tuple[Path, Any]:

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from .architecture import read_architecture
 
 
@@ -19,17 +22,9 @@ class CausalClass(NamedTuple):
 def find_causal_class(path: Path) -> CausalClass:
     """Return the class that the ``config.json`` in ``path`` names.
 
-    Raises ``ValueError`` if transformers is absent, or has no causal language model of that name.
+    Raises ``ValueError`` if transformers has no causal language model of that name.
     """
     name, values = read_architecture(path)
-    try:
-        import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    except ImportError:
-        raise ValueError(
-            f"{path / 'config.json'}: architectures names {name}, which is not built in and needs the transformers "
-            'package; install it with: pip install "tokenloom[transformers]"'
-        ) from None
     model = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(model, type) or not issubclass(model, transformers.PreTrainedModel):
         raise _unknown(path, name, values, transformers.__version__)

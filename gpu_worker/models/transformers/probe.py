@@ -66,6 +66,8 @@ def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device
 
     Raises :class:`Refused`.
     """
+    if getattr(model, "_is_stateful", False):
+        raise Refused("keeps a state between tokens, as recurrent layers do")
     recorder = Recorder(max_model_len)
     bind(model, recorder)
     model.set_attn_implementation(PROBING)

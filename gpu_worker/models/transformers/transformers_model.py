@@ -22,7 +22,7 @@ from .paged_attention import SERVING, EnoughLayers, PagedAttention, bind
 from .probe import Refused, record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Parts:
     """Holds one loaded checkpoint."""
 

@@ -71,8 +71,9 @@ class ModelWorker:
             check_model(self._model, self._backend, block_size, self._device)
             library = self._model.library
         dtype, quantization = model_config.dtype_name, model_config.quantization
+        scheme = model_config.scheme.name if model_config.scheme else None
         versions = (f"torch-{torch.__version__}", library)
-        numerics = (self._device.type, dtype, quantization, self._backend.name, *versions)
+        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from ...checkpoint.weights import weight_files
+from ...checkpoint.safetensors_files import weight_files
 from ...ops.ops import Ops
 from .causal_class import CausalClass
 from .modules import replace_modules

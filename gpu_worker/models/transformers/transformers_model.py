@@ -55,7 +55,7 @@ class TransformersModel:
     def load_weights(self, checkpoint: Checkpoint) -> None:
         del self._parts  # frees its memory before the new one is loaded
         checkpoint.return_dropped()
-        self._parts = self._load(checkpoint.directory)
+        self._parts = self._load(checkpoint.path)
 
     def forward(
         self,

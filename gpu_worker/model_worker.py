@@ -76,7 +76,7 @@ class ModelWorker:
         numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
-            hidden_size=model_config.hidden_size,
+            hidden_size=model_config.embedding_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=kv_layout(model_config, block_size),

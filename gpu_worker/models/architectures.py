@@ -13,6 +13,7 @@ from ..ops.torch_ops import TorchOps
 from .decoder import DecoderModel
 from .gpt2 import GPT2Model
 from .model import Model
+from .opt import OPTModel
 from .transformers.architecture import read_architecture
 
 
@@ -39,10 +40,13 @@ def load_model(
     config = load_model_config(path, dtype, quantization)
     with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
         model: Model
-        if config.family == "gpt2":
-            model = GPT2Model(checkpoint, config)
-        else:
-            model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
+        match config.family:
+            case "gpt2":
+                model = GPT2Model(checkpoint, config)
+            case "opt":
+                model = OPTModel(checkpoint, config)
+            case _:
+                model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
         checkpoint.refuse_rest()
     return model
 

@@ -17,7 +17,10 @@ from .quantization.scheme import Scheme
 from .quantization.schemes import read_scheme
 from .safetensors_files import stored_dtype
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2", "opt"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2", "opt", "transformers"
+]
+"""``transformers``: any class of that library; its modules hold what the switches of :class:`ModelConfig` hold."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -32,7 +35,7 @@ ARCHITECTURES: dict[str, Family] = {
     "GPT2LMHeadModel": "gpt2",
     "OPTForCausalLM": "opt",
 }
-"""Names every architecture that can be loaded."""
+"""Names every architecture that is built in."""
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +135,22 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
         case _:
             config = _read_decoder(reader, family, torch_dtype)
     reader.refuse_rest()
+    check_quantization(quantization)
+    return replace(config, quantization=quantization, scheme=scheme)
+
+
+def read_dtype(path: Path, dtype: str) -> torch.dtype:
+    """Return the dtype in which to compute a checkpoint directory; ``dtype`` is that of :func:`load_model_config`.
+
+    Raises ``ValueError``.
+    """
+    return _dtype(ConfigReader.open(path), path, dtype)
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raise ``ValueError`` unless ``quantization`` is a way to quantize at load, or None."""
     if quantization not in (None, INT8_DYNAMIC):
         raise ValueError(f"quantization must be {INT8_DYNAMIC} or none, not {quantization!r}")
-    return replace(config, quantization=quantization, scheme=scheme)
 
 
 def _family(reader: ConfigReader) -> Family:

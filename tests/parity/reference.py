@@ -126,13 +126,16 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def compute_case(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Case:
+def compute_case(
+    model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int = NUM_TOKENS, *, use_cache: bool = True
+) -> Case:
     """Generate greedily, one prompt alone."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
+        use_cache=use_cache,
         max_new_tokens=num_tokens,
         pad_token_id=0,
         return_dict_in_generate=True,

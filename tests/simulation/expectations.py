@@ -29,6 +29,8 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
         return False  # both engines happened to run no other request
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
+    if answer.was_cut and any(_concerns(fault, "output_processor") for fault in happened):
+        return False  # its gateway may move it while it is sought
     return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
 
 

@@ -31,7 +31,7 @@ _IMPATIENT_SECONDS = 120.0
 """After this time without a possible fault the faults end: some part has not come back."""
 _BETWEEN_SECONDS = 2.0
 """Least seconds between the end of a fault that lasts and the next one."""
-_TERM_SECONDS = 8.0
+_TERM_SECONDS = 5.0
 """About how long a part takes to drain and to start, for the rate of requests."""
 _LEAST_REFERENCE_RATE = 4.0
 """Requests a second while the references are recorded, if the faults leave time for fewer."""

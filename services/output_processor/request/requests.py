@@ -80,6 +80,7 @@ class Requests:
         """
         count = _num_samples(submit)
         self._check(submit, count)
+        self._placer.budget.add_request()
         journals = _journals(submit, count) if submit.journals else {}
         samples = [
             SampleOutput(

@@ -7,9 +7,10 @@ import grpc.aio
 import httpx
 import pytest
 
+from tests.loop_clock import settle
 from tests.services.gateway.fakes import SOON, FakeMesh
 from tokenloom.request import errors
-from tokenloom.services.gateway.mesh.tokenizer_client import TokenizerClient
+from tokenloom.services.gateway.mesh.tokenizer_client import MAX_CALLS, TokenizerClient
 from tokenloom.services.runtime.peers.channels import Channels
 from tokenloom.services.runtime.peers.members import Members
 
@@ -79,3 +80,30 @@ async def test_calls_that_fail_everywhere_do_not_multiply() -> None:
             await client.encode(["text"])
     num_calls = sum(replica.calls for replica in replicas.values())
     assert 400 <= num_calls < 450  # one free retry each, then a tenth of the requests, and the reserve
+
+
+class SlowReplica:
+    """A replica that answers when it is asked to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.answers = asyncio.Event()
+
+    async def Encode(self, request: object, metadata: object) -> int:
+        self.calls += 1
+        await self.answers.wait()
+        return self.calls
+
+
+async def test_a_burst_of_calls_waits_in_the_gateway() -> None:
+    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    replica = SlowReplica()
+    client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
+    client._alive = {"unix:/0"}
+    calls = [asyncio.ensure_future(client.encode(["text"])) for _ in range(3 * MAX_CALLS)]
+    await settle()
+    assert replica.calls == MAX_CALLS
+    calls[-1].cancel()  # the deadline of a request that waits
+    replica.answers.set()
+    await asyncio.wait(calls)
+    assert replica.calls == 3 * MAX_CALLS - 1

@@ -1,5 +1,6 @@
 """Makes the figures, the tables and the verdicts of ``bench overload``."""
 
+import time
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +18,7 @@ def summarize(case: OverloadCase, phases: Phases) -> dict[str, Any]:
     """Return the figures of a run; times in ms, memory in MiB."""
     peak, overload = (_figures(phase) for phase in (phases.peak, phases.overload))
     return {
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
         "seconds": case.seconds,
         "times": case.times,
         "hogs": case.hogs,

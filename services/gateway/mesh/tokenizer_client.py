@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 """Interval of the probes of each replica. gRPC's pings notice a replica that was stopped or cut off within 2.6 s."""
-MAX_CALLS = 32
+MAX_CALLS = 16
 """Calls in flight; further ones wait here, in order. Each answer of gRPC waits for the interpreter's lock: with
 thousands of calls on a busy machine, gRPC took the connection for dead and failed all of them."""
 ANSWER_SECONDS = 6.0

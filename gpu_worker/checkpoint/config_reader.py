@@ -18,6 +18,7 @@ _HARMLESS_NAMES = """
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences chunk_size_feed_forward suppress_tokens begin_suppress_tokens remove_invalid_values
     exponential_decay_length_penalty return_dict_in_generate tie_encoder_decoder n_ctx reorder_and_upcast_attn
+    init_std dropout layerdrop cache_implementation
     max_sequence_length is_llama_config transformers.js_config unsloth_fixed unsloth_version
     """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
@@ -79,14 +80,14 @@ class ConfigReader:
             raise self.error(name, "must be true or false")
         return value
 
-    def take_object(self, name: str) -> "ConfigReader | None":
+    def take_object(self, name: str, harmless: frozenset[str] = frozenset()) -> "ConfigReader | None":
         """Return a nested object with its own accounting, or None if it is absent, null or empty."""
         value = self.take(name)
         if not value:
             return None
         if not isinstance(value, dict):
             raise self.error(name, "must be an object")
-        return ConfigReader(value, f"{self._where}: {name}")
+        return ConfigReader(value, f"{self._where}: {name}", harmless)
 
     def refuse_rest(self) -> None:
         """Raise ``ValueError`` naming the entries that were not read, unless they are harmless, private or off."""

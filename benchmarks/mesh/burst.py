@@ -69,7 +69,6 @@ async def run_burst(model: Path, case: BurstCase, on_phase: Callable[[str], obje
             await _send(client, _WARM_UPS)
             on_phase(f"{case.num_requests} requests")
             with hogs(case.mesh.hogs):
-                await longest_turns(mesh)  # those of the start do not count
                 phase = await observer.phase("burst", 0.0, _send(client, case.num_requests))
                 turns = await longest_turns(mesh)
         finally:

@@ -46,8 +46,7 @@ def process_ids(mesh: Mesh) -> dict[str, int]:
 
 
 async def longest_turns(mesh: Mesh) -> dict[str, float]:
-    """Return the longest turn of each part's event loop since the last call, in CPU seconds. The parts need
-    ``--measure-turns``."""
+    """Return the longest turn of each part's event loop, in CPU seconds. The parts need ``--measure-turns``."""
     turns = {}
     for part in mesh.parts:
         if part.state is not None and part.state.metrics:

@@ -4,9 +4,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-REQUESTS_PER_TURN = 16
+REQUESTS_PER_TURN = 8
 """Reads of connections that are parsed in one turn: each may begin a request, which takes about 0.3 ms."""
-ANSWERS_PER_TURN = 32
+ANSWERS_PER_TURN = 16
 """Answers that begin or end in one turn; each takes about 0.15 ms. A step of an engine may begin hundreds."""
 
 

@@ -278,7 +278,8 @@ class GatewayProtocol(HttpToolsProtocol):
             return
         cycle = self.cycle
         is_live = cycle is not None and not cycle.response_complete
-        if self.pipeline or (is_live and not cycle.more_body):  # what came is pipelined behind a live request
+        # What came waits for a turn of the event loop, or is pipelined behind a live request.
+        if self._held or self.pipeline or (is_live and not cycle.more_body):
             self._start_framing_timer()
         elif self._in_head or is_live:
             self._refuse(b"408 Request Timeout", b"the head or the trailers of the request did not arrive in time")

@@ -30,6 +30,12 @@ ANSWER_SECONDS = 6.0
 """How long a replica may take to answer a probe: its event loop may be busy for 5 s."""
 
 
+RECONNECT_SECONDS = 2.0
+"""How long a call waits for the only replica, which has just answered, to be connected again."""
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""How gRPC ends calls whose connection was lost."""
+
+
 class TokenizerClient:
     """Spreads calls over the replicas that answer and serve the same as the first one, in turn.
 
@@ -124,6 +130,7 @@ class TokenizerClient:
         self._budget.add_request()
         debt = RetryDebt(self._budget)
         candidates = sorted(self._alive) or list(self._stubs)
+        is_only = len(candidates) == 1 and candidates[0] in self._alive
         error: errors.TokenloomError | None = None
         for step in range(len(candidates)):
             address = candidates[(self._turn + step) % len(candidates)]
@@ -133,13 +140,30 @@ class TokenizerClient:
                 return await getattr(stub, method)(request, metadata=tuple(CURRENT.get().items()))
             except grpc.aio.AioRpcError as failure:
                 error = errors.from_rpc(failure)
-                if failure.code() is not grpc.StatusCode.UNAVAILABLE:
+                if failure.code() not in _LOST:
                     raise error from failure
                 self._alive.discard(address)
                 debt.failed(Cause.SILENT)
                 if not debt.pay():
                     break
-        raise error or errors.Unavailable("no tokenizer is connected; retry")
+        if is_only and error is not None:
+            return await self._ask_again(candidates[0], method, request)
+        if isinstance(error, errors.Unavailable):
+            raise error
+        raise errors.Unavailable("No tokenizer is available; retry.")
+
+    async def _ask_again(self, address: str, method: str, request: Message) -> Any:
+        """Ask the only replica once more: on a busy machine gRPC loses connections to living processes."""
+        stub = self._stubs.get(address)
+        try:
+            if stub is not None:
+                return await getattr(stub, method)(
+                    request, metadata=tuple(CURRENT.get().items()), wait_for_ready=True, timeout=RECONNECT_SECONDS
+                )
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() not in (*_LOST, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise errors.from_rpc(failure) from failure
+        raise errors.Unavailable("The tokenizer became unavailable; retry.")
 
     async def _keep(self, address: str) -> None:
         """Probe a replica until it neither answers nor is a member any more."""

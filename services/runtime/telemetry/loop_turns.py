@@ -31,9 +31,9 @@ class LoopTurns:
         )
         Gauge(
             "tokenloom_event_loop_longest_turn_seconds",
-            "CPU time of the longest turn of the event loop since the last scrape.",
+            "CPU time of the longest turn of the event loop.",
             registry=registry,
-        ).set_function(self._take_longest)
+        ).set_function(lambda: self._longest)
 
     async def run(self) -> NoReturn:
         """Observe this event loop until cancelled."""
@@ -49,7 +49,3 @@ class LoopTurns:
             self._histogram.observe(seconds)
             self._longest = max(self._longest, seconds)
         self._last = now
-
-    def _take_longest(self) -> float:
-        longest, self._longest = self._longest, 0.0
-        return longest

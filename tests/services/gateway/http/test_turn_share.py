@@ -46,6 +46,8 @@ async def test_reads_of_many_connections_are_parsed_over_several_turns() -> None
     assert [connection.parser.num_bytes > 0 for connection in connections] == [True, True, False, False, False]
     assert [connection.protocol.flow.read_paused for connection in connections] == [False, False, True, True, True]
     assert connections[4].protocol.idle_seconds is None, "it is not closed to make room"
+    connections[4].protocol._on_framing_timeout()
+    assert not connections[4].transport.is_closed, "the client is not late: the gateway is"
     connections[3].transport.close()
     await settle()
     assert [connection.statuses for connection in connections] == [[200], [200], [200], [], [200]]

@@ -107,3 +107,29 @@ async def test_a_burst_of_calls_waits_in_the_gateway() -> None:
     replica.answers.set()
     await asyncio.wait(calls)
     assert replica.calls == 3 * MAX_CALLS - 1
+
+
+class ReconnectedReplica:
+    """A replica whose connection is lost in its first call."""
+
+    def __init__(self, code: grpc.StatusCode) -> None:
+        self.code = code
+        self.waits: list[bool] = []
+
+    async def Encode(self, request: object, wait_for_ready: bool = False, **_: object) -> int:
+        self.waits.append(wait_for_ready)
+        if not wait_for_ready:
+            raise grpc.aio.AioRpcError(self.code, grpc.aio.Metadata(), grpc.aio.Metadata())
+        return 7
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+async def test_the_only_replica_is_asked_again_when_its_connection_was_lost(code: grpc.StatusCode) -> None:
+    client = TokenizerClient(Members(("unix:/none",)), Channels(None))
+    replica = ReconnectedReplica(code)
+    client._stubs = {"unix:/0": replica}  # type: ignore[dict-item]
+    client._alive = {"unix:/0"}
+    assert await client.encode(["text"]) == 7  # type: ignore[comparison-overlap]
+    with pytest.raises(errors.Unavailable):
+        await client.encode(["text"])  # no probe has found it alive since then
+    assert replica.waits == [False, True, False]

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 REQUESTS_PER_TURN = 8
 """Reads of connections that are parsed in one turn: each may begin a request, which takes about 0.3 ms."""
@@ -38,7 +39,7 @@ class TurnShare:
         """Return when a piece may be done."""
         if not self.take():
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self.call(lambda: turn.done() or turn.set_result(None))
+            self.call(partial(_wake, turn))
             await turn
 
     def _begin_turn(self) -> None:
@@ -48,3 +49,8 @@ class TurnShare:
             loop.call_soon(self._begin_turn)
         for _ in range(self._num_taken):
             loop.call_soon(self._waiting.popleft())
+
+
+def _wake(turn: "asyncio.Future[None]") -> None:
+    if not turn.done():  # otherwise its request has ended
+        turn.set_result(None)

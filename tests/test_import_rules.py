@@ -27,8 +27,10 @@ FOLDERS = {
 SAMPLING_PARAMS = "tokenloom.request.sampling_params"
 BLOCK_HASH = "tokenloom.request.prompt_block_hash"
 REASONING = "tokenloom.request.reasoning"
+# The head of a GGUF file, which holds configuration and tokenizer.
+GGUF_FILE = "tokenloom.gguf.gguf_file"
 # Names, checks and errors of requests and of the model's files, for every entrance.
-ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint")
+ABOUT_REQUESTS = ("tokenloom.request", "tokenloom.checkpoint", "tokenloom.gguf")
 SERVICES = ("coordinator", "engine", "gateway", "output_processor", "tokenizer")
 
 # What worker code may take from the engine core: its plain data and protocols, none of its machinery.
@@ -204,7 +206,7 @@ def test_engine_core(module: Module) -> None:
 
 
 def test_gpu_worker() -> None:
-    allowed = [*sorted(PLAIN_DATA), SAMPLING_PARAMS]
+    allowed = [*sorted(PLAIN_DATA), SAMPLING_PARAMS, GGUF_FILE]
     assert not violations("tokenloom.gpu_worker", allowed, never=("grpc", "asyncio", "transformers"))
 
 

@@ -8,7 +8,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from tokenloom.gguf.gguf_file import is_gguf
+
 from ..platform.memory import forget_mapped, return_freed
+from .gguf.source import GgufSource
 from .packed_weight import PackedWeight, fill_rows
 from .quantization.scheme import Scheme
 from .safetensors_files import SafetensorsSource, weight_files
@@ -22,6 +25,10 @@ class WeightSource(Protocol):
 
     @property
     def paths(self) -> Collection[Path]: ...
+
+    @property
+    def described_by(self) -> str:
+        """Return the file that states the model's configuration, for errors."""
 
     def read(self, name: str) -> Tensor | PackedWeight:
         """Return a tensor as it is stored: on the CPU as a view of the mapped file, or a weight in few bits."""
@@ -41,7 +48,7 @@ class Checkpoint:
         """``scheme``: how the configuration says that weights are quantized, or None."""
         self.dtype = dtype
         self._device = device
-        self._source: WeightSource = SafetensorsSource(path, scheme)
+        self._source: WeightSource = GgufSource(path) if is_gguf(path) else SafetensorsSource(path, scheme)
         self._taken: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -89,10 +96,11 @@ class Checkpoint:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         if name not in self._source.names:
-            raise ValueError(f"the checkpoint has no tensor {name}, which its config.json asks for")
+            raise ValueError(f"the checkpoint has no tensor {name}, which its {self._source.described_by} asks for")
         stored = self._source.read(name)
         if tuple(stored.shape) != shape:
-            raise ValueError(f"{name} has shape {list(stored.shape)}, config.json asks for {list(shape)}")
+            wanted = f"{self._source.described_by} asks for {list(shape)}"
+            raise ValueError(f"{name} has shape {list(stored.shape)}, {wanted}")
         if isinstance(stored, Tensor) and (not stored.dtype.is_floating_point or stored.dtype.itemsize < 2):
             raise ValueError(f"{name} is stored as {stored.dtype} without a scale: the checkpoint lacks a tensor")
         self._taken.add(name)
@@ -102,8 +110,9 @@ class Checkpoint:
 FileStamps = tuple[tuple[str, int, int, int], ...]
 
 
-def file_stamps(directory: Path) -> FileStamps:
+def file_stamps(path: Path) -> FileStamps:
     """Return (name, size, time of change, inode) of a checkpoint's configuration and weight files. Equal results mean
     equal weights; the cache of fingerprints relies on it. Raises ``ValueError`` if a file is missing."""
-    stats = [(path.name, path.stat()) for path in (directory / "config.json", *weight_files(directory))]
+    files = [path] if is_gguf(path) else [path / "config.json", *weight_files(path)]
+    stats = [(file.name, file.stat()) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# How long an example takes is the machine's affair; what hangs is stopped by the suite's own limit.
-settings.register_profile("tokenloom", deadline=None)
+# How long an example takes, or its data, is the machine's affair; what hangs is stopped by the suite's own limit.
+settings.register_profile("tokenloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tokenloom")
 
 # Before any import of huggingface_hub: no test may reach for a hub.
@@ -36,7 +36,12 @@ FIRST = (
     "tests/mesh",
 )
 # By the beginning of a test's id, tests that one worker must run because they share a mesh or a reference.
-GROUPS = {"tests/e2e/test_identical.py": "parity", "tests/e2e": "e2e", "tests/parity": "parity"}
+GROUPS = {
+    "tests/e2e/test_identical.py": "parity",
+    "tests/e2e/test_cli.py": "default mesh",
+    "tests/e2e/test_serve.py": "default mesh",
+    "tests/parity": "parity",
+}
 
 
 @pytest.hookimpl(tryfirst=True)

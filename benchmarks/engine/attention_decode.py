@@ -69,7 +69,7 @@ def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) ->
     """Return the least µs of a call, with keys and values in huge pages if the system has any."""
     backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
     width = -(-context // _BLOCK)
-    shape = (2, requests * width, config.num_kv_heads, _BLOCK, config.head_size)
+    shape = (2, requests * width, config.num_kv_heads, _BLOCK, config.cache_head_size)
     memory = PoolMemory.allocate(int(np.prod(shape)) * config.dtype.itemsize, shared=False)
     cache = torch.frombuffer(memory.buffer, dtype=config.dtype)[: int(np.prod(shape))].view(shape)
     cache.copy_(torch.randn(shape))

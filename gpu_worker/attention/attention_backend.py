@@ -18,7 +18,8 @@ from .score_rule import ScoreRule
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
 KVCache = Tensor
-"""Holds one layer's keys and values, [2, num_blocks, num_kv_heads, block_size, head_size] ("HND")."""
+"""Holds one layer's keys and values, [2, num_blocks, num_kv_heads, block_size, cache_head_size] ("HND"). What lies
+behind the head size is zero."""
 
 
 class AttentionPlan(Protocol):

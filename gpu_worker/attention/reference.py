@@ -53,15 +53,16 @@ class ReferencePlan:
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         for token, slot in enumerate(self.slots.tolist()):
             block, offset = divmod(slot, self.block_size)
-            kv_cache[0, block, :, offset] = key[token]
-            kv_cache[1, block, :, offset] = value[token]
+            kv_cache[0, block, :, offset, : key.shape[2]] = key[token]
+            kv_cache[1, block, :, offset, : key.shape[2]] = value[token]
 
     def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
         out = torch.empty_like(query)
+        cached = kv_cache[..., : query.shape[2]]
         for request, (seq_len, table) in enumerate(zip(self.seq_lens, self.block_tables, strict=True)):
             rows = slice(self.cu_query_lens[request], self.cu_query_lens[request + 1])
             slots = [(table[p // self.block_size], p % self.block_size) for p in range(seq_len)]
-            key, value = torch.stack([kv_cache[:, block, :, offset] for block, offset in slots], dim=2).float()
+            key, value = torch.stack([cached[:, block, :, offset] for block, offset in slots], dim=2).float()
             out[rows] = _attend_one(query[rows].float(), key, value, rule).to(out.dtype)
         return out
 

@@ -15,7 +15,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import IntArray, KVCache
-from .cache import allocate_kv_caches, write_slots
+from .cache import allocate_kv_caches, padded, write_slots
 from .dense import attend_dense
 from .score_rule import ScoreRule
 
@@ -123,12 +123,14 @@ class TorchPlan:
         if len(self._tails):
             self._zero_tails(kv_cache)
         flat_cache = kv_cache.flatten(1, 2).flatten(2)
+        head_size = query.shape[2]
+        query = padded(query, kv_cache.shape[-1])
         out = torch.empty_like(query)
         for segment in segments:
             out[segment.rows] = _attend_segment(query[segment.rows], kv_cache, flat_cache, segment, rule)
         for group in groups:
             out[group.rows] = _attend_group(query[group.rows], kv_cache, flat_cache, group, rule)
-        return out
+        return out[..., :head_size]
 
     def _zero_tails(self, kv_cache: KVCache) -> None:
         """Zero the slots that :func:`_tails` chose, in one layer's cache."""

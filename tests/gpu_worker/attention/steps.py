@@ -28,13 +28,15 @@ class Step:
 
 
 def shape(num_kv_heads: int, dtype: torch.dtype = torch.float32, num_heads: int = 4, head_size: int = HEAD_SIZE) -> Any:
+    cache_size = -(-head_size // 16) * 16
     return SimpleNamespace(
         num_layers=1,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
+        cache_head_size=cache_size,
         dtype=dtype,
-        kv_bytes_per_token=2 * num_kv_heads * head_size * dtype.itemsize,
+        kv_bytes_per_token=2 * num_kv_heads * cache_size * dtype.itemsize,
     )
 
 
@@ -57,12 +59,14 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
         return torch.randn(*size, generator=generator).to(config.dtype)
 
     total = sum(query_lens)
+    cache = normal(2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.cache_head_size)
+    cache[..., config.head_size :] = 0
     return Step(
         arrays,
         query=normal(total, num_heads, config.head_size),
         key=normal(total, config.num_kv_heads, config.head_size),
         value=normal(total, config.num_kv_heads, config.head_size),
-        cache=normal(2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size),
+        cache=cache,
     )
 
 

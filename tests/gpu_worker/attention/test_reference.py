@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
 from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
-CONFIG: Any = SimpleNamespace(num_layers=1, num_kv_heads=2, head_size=8, dtype=torch.float32)
+CONFIG: Any = SimpleNamespace(num_layers=1, num_kv_heads=2, head_size=8, cache_head_size=16, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("window", [None, 3])

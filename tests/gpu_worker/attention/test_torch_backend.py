@@ -102,6 +102,17 @@ def test_a_plan_keeps_no_reference_to_its_arrays() -> None:
     assert torch.equal(plan.attend(step.query, cache, ScoreRule(HEAD_SIZE**-0.5)), expected)
 
 
+def test_heads_that_are_no_whole_16s_are_padded() -> None:
+    config = shape(2, head_size=20)
+    step = make_step(*BATCHES["decodes between prefills"], 4, config)
+    expected, _ = run(ReferenceBackend(config, BLOCK_SIZE, CPU), step, None)
+    found, cache = run(TorchBackend(config, BLOCK_SIZE, CPU), step, None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    assert found.shape == step.query.shape
+    assert cache.shape[-1] == 32
+    assert not cache[..., 20:].any()
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("rule", ["softcap", "sinks", "both"])
 @pytest.mark.parametrize("batch", ["decodes of many lengths", "one prefill", "decodes between prefills"])

@@ -16,6 +16,9 @@ from .packed_weight import PackedWeight, fill_rows
 from .quantization.scheme import Scheme
 from .safetensors_files import SafetensorsSource, weight_files
 
+FORGET_AT = 64 << 20
+"""After how many bytes that were unpacked or cast the files' pages and the allocator's free memory are dropped."""
+
 
 class WeightSource(Protocol):
     """Holds the open files of a checkpoint, whose tensors have the names of Hugging Face's classes."""
@@ -51,6 +54,7 @@ class Checkpoint:
         self._device = device
         self._source: WeightSource = GgufSource(path) if is_gguf(path) else SafetensorsSource(path, scheme)
         self._taken: set[str] = set()
+        self._copied = 0  # bytes of the files since memory was dropped last
 
     def __enter__(self) -> Self:
         return self
@@ -66,16 +70,24 @@ class Checkpoint:
         """Return the tensor ``name`` in the model's dtype. Raises ``ValueError`` if absent or of another shape."""
         stored = self._read(name, shape)
         if isinstance(stored, Tensor):
-            return stored.to(self._device, self.dtype)
+            tensor = stored.to(self._device, self.dtype)
+            if tensor.data_ptr() != stored.data_ptr():
+                self._count_copied(stored.nbytes)
+            return tensor
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self.dtype, device="meta")
-        return fill_rows(stored, self.dtype, self._device)
+        tensor = fill_rows(stored, self.dtype, self._device)
+        self._count_copied(stored.shape[0] * stored.shape[1] * stored.bits // 8)
+        return tensor
 
     def take_packed(self, name: str, outputs: int, inputs: int) -> PackedWeight | None:
         """Return the weight ``name`` [outputs, inputs] as it is packed; None if it is stored as a plain tensor, or must
         not be read because the device holds no content. Raises ``ValueError`` as :meth:`take`."""
         stored = self._read(name, (outputs, inputs))
-        return None if isinstance(stored, Tensor) or self._device.type == "meta" else stored
+        if isinstance(stored, Tensor) or self._device.type == "meta":
+            return None
+        self._count_copied(outputs * inputs * stored.bits // 8)
+        return stored
 
     def return_dropped(self) -> None:
         """Return the memory of dropped tensors to the system, such as copies that were made while packing.
@@ -94,6 +106,14 @@ class Checkpoint:
         if rest:
             more = f" and {len(rest) - 3} more" if len(rest) > 3 else ""
             raise ValueError(f"the checkpoint holds tensors of an unsupported feature: {', '.join(rest[:3])}{more}")
+
+    def _count_copied(self, nbytes: int) -> None:
+        """Now and then drop what was read of the files, and freed copies, so that they do not add up to a model."""
+        self._copied += nbytes
+        if self._copied > FORGET_AT:
+            forget_mapped(self._source.paths)
+            return_freed()
+            self._copied = 0
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor | PackedWeight:
         if name not in self._source.names:

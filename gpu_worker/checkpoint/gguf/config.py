@@ -49,15 +49,8 @@ def gguf_config(path: Path) -> dict[str, Any]:
 def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
     hidden, heads = reader.take_int(f"{prefix}embedding_length"), reader.take_int(f"{prefix}attention.head_count")
     head_size = reader.take_int(f"{prefix}attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if reader.take_int(prefix + name, head_size) != head_size:
-            raise reader.error(prefix + name, f"must be the size of a head, {head_size}")
-    for name in ("expert_count", "expert_used_count"):
-        if reader.take(prefix + name, 0) != 0:
-            raise reader.error(prefix + name, "must be 0: mixtures of experts in GGUF are not supported")
     vocab_size = _vocab_size(file)
-    if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
-        raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
+    _check(reader, prefix, head_size, vocab_size)
     config = {
         "dtype": _dtype(file),
         "vocab_size": vocab_size,
@@ -78,6 +71,18 @@ def _read(reader: ConfigReader, prefix: str, file: GgufFile) -> dict[str, Any]:
     if prefix == "llama.":
         config["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     return config
+
+
+def _check(reader: ConfigReader, prefix: str, head_size: int, vocab_size: int) -> None:
+    """Raise ``ValueError`` naming an entry that contradicts others, or asks for what is not supported."""
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if reader.take_int(prefix + name, head_size) != head_size:
+            raise reader.error(prefix + name, f"must be the size of a head, {head_size}")
+    for name in ("expert_count", "expert_used_count"):
+        if reader.take(prefix + name, 0) != 0:
+            raise reader.error(prefix + name, "must be 0: mixtures of experts in GGUF are not supported")
+    if reader.take_int(f"{prefix}vocab_size", vocab_size) != vocab_size:
+        raise reader.error(f"{prefix}vocab_size", f"must be the number of embeddings, {vocab_size}")
 
 
 def _vocab_size(file: GgufFile) -> int:

@@ -38,7 +38,7 @@ _OFFERED = (
 @offers(options_of(_DEFAULTS)[name] for name in _OFFERED)
 def disaggregated(
     more_objectives: MoreObjectives = None,
-    model: Annotated[str, typer.Option(help="Checkpoint directory or Hugging Face hub id.")] = DEMO_MODEL_NAME,
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file or hub id.")] = DEMO_MODEL_NAME,
     engines: Annotated[int, typer.Option(min=1, help="Engines of the colocated mesh.")] = 2,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill engines of the disaggregated mesh.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode engines of the disaggregated mesh.")] = 1,

@@ -29,6 +29,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 INT8_DYNAMIC = "int8-dynamic"
 """Rounds weights to int8 per output at load, inputs per row; embeddings and output layer keep their dtype."""
+INT4 = "int4"
+"""Rounds weights to 4 bits by groups of 32 inputs at load, those of the output layer to 8 bits; embeddings keep their
+dtype. Inputs are rounded to int8 by the same groups."""
+QUANTIZATIONS = (INT8_DYNAMIC, INT4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     """[num_layers]: how many positions a token sees, itself included; None: all."""
     quantization: str | None = None
-    """How the layers' matrices are quantized at load: ``INT8_DYNAMIC`` or None."""
+    """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -79,8 +83,8 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     """Read the configuration of the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own, or bfloat16 with a warning if that is float16), ``float32`` or
-    ``bfloat16``; ``quantization`` is None or ``int8-dynamic``. Raises ``ValueError`` naming what is wrong or not
-    supported in the configuration.
+    ``bfloat16``; ``quantization`` is None or one of ``QUANTIZATIONS``. Raises ``ValueError`` naming what is wrong or
+    not supported in the configuration.
     """
     reader = ConfigReader.open(path)
     family = _family(reader)
@@ -89,8 +93,8 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
         raise ValueError("config.json: quantization_config: quantized checkpoints are not supported")
     config = _read_gpt2(reader, torch_dtype) if family == "gpt2" else _read_decoder(reader, family, torch_dtype)
     reader.refuse_rest()
-    if quantization not in (None, INT8_DYNAMIC):
-        raise ValueError(f"quantization must be {INT8_DYNAMIC} or none, not {quantization!r}")
+    if quantization not in (None, *QUANTIZATIONS):
+        raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
     return replace(config, quantization=quantization)
 
 

@@ -7,10 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint.model_config import INT8_DYNAMIC
+from ..checkpoint.model_config import INT4, INT8_DYNAMIC
 from ..checkpoint.weights import Checkpoint
+from ..kernels.compiler import KernelsUnavailable
+from ..kernels.library import warn_unavailable
 from .int8_linear import Int8Linear
 from .packed_linear import PackedLinear, can_pack
+from .quantized_linear import GROUP, QuantizedLinear
+from .quantized_weight import QuantizedWeight, round_to_4_bits, round_to_8_bits
 
 
 class Linear(Protocol):
@@ -36,9 +40,32 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
     """Make a layer of ``weight`` [out, in] and ``bias`` [out] or None; packing, if possible, copies the weight."""
     if quantization == INT8_DYNAMIC:
         return Int8Linear(weight, bias)
+    if quantization == INT4 and _can_group(weight):
+        return make_quantized(round_to_4_bits(weight), bias, weight.dtype)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def make_output(weight: Tensor, quantization: str | None = None) -> Linear:
+    """Make the layer of the logits: of 8 bits where the other layers have 4, because every logit counts."""
+    if quantization == INT4 and _can_group(weight):
+        return make_quantized(round_to_8_bits(weight), None, weight.dtype)
+    return make_linear(weight)
+
+
+def make_quantized(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    """Make a layer that computes with the integers of ``weight``, or in ``dtype`` where no kernel can."""
+    try:
+        return QuantizedLinear(weight, bias)
+    except KernelsUnavailable as error:
+        warn_unavailable(f"layers of {weight.values.dtype} computed in {dtype}: {error}")
+        return make_linear(weight.dequantize(dtype), bias)
+
+
+def _can_group(weight: Tensor) -> bool:
+    """Return whether ``weight`` can be rounded; a layer without content or of odd inputs stays as it is."""
+    return weight.device.type == "cpu" and weight.shape[1] % GROUP == 0
 
 
 def load_linear(

@@ -24,8 +24,8 @@ def load_model(
     """Load the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
-    are PyTorch's, ``quantization`` is None or ``int8-dynamic``. Raises ``ValueError`` naming what the checkpoint lacks,
-    or a feature that is not supported.
+    are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``. Raises ``ValueError`` naming what the
+    checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
     config = load_model_config(path, dtype, quantization)

@@ -7,7 +7,7 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
-from ..layers.linear import load_linear, make_linear
+from ..layers.linear import load_linear, make_output
 from ..layers.rotary import RotaryEmbedding
 from ..ops.ops import Ops, Rotation
 
@@ -103,7 +103,7 @@ class DecoderModel:
         config, ops = self.config, self._ops
         vars(self).pop("_lm_head", None)  # frees its memory before the new one is packed
         self._embedding, output = load_embeddings(checkpoint, "model.embed_tokens.weight", config)
-        self._lm_head = make_linear(output)
+        self._lm_head = make_output(output, config.quantization)
         for layer in range(config.num_layers):
             if len(self._layers) == config.num_layers:
                 del self._layers[0]

@@ -16,6 +16,9 @@ LOCKS := service engine-cpu engine-cuda
 TOOLS := build/tools
 # The version that the figures use too.
 PYRIGHT_VERSION = $(shell sed -n 's/^VERSION = "\(.*\)"/\1/p' tools/figures/editor.py)
+# Whole meshes of processes, campaigns of faults, measurements: a command of their own.
+LONG_TESTS := tests/e2e tests/chaos tests/soak tests/attack tests/benchmarks
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 # The tests start hundreds of processes that import the same modules: let Python keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,8 +44,8 @@ endef
 demo: install ## start the whole mesh, chat once through it, show where the time went, stop everything
 	@$(BIN)/tokenloom demo
 
-test: install ## run all tests; they need neither a GPU nor a network
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder
+test: install ## run the tests, except those of test-long; they need neither a GPU nor a network
+	$(PYTEST) $(addprefix --ignore=,$(LONG_TESTS))
 
 ##@ Checks before a commit (all of them: .ci/run)
 
@@ -122,6 +125,9 @@ COMPILE = $(TOOLS)/bin/uv pip compile --quiet --generate-hashes --no-emit-index-
 	--custom-compile-command 'make lock' $(LOCK_FLAGS)
 
 ##@ Longer tests
+
+test-long: install ## run the tests of whole meshes of processes, and the short forms of soak, attack and bench
+	$(PYTEST) $(LONG_TESTS)
 
 compat: install ## serve requests with meshes whose parts are of this and of the last release (2 minutes)
 	$(BIN)/python -m tests.compat

@@ -66,7 +66,8 @@ class ModelWorker:
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
         dtype, quantization = model_config.dtype_name, model_config.quantization
-        numerics = (self._device.type, dtype, quantization, self._backend.name, f"torch-{torch.__version__}")
+        scheme = model_config.scheme.name if model_config.scheme else None
+        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, f"torch-{torch.__version__}")
         return ModelInfo(
             vocab_size=model_config.vocab_size,
             hidden_size=model_config.hidden_size,

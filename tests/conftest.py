@@ -36,7 +36,12 @@ FIRST = (
     "tests/mesh",
 )
 # By the beginning of a test's id, tests that one worker must run because they share a mesh or a reference.
-GROUPS = {"tests/e2e/test_identical.py": "parity", "tests/e2e": "e2e", "tests/parity": "parity"}
+GROUPS = {
+    "tests/e2e/test_identical.py": "parity",
+    "tests/e2e/test_cli.py": "default mesh",
+    "tests/e2e/test_serve.py": "default mesh",
+    "tests/parity": "parity",
+}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,6 +12,7 @@ import torch
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
 
 _BLOCK = 16
@@ -68,7 +69,7 @@ def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) ->
     """Return the least µs of a call, with keys and values in huge pages if the system has any."""
     backend = CPUBackend(config, _BLOCK, torch.device("cpu"))
     width = -(-context // _BLOCK)
-    shape = (2, requests * width, config.num_kv_heads, _BLOCK, config.head_size)
+    shape = (2, requests * width, config.num_kv_heads, _BLOCK, config.cache_head_size)
     memory = PoolMemory.allocate(int(np.prod(shape)) * config.dtype.itemsize, shared=False)
     cache = torch.frombuffer(memory.buffer, dtype=config.dtype)[: int(np.prod(shape))].view(shape)
     cache.copy_(torch.randn(shape))
@@ -77,10 +78,11 @@ def ours_us(config: ModelConfig, requests: int, context: int, seconds: float) ->
     lengths = np.full(requests, context)
     plan = backend.plan(np.arange(requests + 1), lengths, tables, tables[:, -1] * _BLOCK)
     taken: list[float] = []
+    rule = ScoreRule(config.head_size**-0.5)
     end = time.perf_counter() + seconds
     while len(taken) < _WARM or time.perf_counter() < end:
         started = time.perf_counter()
-        plan.attend(query, cache, config.head_size**-0.5)
+        plan.attend(query, cache, rule)
         taken.append(time.perf_counter() - started)
     return min(taken) * 1e6
 

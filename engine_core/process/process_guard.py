@@ -11,8 +11,8 @@ log = logging.getLogger(__name__)
 
 
 class ProcessGuard:
-    """Calls ``on_terminate`` for SIGTERM, ignores SIGINT, which the parent handles, and exits when the parent has
-    ended: then standard input, a pipe from the parent, reaches its end."""
+    """Calls ``on_terminate`` for SIGTERM, ignores SIGINT and SIGHUP, which the parent handles, and exits when the
+    parent has ended: then standard input, a pipe from the parent, reaches its end."""
 
     def __init__(self, on_orphaned: Callable[[], None]) -> None:
         """``on_orphaned``: cleans up before the process exits because its parent has ended."""
@@ -23,6 +23,7 @@ class ProcessGuard:
     def start(self) -> None:
         """Install the handlers. Call it in the main thread, before anything else."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the kernel sends it to stopped orphans, with SIGCONT
         # The signal writes to a pipe. Blocking it here would not help, because threads of libraries would receive it.
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write)

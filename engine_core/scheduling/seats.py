@@ -1,9 +1,12 @@
-"""Shares the seats of a batch between tenants: each running request takes one, and there are ``max_num_seqs``."""
+"""Shares a batch between tenants: its seats, of which each running request takes one, and the time of its steps."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from .request import Request
+
+COSTLY_ROWS = 16
+"""A tenant's rows with log probabilities make a step, and all that follows it, notably longer from this number on."""
 
 
 class LiveTenants:
@@ -51,6 +54,23 @@ def seat_to_take_back(running: list[Request], seats: Counter[str], head: Request
     # A request whose last token is in flight gives its seat up anyway; one that reads no cached blocks would have to be
     # computed again from its first token.
     return None if newest.will_be_full or newest.skip_reading_prefix_cache else newest
+
+
+def rows_to_defer(running: Iterable[Request], seats: Counter[str], head: Request) -> frozenset[str]:
+    """Return the ids of decoding requests that a step should leave out, so that ``head``, of another tenant with fewer
+    seats, gets its first token sooner: those with log probabilities of the tenant that has the most, if it has many.
+
+    Log probabilities take time in the step, in the frames behind it and in each service on the road back, and the first
+    token of ``head`` would wait for all of it.
+    """
+    by_tenant: defaultdict[str, list[str]] = defaultdict(list)
+    for request in running:
+        if request.sampling_params.logprobs and request.num_missing_tokens <= 1:
+            by_tenant[request.tenant].append(request.request_id)
+    tenant = max(by_tenant, key=lambda tenant: len(by_tenant[tenant]), default=head.tenant)
+    if seats[tenant] <= seats[head.tenant] or len(by_tenant[tenant]) < COSTLY_ROWS:
+        return frozenset()
+    return frozenset(by_tenant[tenant])
 
 
 def index_to_preempt(running: list[Request], start: int) -> int:

@@ -3,7 +3,7 @@
 import bisect
 import enum
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import chain
 
 from ..config import SchedulerConfig
@@ -13,7 +13,7 @@ from ..wire.messages import EngineCoreOutput
 from ..wire.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from .request import Request, RequestStatus
 from .request_queues import WaitingRequests, priority_key
-from .seats import LiveTenants, count_seats, index_to_preempt, seat_to_take_back
+from .seats import LiveTenants, count_seats, index_to_preempt, rows_to_defer, seat_to_take_back
 from .stats_recorder import StatsRecorder
 from .waiting_requests import Admission, SchedulingPolicy
 
@@ -131,19 +131,24 @@ class StepPlanner:
         self._beside_decode = config.prefill_tokens_beside_decode if config.enable_chunked_prefill else None
         self._by_priority = SchedulingPolicy(config.policy) is SchedulingPolicy.PRIORITY
         self._admission = Admission(waiting, kv, remote, config, clock)
+        self._has_deferred = False
 
     def plan(self, pause_state: PauseState) -> StepPlan:
         """Plan a step, which is empty when no request can run."""
-        taken_back = None
+        taken_back, deferred = None, frozenset[str]()
         if self._tenants.are_several and pause_state is PauseState.UNPAUSED:
             taken_back = self._take_back_seat()
+            deferred = self._rows_to_defer()
         plan = StepPlan(0 if pause_state is PauseState.PAUSED_ALL else self._token_budget())
-        self._plan_running(plan)
+        self._plan_running(plan, deferred)
         has_room = not plan.preempted_req_ids
         if taken_back is not None:
             plan.preempted_req_ids.append(taken_back)
+        num_running = len(self.running)
         if has_room:
             self._plan_waiting(plan, only_begun=pause_state is not PauseState.UNPAUSED)
+        if deferred and len(self.running) <= num_running:  # no request began, so there is no reason to leave any out
+            self._plan_running(plan, plan.num_scheduled_tokens, may_preempt=not plan.num_scheduled_tokens)
         return plan
 
     def take_expired(self) -> list[Request]:
@@ -180,6 +185,18 @@ class StepPlanner:
         self.requeue(request, RequestStatus.PREEMPTED)
         return request.request_id
 
+    def _rows_to_defer(self) -> frozenset[str]:
+        """Return the ids of running requests that this step leaves out for another tenant's first token: at most every
+        second step leaves any out."""
+        had_deferred, self._has_deferred = self._has_deferred, False
+        if had_deferred or not self._waiting:
+            return frozenset()
+        seats = self._count_seats()
+        head = self._waiting.peek(seats)
+        rows = frozenset[str]() if head is None else rows_to_defer(self.running, seats, head)
+        self._has_deferred = bool(rows)
+        return rows
+
     def _count_seats(self) -> Counter[str]:
         """Return how many requests of each tenant run or load KV."""
         return count_seats(self.running if self._remote is None else chain(self.running, self._remote.waiting))
@@ -204,11 +221,12 @@ class StepPlanner:
         num_prompts += min(len(self._waiting), self._max_num_seqs - len(self.running))
         return min(self._max_tokens, num_decoding + self._beside_decode * max(1, num_prompts))
 
-    def _plan_running(self, plan: StepPlan) -> None:
+    def _plan_running(self, plan: StepPlan, left_out: Container[str] = (), *, may_preempt: bool = True) -> None:
+        """Plan the running requests but for the ids ``left_out``."""
         index = 0
         while index < len(self.running) and plan.budget > 0:
             request = self.running[index]
-            if request.num_output_placeholders and request.will_be_full:
+            if (request.num_output_placeholders and request.will_be_full) or request.request_id in left_out:
                 index += 1
                 continue
             num_new_tokens = request.num_missing_tokens
@@ -216,6 +234,8 @@ class StepPlanner:
                 num_after = len(self.running) - index - 1  # each of these gets at least one token
                 num_new_tokens = self._chunk(request, plan.budget - num_after)
             new_block_ids = self._kv.allocate(request, num_new_tokens)
+            if new_block_ids is None and not may_preempt:
+                return
             if new_block_ids is None and (new_block_ids := self._make_room(index, num_new_tokens, plan)) is None:
                 continue  # the next request is at its index now
             plan.add_running(request, num_new_tokens, new_block_ids)

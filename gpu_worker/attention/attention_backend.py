@@ -13,10 +13,13 @@ from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
+from .score_rule import ScoreRule
+
 IntArray = npt.NDArray[np.signedinteger[Any]]
 
 KVCache = Tensor
-"""Holds one layer's keys and values, [2, num_blocks, num_kv_heads, block_size, head_size] ("HND")."""
+"""Holds one layer's keys and values, [2, num_blocks, num_kv_heads, block_size, cache_head_size] ("HND"). What lies
+behind the head size is zero."""
 
 
 class AttentionPlan(Protocol):
@@ -29,10 +32,9 @@ class AttentionPlan(Protocol):
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         """Store [T, num_kv_heads, head_size] keys and values in the slots of their tokens."""
 
-    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
         """Compute causal attention of [T, num_heads, head_size] queries over the cached tokens of their requests.
 
-        ``scale`` multiplies query times key. With ``sliding_window`` w a token at position p sees (p - w, p].
         Returns [T, num_heads, head_size].
         """
 

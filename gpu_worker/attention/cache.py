@@ -1,6 +1,7 @@
 """Allocates the paged KV cache and writes to it; every backend here shares this layout."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
@@ -13,13 +14,14 @@ from .attention_backend import KVCache
 def allocate_kv_caches(
     config: ModelConfig, num_blocks: int, block_size: int, device: torch.device, memory: PoolMemory | None = None
 ) -> list[KVCache]:
-    """Allocate the caches of all layers at once. They are zeroed, which costs nothing (fresh pages are zero) and keeps
-    padding finite.
+    """Allocate the caches of all layers at once. They are zeroed, which costs nothing (fresh pages are zero).
+
+    Zeros keep padding finite, and behind the elements of a head nothing else is ever written.
 
     Args:
         memory: Fresh memory of the host to lay them in; None: torch's own.
     """
-    shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_size)
+    shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.cache_head_size)
     if memory is None:
         return list(torch.zeros(shape, dtype=config.dtype, device=device).unbind())
     nbytes = num_blocks * block_size * config.kv_bytes_per_token
@@ -34,9 +36,12 @@ def make_kv_pool(config: ModelConfig, num_blocks: int, block_size: int, memory: 
 
 
 def kv_layout(config: ModelConfig, block_size: int) -> str:
-    """Name order, dtype, layers x heads x head size and block size. Caches with equal names can exchange blocks."""
+    """Name order, dtype, layers x heads x head size in the cache, and block size.
+
+    Caches with equal names can exchange blocks.
+    """
     dtype = {"bfloat16": "bf16", "float32": "fp32"}[config.dtype_name]
-    return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.head_size}/{block_size}"
+    return f"HND/{dtype}/{config.num_layers}x{config.num_kv_heads}x{config.cache_head_size}/{block_size}"
 
 
 def pointers(kv_cache: KVCache) -> tuple[int, int]:
@@ -45,8 +50,14 @@ def pointers(kv_cache: KVCache) -> tuple[int, int]:
     return keys, keys + kv_cache.stride(0) * kv_cache.itemsize
 
 
+def padded(heads: Tensor, size: int) -> Tensor:
+    """Return [T, heads, size]: the heads with zeros behind their elements. Scores and values do not change by them."""
+    missing = size - heads.shape[2]
+    return F.pad(heads, (0, missing)) if missing else heads
+
+
 def write_slots(key: Tensor, value: Tensor, kv_cache: KVCache, blocks: Tensor, offsets: Tensor) -> None:
     """Store [T, num_kv_heads, head_size] keys and values at block ``blocks`` [T], position ``offsets`` [T] in it."""
-    by_token = kv_cache.transpose(2, 3)
+    by_token = kv_cache.transpose(2, 3)[..., : key.shape[2]]
     by_token[0][blocks, offsets] = key
     by_token[1][blocks, offsets] = value

@@ -1,6 +1,6 @@
 """Computes attention with the C++ kernels: without a gather, without padding, in one call per layer."""
 
-from ctypes import byref
+from ctypes import CDLL, byref
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,12 @@ from ..checkpoint.model_config import ModelConfig
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import AttentionArgs, load_attention
 from .attention_backend import IntArray, KVCache
-from .cache import allocate_kv_caches, pointers
+from .cache import allocate_kv_caches, padded, pointers
+from .score_rule import ScoreRule
 from .shared_prefix import SharedPrefixFinder
 
 _LANES = 16
-"""The kernel processes this many positions at a time. Block size and head size must be multiples of it."""
+"""The kernel processes this many positions at a time. The block size must be a multiple of it."""
 _MOST_GROUPED_HEADS = 32
 """Most query heads that may share a KV head."""
 _FEWEST_ROWS = 24
@@ -35,17 +36,20 @@ class CPUBackend:
     reads_tails = False
 
     def __init__(self, config: ModelConfig, block_size: int, device: torch.device, march: str = "native") -> None:
-        if config.head_size % _LANES or block_size % _LANES:
-            raise KernelsUnavailable(
-                f"head size {config.head_size} or block size {block_size} is not a multiple of {_LANES}"
-            )
+        if block_size % _LANES:
+            raise KernelsUnavailable(f"block size {block_size} is not a multiple of {_LANES}")
         if config.num_heads > config.num_kv_heads * _MOST_GROUPED_HEADS:
             raise KernelsUnavailable(f"more than {_MOST_GROUPED_HEADS} query heads share a KV head")
         self._config = config
         self._block_size = block_size
         self._device = device
-        self._kernels = load_attention(config.head_size, march)
+        self._march = march
+        self._kernels = load_attention(config.cache_head_size, march)
         self.prefixes = SharedPrefixFinder(block_size, max(2, _FEWEST_ROWS * config.num_kv_heads // config.num_heads))
+
+    def limiting_kernels(self) -> CDLL:
+        """Return the kernels that limit scores. The first call compiles them; warming up the model makes it."""
+        return load_attention(self._config.cache_head_size, self._march, softcap=True)
 
     def allocate(self, num_blocks: int, memory: PoolMemory | None = None) -> list[KVCache]:
         return allocate_kv_caches(self._config, num_blocks, self._block_size, self._device, memory)
@@ -73,7 +77,9 @@ class CPUPlan:
         slot_mapping: IntArray,
     ) -> None:
         config = backend._config
+        self._backend = backend
         self._kernels = backend._kernels
+        self._head_size, self._cache_head_size = config.head_size, config.cache_head_size
         self.slots = torch.from_numpy(slot_mapping.astype(np.int64))
         self._is_bf16 = config.dtype == torch.bfloat16
         tables, lengths = _int32(block_tables), _int32(seq_lens)
@@ -96,7 +102,7 @@ class CPUPlan:
         )
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
-        key, value = _rows(key), _rows(value)
+        key, value = (_rows(padded(x, self._cache_head_size)) for x in (key, value))
         self._kernels.write_kv(
             self._is_bf16,
             key.data_ptr(),
@@ -110,18 +116,22 @@ class CPUPlan:
             value.stride(0),
         )
 
-    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
-        query = _rows(query)
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
+        query = _rows(padded(query, self._cache_head_size))
         out = torch.empty(query.shape, dtype=query.dtype)
         args = self._args
         args.query, args.out = query.data_ptr(), out.data_ptr()
         args.key, args.value = pointers(kv_cache)
         args.num_heads, args.query_stride = query.shape[1], query.stride(0)
-        args.window = min(sliding_window or 0, _WIDEST_WINDOW)
-        args.num_groups = 0 if sliding_window else self._num_groups
-        args.scale = scale
-        self._kernels.attend(byref(args))
-        return out
+        args.window = min(rule.sliding_window or 0, _WIDEST_WINDOW)
+        args.num_groups = 0 if rule.sliding_window else self._num_groups
+        args.scale = rule.scale
+        args.sinks = None if rule.sinks is None else rule.sinks.data_ptr()
+        kernels = self._kernels
+        if rule.softcap is not None:
+            kernels, args.softcap = self._backend.limiting_kernels(), rule.softcap
+        kernels.attend(byref(args))
+        return out if self._head_size == self._cache_head_size else out[..., : self._head_size]
 
 
 def _int32(values: IntArray) -> npt.NDArray[np.int32]:

@@ -11,6 +11,7 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import IntArray, KVCache
 from .cache import allocate_kv_caches
+from .score_rule import ScoreRule
 
 
 class ReferenceBackend:
@@ -52,27 +53,33 @@ class ReferencePlan:
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         for token, slot in enumerate(self.slots.tolist()):
             block, offset = divmod(slot, self.block_size)
-            kv_cache[0, block, :, offset] = key[token]
-            kv_cache[1, block, :, offset] = value[token]
+            kv_cache[0, block, :, offset, : key.shape[2]] = key[token]
+            kv_cache[1, block, :, offset, : key.shape[2]] = value[token]
 
-    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
         out = torch.empty_like(query)
+        cached = kv_cache[..., : query.shape[2]]
         for request, (seq_len, table) in enumerate(zip(self.seq_lens, self.block_tables, strict=True)):
             rows = slice(self.cu_query_lens[request], self.cu_query_lens[request + 1])
             slots = [(table[p // self.block_size], p % self.block_size) for p in range(seq_len)]
-            key, value = torch.stack([kv_cache[:, block, :, offset] for block, offset in slots], dim=2).float()
-            out[rows] = _attend_one(query[rows].float(), key, value, scale, sliding_window).to(out.dtype)
+            key, value = torch.stack([cached[:, block, :, offset] for block, offset in slots], dim=2).float()
+            out[rows] = _attend_one(query[rows].float(), key, value, rule).to(out.dtype)
         return out
 
 
-def _attend_one(query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None) -> Tensor:
+def _attend_one(query: Tensor, key: Tensor, value: Tensor, rule: ScoreRule) -> Tensor:
     """Attend with [q, heads, size] over [kv_heads, s, size]; the last query is the last position."""
     (num_queries, num_heads, _), (num_kv_heads, seq_len, _) = query.shape, key.shape
     key, value = (x.repeat_interleave(num_heads // num_kv_heads, dim=0) for x in (key, value))
-    scores = torch.einsum("qhd,hsd->hqs", query, key) * scale
+    scores = torch.einsum("qhd,hsd->hqs", query, key) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     positions = torch.arange(seq_len - num_queries, seq_len, device=query.device)[:, None]
     others = torch.arange(seq_len, device=query.device)
     hidden = others > positions
-    if sliding_window is not None:
-        hidden = hidden | (others <= positions - sliding_window)
-    return torch.einsum("hqs,hsd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value)
+    if rule.sliding_window is not None:
+        hidden = hidden | (others <= positions - rule.sliding_window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if rule.sinks is not None:
+        scores = torch.cat((scores, rule.sinks[:, None, None].expand(-1, num_queries, 1)), dim=-1)
+    return torch.einsum("hqs,hsd->qhd", scores.softmax(-1)[:, :, :seq_len], value)

@@ -15,7 +15,9 @@ from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 
 from ..checkpoint.model_config import ModelConfig
 from .attention_backend import IntArray, KVCache
-from .cache import allocate_kv_caches, write_slots
+from .cache import allocate_kv_caches, padded, write_slots
+from .dense import attend_dense
+from .score_rule import ScoreRule
 
 _GATHER_BYTES = 1 << 20
 """How many keys and values one call may gather for several decodes; they should fit into a core's cache."""
@@ -113,19 +115,22 @@ class TorchPlan:
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: KVCache) -> None:
         write_slots(key, value, kv_cache, *self._places)
 
-    def attend(self, query: Tensor, kv_cache: KVCache, scale: float, sliding_window: int | None = None) -> Tensor:
+    def attend(self, query: Tensor, kv_cache: KVCache, rule: ScoreRule) -> Tensor:
+        sliding_window = rule.sliding_window
         if sliding_window not in self._work:
             self._work[sliding_window] = (self._segments(sliding_window), self._decode_groups(sliding_window))
         segments, groups = self._work[sliding_window]
         if len(self._tails):
             self._zero_tails(kv_cache)
         flat_cache = kv_cache.flatten(1, 2).flatten(2)
+        head_size = query.shape[2]
+        query = padded(query, kv_cache.shape[-1])
         out = torch.empty_like(query)
         for segment in segments:
-            out[segment.rows] = _attend_segment(query[segment.rows], kv_cache, flat_cache, segment, scale)
+            out[segment.rows] = _attend_segment(query[segment.rows], kv_cache, flat_cache, segment, rule)
         for group in groups:
-            out[group.rows] = _attend_group(query[group.rows], kv_cache, flat_cache, group, scale)
-        return out
+            out[group.rows] = _attend_group(query[group.rows], kv_cache, flat_cache, group, rule)
+        return out[..., :head_size]
 
     def _zero_tails(self, kv_cache: KVCache) -> None:
         """Zero the slots that :func:`_tails` chose, in one layer's cache."""
@@ -226,24 +231,37 @@ def _gather(kv_cache: KVCache, flat_cache: Tensor, cache_rows: Tensor, num_reque
     return gathered[0], gathered[1]
 
 
-def _attend_segment(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, segment: Segment, scale: float) -> Tensor:
+def _attend_segment(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, segment: Segment, rule: ScoreRule) -> Tensor:
     key, value = _gather(kv_cache, flat_cache, segment.cache_rows, 1)
+    query, key, value = query.transpose(0, 1)[None], key[:, :, : segment.num_keys], value[:, :, : segment.num_keys]
+    if not rule.is_plain:
+        return attend_dense(query, key, value, _mask_of(segment), rule)[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key[:, :, : segment.num_keys],
-        value[:, :, : segment.num_keys],
+        query,
+        key,
+        value,
         attn_mask=segment.mask,
         is_causal=segment.mask is None,
-        scale=scale,
+        scale=rule.scale,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
 
 
-def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+def _mask_of(segment: Segment) -> Tensor:
+    """Return the segment's mask, built here if it is plainly causal."""
+    if segment.mask is not None:
+        return segment.mask
+    device = segment.cache_rows.device
+    return torch.ones(segment.num_keys, segment.num_keys, dtype=torch.bool, device=device).tril()
+
+
+def _attend_group(query: Tensor, kv_cache: KVCache, flat_cache: Tensor, group: DecodeGroup, rule: ScoreRule) -> Tensor:
     """Place the query heads of one KV head where a prefill has its queries, so that no key is repeated for them."""
     num_requests, num_heads, head_size = query.shape
     key, value = _gather(kv_cache, flat_cache, group.cache_rows, num_requests)
+    if not rule.is_plain:
+        return attend_dense(query[:, :, None], key, value, group.mask, rule)[:, :, 0]
     grouped = query.view(num_requests, key.shape[1], -1, head_size)
-    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=group.mask, scale=scale)
+    out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=group.mask, scale=rule.scale)
     return out.reshape(num_requests, num_heads, head_size)

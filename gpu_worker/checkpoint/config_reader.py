@@ -79,14 +79,14 @@ class ConfigReader:
             raise self.error(name, "must be true or false")
         return value
 
-    def take_object(self, name: str) -> "ConfigReader | None":
+    def take_object(self, name: str, harmless: frozenset[str] = frozenset()) -> "ConfigReader | None":
         """Return a nested object with its own accounting, or None if it is absent, null or empty."""
         value = self.take(name)
         if not value:
             return None
         if not isinstance(value, dict):
             raise self.error(name, "must be an object")
-        return ConfigReader(value, f"{self._where}: {name}")
+        return ConfigReader(value, f"{self._where}: {name}", harmless)
 
     def refuse_rest(self) -> None:
         """Raise ``ValueError`` naming the entries that were not read, unless they are harmless, private or off."""

@@ -10,7 +10,9 @@ import torch
 from ..layers.activation import ACTIVATIONS
 from ..layers.rotary import RopeConfig, YarnScaling, read_rope
 from .config_reader import ConfigReader
-from .weights import stored_dtype
+from .quantization.scheme import Scheme
+from .quantization.schemes import read_scheme
+from .safetensors_files import stored_dtype
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
 
@@ -26,6 +28,8 @@ ARCHITECTURES: dict[str, Family] = {
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_HEAD_STEP = 16
 
 INT8_DYNAMIC = "int8-dynamic"
 """Rounds weights to int8 per output at load, inputs per row; embeddings and output layer keep their dtype."""
@@ -68,11 +72,21 @@ class ModelConfig:
     """[num_layers]: how many positions a token sees, itself included; None: all."""
     quantization: str | None = None
     """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
+    scheme: Scheme | None = None
+    """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
+
+    @property
+    def cache_head_size(self) -> int:
+        """Return how many elements of the KV cache a head takes: whole 16s, of which the last may be zeros.
+
+        The C++ kernels read whole vectors, and every backend keeps to it, so that they can exchange blocks.
+        """
+        return -(-self.head_size // _HEAD_STEP) * _HEAD_STEP
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Return the size of one token's keys and values in all layers, in bytes."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.cache_head_size * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
@@ -89,13 +103,12 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     reader = ConfigReader.open(path)
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
-    if reader.take("quantization_config"):
-        raise ValueError("config.json: quantization_config: quantized checkpoints are not supported")
+    scheme = read_scheme(reader)
     config = _read_gpt2(reader, torch_dtype) if family == "gpt2" else _read_decoder(reader, family, torch_dtype)
     reader.refuse_rest()
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
-    return replace(config, quantization=quantization)
+    return replace(config, quantization=quantization, scheme=scheme)
 
 
 def _family(reader: ConfigReader) -> Family:

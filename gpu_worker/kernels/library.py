@@ -21,9 +21,9 @@ class AttentionArgs(Structure):
     """Mirrors the struct in ``attention.cpp``."""
 
     _fields_ = [
-        *_fields(_P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens"),
+        *_fields(_P, "query key value out block_tables query_starts seq_lens members group_starts shared_lens sinks"),
         *_fields(_I64, "num_groups num_requests num_heads num_kv_heads block_size table_stride query_stride window"),
-        ("scale", _F),
+        *_fields(_F, "scale softcap"),
         *_fields(_I32, "is_bf16 num_threads"),
     ]
 
@@ -33,16 +33,20 @@ class HeadsArgs(Structure):
 
     _fields_ = [
         *_fields(_P, "heads weights cos sin slots keys values"),
-        *_fields(_I64, "num_tokens num_heads num_kv_heads head_size block_size"),
+        *_fields(_I64, "num_tokens num_heads num_kv_heads head_size cache_head_size block_size"),
         ("eps", _F),
         *_fields(_I32, "is_bf16 num_threads"),
     ]
 
 
 @functools.cache
-def load_attention(head_size: int, march: str = "native") -> CDLL:
-    """Load attention for one head size, a multiple of 16. Raises :class:`KernelsUnavailable`."""
-    library = _load(build("attention", march, HEAD_SIZE=head_size))
+def load_attention(head_size: int, march: str = "native", softcap: bool = False) -> CDLL:
+    """Load attention for one head size, a multiple of 16. With ``softcap`` the kernels limit the scores, and only then.
+
+    Raises :class:`KernelsUnavailable`.
+    """
+    macros = {"HEAD_SIZE": head_size} | ({"SOFTCAP": 1} if softcap else {})
+    library = _load(build("attention", march, **macros))
     library.attend.argtypes = [_P]
     library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
     library.attend.restype = library.write_kv.restype = None

@@ -14,13 +14,15 @@ from ..kernels.library import load_int8, warn_unavailable
 _LARGEST = 127
 _BLOCK_OUTPUTS, _BLOCK_INPUTS, _FOUR = 32, 64, 4
 """Mirrors the constant in ``int8.cpp``."""
+_DTYPES = (torch.bfloat16, torch.float32, torch.int8)
 
 
 class Int8Linear:
     """Fulfils :class:`.linear.Linear` on the CPU; keeps an int8 copy of ``weight`` [out, in], not the weight."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        rounded, self._scales = round_rows(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, scales: Tensor | None = None) -> None:
+        """``scales``: [out] float32 if ``weight`` is int8, rounded before; None: it is rounded here."""
+        rounded, self._scales = round_rows(weight) if scales is None else (weight, scales)
         self._bias = None if bias is None else bias.float()
         self._shape = (weight.shape[0], weight.shape[1])
         self._kernels: CDLL | None
@@ -74,6 +76,6 @@ def _in_blocks(weight: Tensor) -> Tensor:
 
 def _kernels(weight: Tensor) -> CDLL:
     outputs, inputs = weight.shape
-    if outputs % _BLOCK_OUTPUTS or inputs % _BLOCK_INPUTS or weight.dtype not in (torch.bfloat16, torch.float32):
+    if outputs % _BLOCK_OUTPUTS or inputs % _BLOCK_INPUTS or weight.dtype not in _DTYPES:
         raise KernelsUnavailable(f"a matrix of {outputs} by {inputs} {weight.dtype}")
     return load_int8()

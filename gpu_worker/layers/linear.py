@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoint.model_config import INT4, INT8_DYNAMIC
+from ..checkpoint.packed_weight import PackedWeight
 from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import warn_unavailable
@@ -76,11 +77,20 @@ def load_linear(
     bias: bool,
     quantization: str | None = None,
 ) -> Linear:
-    """Load the layers ``names``, of ``outputs`` rows each, as one layer, so that one product reads the input once."""
+    """Load the layers ``names``, of ``outputs`` rows each, as one layer, so that one product reads the input once.
+
+    Weights that the checkpoint stores as integers are computed as such where a kernel fits them, unless
+    ``quantization`` names another way or the model computes in float32.
+    """
     pairs = list(zip(names, outputs, strict=True))
-    weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
     biases = [checkpoint.take(f"{name}.bias", rows) for name, rows in pairs] if bias else []
-    return make_linear(_merge(weights), _merge(biases) if biases else None, quantization)
+    merged_bias = _merge(biases) if biases else None
+    if quantization is None and checkpoint.dtype != torch.float32:
+        packed = [checkpoint.take_packed(f"{name}.weight", rows, inputs) for name, rows in pairs]
+        if (layer := _make_packed([each for each in packed if each is not None], len(pairs), merged_bias)) is not None:
+            return layer
+    weights = [checkpoint.take(f"{name}.weight", rows, inputs) for name, rows in pairs]
+    return make_linear(_merge(weights), merged_bias, quantization)
 
 
 def load_conv1d(
@@ -89,6 +99,35 @@ def load_conv1d(
     """Load GPT-2's linear layer, which is stored as [in, out] and always has a bias."""
     weight = checkpoint.take(f"{name}.weight", inputs, outputs)
     return make_linear(weight.t().contiguous(), checkpoint.take(f"{name}.bias", outputs), quantization)
+
+
+def _make_packed(packed: list[PackedWeight], count: int, bias: Tensor | None) -> Linear | None:
+    """Make one layer of ``count`` weights that are stored as integers; None if no kernel fits all of them."""
+    if not packed or len(packed) != count:
+        return None
+    inputs = packed[0].shape[1]
+    by_channel = [each for each in packed if each.bits == 8 and each.group == inputs and not each.has_offsets]
+    if len(by_channel) == count and all(each.rounds_inputs for each in packed):
+        weights = [each.quantized() for each in packed]
+        values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
+        return Int8Linear(values, bias, scales.flatten())
+    groups = {each.group for each in packed}
+    if len(groups) > 1 or (group := groups.pop()) is None or group % GROUP:
+        return None
+    try:
+        return QuantizedLinear(_merge_quantized([each.quantized() for each in packed]), bias)
+    except KernelsUnavailable as error:
+        warn_unavailable(f"quantized layers are unpacked at load: {error}")
+        return None
+
+
+def _merge_quantized(weights: list[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of the same inputs and groups as one."""
+    offsets = None
+    if any(each.offsets is not None for each in weights):
+        offsets = _merge([torch.zeros_like(each.scales) if each.offsets is None else each.offsets for each in weights])
+    values, scales = _merge([each.values for each in weights]), _merge([each.scales for each in weights])
+    return QuantizedWeight(values, scales, offsets, weights[0].group)
 
 
 def _merge(tensors: list[Tensor]) -> Tensor:

@@ -41,8 +41,8 @@ class QuantizedLinear:
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, march: str = "native") -> None:
-        if weight.group % GROUP:
-            raise KernelsUnavailable(f"a weight in groups of {weight.group}")
+        if weight.group % GROUP or weight.values.device.type != "cpu":
+            raise KernelsUnavailable(f"a weight in groups of {weight.group} on {weight.values.device.type}")
         self._multiply = load_quantized(march).multiply_quantized
         self._packed = _pack(weight)
         self._bias = None if bias is None else bias.float()

@@ -29,7 +29,7 @@ def load_model(
     """
     device = device or torch.device("cpu")
     config = load_model_config(path, dtype, quantization)
-    with Checkpoint(path, config.dtype, device) as checkpoint:
+    with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
         model: Model
         if config.family == "gpt2":
             model = GPT2Model(checkpoint, config)
@@ -62,5 +62,6 @@ class ModelLoader:
 
     def replace_weights(self, model: Model, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""
-        with Checkpoint(path, model.config.dtype, self.device or torch.device("cpu")) as checkpoint:
+        config = model.config
+        with Checkpoint(path, config.dtype, self.device or torch.device("cpu"), config.scheme) as checkpoint:
             model.load_weights(checkpoint)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
+from ..attention.score_rule import ScoreRule
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.embedding import InputEmbeds, embed, load_embeddings
@@ -30,8 +31,7 @@ class Attention:
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, ops: Ops, layer: int) -> None:
         self._ops = ops
         self._head_size = config.head_size
-        self._scale = config.attention_scales[layer]
-        self._sliding_window = config.sliding_windows[layer]
+        self._rule = ScoreRule(config.attention_scales[layer], config.sliding_windows[layer])
         query_size, kv_size = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         names = [f"{prefix}.{name}_proj" for name in "qkv"]
         sizes = (query_size, kv_size, kv_size)
@@ -44,7 +44,7 @@ class Attention:
     def __call__(self, x: Tensor, rotation: Rotation, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         heads = self._qkv(x).view(x.shape[0], -1, self._head_size)
         query = self._ops.rotate_and_write(heads, self._qk_norm, rotation, kv_cache, plan)
-        attended = plan.attend(query, kv_cache, self._scale, self._sliding_window)
+        attended = plan.attend(query, kv_cache, self._rule)
         return self._out(attended.flatten(1))
 
 

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.attention_backend import AttentionPlan, KVCache
+from ..attention.score_rule import ScoreRule
 from ..checkpoint.model_config import ModelConfig
 from ..checkpoint.weights import Checkpoint
 from ..layers.activation import ACTIVATIONS
@@ -18,7 +19,7 @@ class Attention:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, config: ModelConfig, layer: int) -> None:
         self._head_size = config.head_size
-        self._scale = config.attention_scales[layer]
+        self._rule = ScoreRule(config.attention_scales[layer])
         hidden, quantization = config.hidden_size, config.quantization
         self._qkv = load_conv1d(checkpoint, f"{prefix}.c_attn", hidden, 3 * hidden, quantization)
         self._out = load_conv1d(checkpoint, f"{prefix}.c_proj", hidden, hidden, quantization)
@@ -26,7 +27,7 @@ class Attention:
     def __call__(self, x: Tensor, kv_cache: KVCache, plan: AttentionPlan) -> Tensor:
         query, key, value = self._qkv(x).view(x.shape[0], -1, self._head_size).chunk(3, dim=1)
         plan.write_kv(key, value, kv_cache)
-        return self._out(plan.attend(query, kv_cache, self._scale).flatten(1))
+        return self._out(plan.attend(query, kv_cache, self._rule).flatten(1))
 
 
 class Block:

@@ -56,7 +56,7 @@ class CPUOps:
         plan: AttentionPlan,
     ) -> Tensor:
         assert heads.is_contiguous()
-        _, _, num_kv_heads, block_size, head_size = kv_cache.shape
+        _, _, num_kv_heads, block_size, cache_head_size = kv_cache.shape
         num_heads = heads.shape[1] - 2 * num_kv_heads
         keys, values = pointers(kv_cache)
         weights, eps = norm if norm is not None else (None, 0.0)
@@ -71,7 +71,8 @@ class CPUOps:
             num_tokens=len(heads),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_size=head_size,
+            head_size=heads.shape[2],
+            cache_head_size=cache_head_size,
             block_size=block_size,
             eps=eps,
             is_bf16=_is_bf16(heads),

@@ -21,6 +21,10 @@ def draw(reference: Reference, **settings) -> tuple[list[list[int]], Engine]:
     return engine.generate(prompts, [NUM_TOKENS] * len(prompts), **SAMPLING), engine
 
 
+pytestmark = pytest.mark.parametrize("reference", ["llama", "demo"], indirect=True, scope="session")
+"""How tokens are drawn does not depend on the model; a random one and a trained one have different distributions."""
+
+
 @pytest.fixture(scope="module")
 def alone(reference):
     tokens, _ = draw(reference, max_num_seqs=1)

@@ -13,7 +13,6 @@ SEEDS = (1, 10, 12, 14, 17, 19, 24, 25, 36, 37, 44, 47, 48, 52, 55, 74, 78, 79, 
 """Few, and yet each fault and each event happens in more than one of their schedules."""
 
 
-@pytest.mark.slow
 async def test_no_wrong_token_no_leaked_block_no_hang(socket_dir: Path) -> None:
     seen: Counter[str] = Counter()
     for async_scheduling in (False, True):
@@ -24,7 +23,6 @@ async def test_no_wrong_token_no_leaked_block_no_hang(socket_dir: Path) -> None:
     assert seen["answered"] > 2 * len(SEEDS)
 
 
-@pytest.mark.slow
 async def test_workers_in_processes_of_their_own_say_the_same(socket_dir: Path) -> None:
     seen: Counter[str] = Counter()
     for async_scheduling in (False, True):
@@ -33,7 +31,6 @@ async def test_workers_in_processes_of_their_own_say_the_same(socket_dir: Path) 
     assert seen["answered"] > 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [False, True])
 async def test_a_real_model_says_the_same(socket_dir: Path, async_scheduling: bool) -> None:
     seen: Counter[str] = Counter()

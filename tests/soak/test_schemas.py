@@ -1,8 +1,5 @@
-import pytest
-
 from tests.soak.schemas import check_schemas
 
 
-@pytest.mark.slow
 def test_what_the_demo_model_writes_obeys_random_schemas() -> None:
     check_schemas(range(30))

@@ -102,10 +102,12 @@ class AnswerCourse:
         if was_cut and error.retry_after is None:
             error = errors.Unavailable("The connection to the gateway was lost; retry.")
         failures, self._failures = self._failures, self._failures + 1
-        is_leaving = was_cut or error.reason == errors.GatewayLeaving.reason
+        # Nothing else resumes this answer: an earlier call of this client, delayed on its way, has taken it.
+        is_taken = isinstance(error, errors.Aborted)
+        is_leaving = was_cut or is_taken or error.reason == errors.GatewayLeaving.reason
         if self._request_id:
             error = self._choose_road(error, is_leaving=is_leaving)
-        elif not was_cut:
+        elif not was_cut and not is_taken:
             self._restart()  # the request of this key has ended
         if is_leaving and not failures and self._retries.are_allowed and self.seconds_left > 0:
             return 0.0

@@ -24,7 +24,9 @@ def extend(columns: Logprobs, more: Logprobs) -> None:
 
 
 def part(columns: Logprobs, start: int, stop: int) -> Logprobs:
-    """Return the positions from ``start`` up to ``stop``."""
+    """Return the positions from ``start`` up to ``stop``: a copy, or the columns themselves if these are all."""
+    if start == 0 and stop >= num_positions(columns):
+        return columns
     top = columns.top
     return Logprobs(
         sampled=columns.sampled[start:stop],

@@ -1,7 +1,8 @@
 """Finds the running meshes of this user: a private directory holds one directory for each mesh.
 
 A mesh's directory holds its unix sockets, the parts' state files, ``mesh.json`` and a lock that its supervisor holds.
-The kernel releases the lock however the supervisor ends, so a lock that is free marks a dead mesh.
+The kernel releases the lock however the supervisor ends, so a lock that is free marks a dead mesh. The lock's content
+is the time at which the mesh began, in nanoseconds: two files can have the same time of modification.
 """
 
 import contextlib
@@ -11,12 +12,15 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 _MESH, _LOCK = "mesh.json", "lock"
+_NEW = "new-"
+"""Begins the name of a directory that is not locked yet; another supervisor would take it for that of a dead mesh."""
 
 
 class StateDirError(Exception):
@@ -74,9 +78,12 @@ def mesh_directory() -> Iterator[Path]:
     parent = root()
     for dead in [path for path in _directories(parent) if not _is_alive(path)]:
         shutil.rmtree(dead, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix="mesh-", dir=parent))
-    with open(path / _LOCK, "wb") as lock:  # closed in children by default
+    new = Path(tempfile.mkdtemp(prefix=f"{_NEW}mesh-", dir=parent))
+    with open(new / _LOCK, "w") as lock:  # closed in children by default
         fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(time.time_ns()))
+        lock.flush()
+        path = new.rename(parent / new.name.removeprefix(_NEW))
         try:
             yield path
         finally:
@@ -93,7 +100,7 @@ def write_record(directory: Path, record: MeshRecord) -> None:
 def running_meshes() -> list[MeshRecord]:
     """Return every running mesh of this user, the newest first."""
     found = [path for path in _directories(root()) if _is_alive(path)]
-    found.sort(key=lambda path: (path / _LOCK).stat().st_mtime_ns, reverse=True)
+    found.sort(key=_began, reverse=True)
     return [record for path in found if (record := _read_record(path / _MESH)) is not None]
 
 
@@ -119,12 +126,20 @@ def _directories(parent: Path) -> list[Path]:
 def _is_alive(path: Path) -> bool:
     try:
         with open(path / _LOCK, "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # two that look at the same time must both find it free
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
     return False
+
+
+def _began(path: Path) -> int:
+    """Return when a mesh began, in nanoseconds; 0 if it has just ended."""
+    try:
+        return int((path / _LOCK).read_text() or 0)
+    except FileNotFoundError:
+        return 0
 
 
 def _read_record(path: Path) -> MeshRecord | None:

@@ -9,6 +9,11 @@ _AFTER = 1.0
 """Seconds after the end of a request in which a fault may be the cause of its failure: clients notice some later than
 the table of processes does."""
 
+_EXPIRED = ("DeadlineExceeded", "Unavailable")
+"""Errors of requests that no engine could complete in time."""
+_EARLY, _LATE = 1.0, 0.5
+"""Seconds before and after its deadline within which such a request must have ended."""
+
 
 def met(record: Record, injections: Sequence[Injection]) -> Injection | None:
     """Return the last fault that began, or was not over, during the request; None: it met none.
@@ -48,12 +53,17 @@ def met_by(record: Record, injection: Injection) -> bool:
 
 
 def is_expired(record: Record, injections: Sequence[Injection]) -> bool:
-    """Return whether the request ended, with a typed error and in time, because no engine was left until its
-    deadline."""
+    """Return whether the request ended, with a typed error and at its deadline, because no engine returned early enough
+    to complete it."""
+    deadline = record.sent + record.seconds
+    needed = record.reference.latency + _AFTER
     return (
-        record.failure == "DeadlineExceeded"
-        and record.latency <= record.seconds + 0.5
-        and any(each.part == "all engines" and each.began < record.ended < _over(each) for each in injections)
+        record.failure in _EXPIRED
+        and -_EARLY < record.ended - deadline <= _LATE
+        and any(
+            each.part == "all engines" and met_by(record, each) and deadline < _over(each) + needed
+            for each in injections
+        )
     )
 
 

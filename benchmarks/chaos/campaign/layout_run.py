@@ -33,6 +33,8 @@ _BETWEEN_SECONDS = 2.0
 """Least seconds between the end of a fault that lasts and the next one."""
 _TERM_SECONDS = 8.0
 """About how long a part takes to drain and to start, for the rate of requests."""
+_LEAST_REFERENCE_RATE = 4.0
+"""Requests a second while the references are recorded, if the faults leave time for fewer."""
 _SHORT_SECONDS = 4.0
 """Time limit of some requests during an outage, which lasts longer."""
 
@@ -57,7 +59,7 @@ class LayoutRun:
         self._injections: list[Injection] = []
         self._seconds = 0.0
         kinds = campaign.kinds(layout.kinds, options.kinds)
-        self._plan = self._make_plan(kinds, [_share(kind, options.each, index, number) for kind in kinds])
+        self._plan = self._make_plan([(kind, _share(kind, options.each, index, number)) for kind in kinds])
         self._planned = len(self._plan)
 
     async def work(self, target: Target) -> None:
@@ -100,16 +102,16 @@ class LayoutRun:
             "violations": found,
         }
 
-    def _make_plan(self, kinds: Sequence[Kind], counts: Sequence[int]) -> list[Fault]:
+    def _make_plan(self, shares: Sequence[tuple[Kind, range]]) -> list[Fault]:
         campaign, options = self._campaign, self._options
+        kinds = [kind for kind, _ in shares]
         if campaign.is_outage:
             return [Fault(campaign.actions[0], kinds[0], options.duration, 0.0)] * options.each
         if campaign.in_order:
             members = [1 if kind.may_be_last else options.parts for kind in kinds]
             return in_order(kinds, members, campaign.actions[0], options.each)
-        return make_plan(
-            random.Random(f"{options.seed}/plan/{self._layout.name}"), kinds, counts, campaign.actions, options.duration
-        )
+        rng = random.Random(f"{options.seed}/plan/{self._layout.name}")
+        return make_plan(rng, shares, campaign.actions, options.duration)
 
     def _cases(self) -> list[Case]:
         options = self._options
@@ -128,11 +130,13 @@ class LayoutRun:
 
     def _load_options(self) -> LoadOptions:
         options = self._options
-        each = max(options.every, options.duration + _BETWEEN_SECONDS if self._plan[0].seconds else 0.0)
+        seconds = sum(max(options.every, _seconds_taken(fault)) for fault in self._plan)
         if self._campaign.in_order:
-            each += _TERM_SECONDS
+            seconds += _TERM_SECONDS * self._planned
+        rate = options.requests / seconds
         return LoadOptions(
-            rate=options.requests / (each * self._planned),
+            rate=rate,
+            reference_rate=max(rate, _LEAST_REFERENCE_RATE),
             concurrency=options.concurrency,
             seconds=options.timeout,
             short_seconds=_SHORT_SECONDS if self._campaign.is_outage else None,
@@ -172,9 +176,15 @@ class LayoutRun:
         return None
 
 
-def _share(kind: Kind, each: int, index: int, number: int) -> int:
-    """Return how many faults of a kind this layout makes; layouts share the kinds that all have."""
-    return (each + number - 1 - index) // number if kind.name in SHARED else each
+def _seconds_taken(fault: Fault) -> float:
+    return fault.seconds + _BETWEEN_SECONDS if fault.seconds else 0.0
+
+
+def _share(kind: Kind, each: int, index: int, number: int) -> range:
+    """Return which of the faults of a kind this layout makes; layouts share the kinds that all have."""
+    if kind.name not in SHARED:
+        return range(each)
+    return range(math.ceil(each * index / number), math.ceil(each * (index + 1) / number))
 
 
 def _name(injection: Injection) -> str:

@@ -94,18 +94,18 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     "freeze": Campaign(
         "SIGSTOP to a random part or process, SIGCONT 10 s later.",
         (Action.FREEZE,),
-        ChaosOptions(every=12.0, min_success=0.999, max_pause=4.0),
+        ChaosOptions(requests=1000, each=2, cases=22, min_success=0.999, max_pause=4.0),
     ),
     "cut": Campaign(
         "The links of a random part are cut, cut in one direction, reset or delayed.",
         (Action.CUT, Action.CUT_TO, Action.CUT_FROM, Action.RESET, Action.DELAY),
-        ChaosOptions(every=12.0, min_success=0.999, max_pause=4.0),
+        ChaosOptions(requests=1000, each=5, cases=22, duration=6.0, min_success=0.999, max_pause=4.0),
         processes=False,
     ),
     "outage": Campaign(
         "All engines are killed at once and return 10 s later.",
         (Action.KILL,),
-        ChaosOptions(requests=200, each=2, every=30.0, max_failed=0),
+        ChaosOptions(requests=200, each=1, every=30.0, cases=22, max_failed=0),
         services=("engine",),
         processes=False,
         is_outage=True,
@@ -113,14 +113,14 @@ CAMPAIGNS: Mapping[str, Campaign] = {
     "rolling": Campaign(
         "SIGTERM to every part, one after the other.",
         (Action.TERM,),
-        ChaosOptions(requests=400, each=1, every=1.0, max_failed=0, max_refused=0),
+        ChaosOptions(requests=400, each=1, every=1.0, cases=22, max_failed=0, max_refused=0),
         processes=False,
         in_order=True,
     ),
     "coordinator": Campaign(
         "The coordinator is stopped for 10 s.",
         (Action.FREEZE,),
-        ChaosOptions(requests=600, each=4, every=20.0, max_failed=0, max_added_ttft_p99=0.05, max_tokens=300),
+        ChaosOptions(requests=600, each=4, every=20.0, cases=22, max_tokens=300, max_failed=0, max_added_ttft_p99=0.05),
         services=("coordinator",),
         streams_only=True,
     ),

@@ -18,8 +18,6 @@ class Exchange:
     progress: Progress
     seconds: float
     """Time limit of the request."""
-    usual_seconds: float
-    """Time after which the first bytes of the response usually come."""
     answer: Answer = field(default_factory=Answer)
     refused: int = 0
     """Connections that were refused."""

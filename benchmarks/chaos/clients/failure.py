@@ -15,6 +15,10 @@ class RequestFailed(Exception):
         self.is_typed = is_typed
 
 
+ABORTED = "aborted"
+"""Code of the error of a call whose answer continues in another one."""
+
+
 def typed(kind: str, detail: str) -> RequestFailed:
     return RequestFailed(kind, detail, is_typed=True)
 

@@ -28,7 +28,9 @@ class LoadOptions:
     """How requests are sent and judged."""
 
     rate: float
-    """Requests a second."""
+    """Requests a second under faults."""
+    reference_rate: float
+    """Requests a second while the references are recorded."""
     concurrency: int
     seconds: float
     """Time limit of a request."""
@@ -67,7 +69,7 @@ class Load:
         wrong: list[str] = []
 
         async def send(client: ChaosClient, case: Case) -> None:
-            exchange = self._exchange(case, self._options.seconds, 0.0 if case.streamed else self._options.seconds)
+            exchange = self._exchange(case, self._options.seconds)
             try:
                 await self._send(client, exchange)
             except RequestFailed as error:
@@ -76,7 +78,7 @@ class Load:
             if (found := self._keep(client.transport, exchange)) is not None:
                 wrong.append(f"{case.name} over {client.transport}: {found}")
 
-        await self._paced(send(*pair) for pair in wanted)
+        await self._paced((send(*pair) for pair in wanted), self._options.reference_rate)
         if wrong:
             raise Unstable("the undisturbed mesh is not stable:\n" + "\n".join(wrong))
 
@@ -93,15 +95,13 @@ class Load:
                 yield self._one(records, now)
                 sent += 1
 
-        await self._paced(requests())
+        await self._paced(requests(), self._options.rate)
         return records
 
     async def _one(self, records: list[Record], now: Callable[[], float]) -> None:
         case = self._rng.choice(self._cases)
         client = self._clients[self._number % len(self._clients)]
-        reference = self._references[client.transport, case.name]
-        usual = reference.ttft if case.streamed else reference.latency
-        exchange = self._exchange(case, self._limit(client, case), usual)
+        exchange = self._exchange(case, self._limit(client, case))
         sent = now()
         error: RequestFailed | None = None
         try:
@@ -118,12 +118,12 @@ class Load:
         is_quick = self._references[client.transport, case.name].latency < short / 2
         return short if is_quick else self._options.seconds
 
-    def _exchange(self, case: Case, seconds: float, usual: float) -> Exchange:
+    def _exchange(self, case: Case, seconds: float) -> Exchange:
         self._number += 1
         number = self._number
         # Requests of one client must not all call one gateway.
         gateway = number // len(self._clients) % self._num_gateways
-        return Exchange(number, case, gateway, Progress(self._loop.time()), seconds, usual)
+        return Exchange(number, case, gateway, Progress(self._loop.time()), seconds)
 
     async def _send(self, client: ChaosClient, exchange: Exchange) -> None:
         """Send with a time limit, after the client's own."""
@@ -140,8 +140,7 @@ class Load:
         if known is not None:
             return difference(known.answer, exchange.answer, self._options.tolerance)
         latency = self._loop.time() - progress.sent
-        ttft = latency if progress.first is None else progress.first - progress.sent
-        self._references[key] = Reference(exchange.answer, latency, ttft, progress.longest_pause or latency)
+        self._references[key] = Reference(exchange.answer, latency, progress.longest_pause or latency)
         return None
 
     def _pause(self, exchange: Exchange, latency: float) -> float:
@@ -178,10 +177,10 @@ class Load:
             resumed=exchange.resumed,
         )
 
-    async def _paced(self, requests: Iterable[Coroutine[None, None, None]]) -> None:
-        """Run requests, which begin at the given rate; a request waits while too many are under way."""
+    async def _paced(self, requests: Iterable[Coroutine[None, None, None]], rate: float) -> None:
+        """Run requests, of which ``rate`` begin in a second; a request waits while too many are under way."""
         room = asyncio.Semaphore(self._options.concurrency)
-        interval = 1 / self._options.rate
+        interval = 1 / rate
         due = self._loop.time()
 
         async def one(request: Coroutine[None, None, None]) -> None:

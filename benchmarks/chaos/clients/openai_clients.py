@@ -8,13 +8,11 @@ from typing import Any
 from . import failure
 from .exchange import Exchange
 from .failure import RequestFailed
-from .http_post import ConnectionLost, ConnectionRefused, Response, post
+from .gateway_probe import until_lost
+from .http_request import ConnectionLost, ConnectionRefused, Response, send
 from .mix import Case
 from .openai_answer import ErrorEvent, EventReader, error_text, take_event, take_whole
 
-SILENCE_SECONDS = 3.0
-"""After so much silence beyond the usual a resuming client calls another gateway; doubled after each call without an
-output, so that a slow mesh does not get more and more calls."""
 _NO_EVENT = "0"
 """Asks for a stream from its beginning whose events have ids."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
@@ -50,7 +48,11 @@ class PlainClient:
 
 class ResumingClient:
     """Sends a request again with its ``Idempotency-Key``, and for a stream its ``Last-Event-ID``, after the loss of a
-    connection or some silence, in turns to each gateway. A typed error is final."""
+    connection or when a gateway does not answer its health check, in turns to each gateway.
+
+    A typed error is final, with one exception: where an earlier call of this client was delayed on its way and has
+    taken the answer, the client takes it back.
+    """
 
     name = "resuming HTTP"
     transport = "http"
@@ -65,24 +67,40 @@ class ResumingClient:
 
     async def send(self, exchange: Exchange) -> None:
         events = EventReader()
-        patience = SILENCE_SECONDS + exchange.usual_seconds
-        wait, at, silence = _FIRST_WAIT, exchange.gateway, patience
+        wait, at = _FIRST_WAIT, exchange.gateway
         while True:
-            before = exchange.progress.last
             headers = {"Idempotency-Key": f"{self._run}-{exchange.number}"}
             if exchange.case.streamed:
                 headers["Last-Event-ID"] = events.last_id or _NO_EVENT
             try:
-                return await call(self._gateways[at], self._model, exchange, events, headers, silence)
+                return await self._call(self._gateways[at % len(self._gateways)], exchange, events, headers)
             except ConnectionRefused:
                 exchange.refused += 1
-            except (ConnectionLost, TimeoutError) as error:
+                at += 1
+            except ConnectionLost as error:
                 if exchange.answer.samples and not events.last_id:
-                    raise failure.cut(f"{error or 'silence'}; the events have no id to resume from") from None
-            silence = patience if exchange.progress.last > before else 2 * silence
+                    raise failure.cut(f"{error}; the events have no id to resume from") from None
+                at += 1
+            except RequestFailed as error:
+                if not error.kind.endswith(failure.ABORTED):
+                    raise
             await asyncio.sleep(wait)
-            wait, at = min(2 * wait, _LONGEST_WAIT), (at + 1) % len(self._gateways)
+            wait = min(2 * wait, _LONGEST_WAIT)
             exchange.resumed += 1
+
+    async def _call(self, address: str, exchange: Exchange, events: EventReader, headers: Mapping[str, str]) -> None:
+        """Make a call. Raises as :func:`call`; a gateway that does not answer its health check is a lost connection."""
+        calling = asyncio.create_task(call(address, self._model, exchange, events, headers))
+        probing = asyncio.create_task(until_lost(address))
+        try:
+            await asyncio.wait((calling, probing), return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise ConnectionLost("the gateway does not answer its health check")
+            calling.result()
+        finally:
+            calling.cancel()
+            probing.cancel()
+            await asyncio.wait((calling, probing))
 
     async def close(self) -> None:
         """Do nothing: no connection stays open."""
@@ -94,32 +112,26 @@ async def call(
     exchange: Exchange,
     events: EventReader,
     headers: Mapping[str, str],
-    silence: float | None = None,
 ) -> None:
     """Make one call and add what it returns to the answer.
 
-    Raises ``RequestFailed`` for typed errors, ``ConnectionRefused``, ``ConnectionLost``, and ``TimeoutError`` after
-    ``silence`` seconds without a byte.
+    Raises ``RequestFailed`` for typed errors, ``ConnectionRefused`` and ``ConnectionLost``.
     """
     events.begin()
     path = "/v1/chat/completions" if exchange.case.is_chat else "/v1/completions"
     body = json.dumps(body_of(exchange.case, model)).encode()
-    async with asyncio.timeout(silence) as limit, post(address, path, body, headers) as response:
+    async with send("POST", address, path, body, headers) as response:
         if response.status != 200:
             raise _refusal(response.status, await response.body())
         if exchange.case.streamed:
-            await _read_stream(response, exchange, events, limit, silence)
+            await _read_stream(response, exchange, events)
         else:
             take_whole(exchange.answer, await response.body())
 
 
-async def _read_stream(
-    response: Response, exchange: Exchange, events: EventReader, limit: asyncio.Timeout, silence: float | None
-) -> None:
+async def _read_stream(response: Response, exchange: Exchange, events: EventReader) -> None:
     loop = asyncio.get_running_loop()
     async for piece in response:
-        if silence is not None:
-            limit.reschedule(loop.time() + silence)
         for data in events.feed(piece):
             if data == "[DONE]":
                 return

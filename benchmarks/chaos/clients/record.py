@@ -12,7 +12,6 @@ class Reference:
 
     answer: Answer
     latency: float
-    ttft: float
     longest_pause: float
 
 

@@ -70,12 +70,17 @@ class Links:
         await self._stack.aclose()
 
     async def in_front_of(self, spec: PartSpec) -> PartSpec:
-        """Start proxies at the unix sockets of a part; return its specification with other sockets to listen on."""
+        """Start proxies at the unix sockets of a part; return its specification with other sockets to listen on.
+
+        Its socket for local streams gets none, so that peers use gRPC as between hosts: a local stream relies on the
+        kernel, which loses no bytes between two processes of one host.
+        """
         moved, command, proxies = [], list(spec.command), []
         for path in spec.leftovers:
             real = _real_path(path)
             moved.append(real)
-            proxies.append(await self._proxy(path, real))
+            if not path.name.endswith(SUFFIX):
+                proxies.append(await self._proxy(path, real))
         for index, argument in enumerate(spec.command):
             if argument in ("--listen", "--kv-listen"):
                 address = spec.command[index + 1]

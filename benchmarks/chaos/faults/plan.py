@@ -9,21 +9,19 @@ _INSTANT = frozenset({Action.KILL, Action.TERM, Action.RESET})
 
 
 def make_plan(
-    rng: random.Random, kinds: Sequence[Kind], counts: Sequence[int], actions: Sequence[Action], seconds: float
+    rng: random.Random, shares: Sequence[tuple[Kind, range]], actions: Sequence[Action], seconds: float
 ) -> list[Fault]:
-    """Return the faults in their order: ``counts`` [len(kinds)] of each kind, the actions of a kind in turns.
+    """Return the faults in their order. ``shares``: each kind and the numbers of its faults, which select the actions
+    in turns.
 
     Two faults in a row are of different kinds as long as other kinds are left. ``seconds`` is the duration of faults
     that last.
     """
-    left = {
-        index: _faults(rng, kind, count, actions, seconds)
-        for index, (kind, count) in enumerate(zip(kinds, counts, strict=True))
-    }
+    left = [_faults(rng, kind, numbers, actions, seconds) for kind, numbers in shares]
     plan: list[Fault] = []
     previous = -1
-    while any(left.values()):
-        others = [index for index in left if left[index] and index != previous] or [previous]
+    while any(left):
+        others = [index for index, faults in enumerate(left) if faults and index != previous] or [previous]
         # In proportion to what is left, so that no kind remains for the end alone.
         previous = rng.choices(others, [len(left[index]) for index in others])[0]
         plan.append(left[previous].pop())
@@ -43,8 +41,8 @@ def in_order(kinds: Sequence[Kind], members: Sequence[int], action: Action, roun
     ]
 
 
-def _faults(rng: random.Random, kind: Kind, count: int, actions: Sequence[Action], seconds: float) -> list[Fault]:
-    of_kind = [actions[i % len(actions)] for i in range(count)]
+def _faults(rng: random.Random, kind: Kind, numbers: range, actions: Sequence[Action], seconds: float) -> list[Fault]:
+    of_kind = [actions[number % len(actions)] for number in numbers]
     rng.shuffle(of_kind)
     return [Fault(action, kind, 0.0 if action in _INSTANT else seconds, rng.random()) for action in of_kind]
 

@@ -1,8 +1,9 @@
-// Attention over the paged KV cache: prefill and decode in one call, grouped queries, sliding windows.
+// Attention over the paged KV cache: prefill and decode in one call, grouped queries, sliding windows, limited scores,
+// sinks.
 //
 // A call is cut into pieces of work (some queries, one KV head, a range of positions) that threads draw, dearest first.
 // Results of pieces that share queries are partial (an output, its largest score, its sum of weights) and merged.
-// Sums are float32 whatever the dtype. Build with -DHEAD_SIZE=n, a multiple of 16.
+// Sums are float32 whatever the dtype. Build as attention.h says.
 #include <omp.h>
 
 #include <algorithm>
@@ -118,6 +119,7 @@ class Call {
 
   const T* query(int64_t token, int head) const { return (const T*)a.query + token * a.query_stride + head * D; }
   T* out(int64_t token, int head) const { return (T*)a.out + (token * a.num_heads + head) * D; }
+  const float* sink(int head) const { return a.sinks ? a.sinks + head : nullptr; }
   float* partial_at(int64_t index) { return index < 0 ? nullptr : partials.data() + index * PARTIAL; }
 
   void compute(const Piece& piece) {
@@ -183,14 +185,14 @@ class Call {
     const int last = context(r) + (piece.group < 0 ? index : 0);
     int64_t target = piece.partial < 0 ? -1 : piece.partial + g;
     if (piece.group >= 0) target = partial(r, parts[r] - 1, piece.head) + g;
-    return {query(token, head), last, {out(token, head), partial_at(target)}};
+    return {query(token, head), last, {out(token, head), partial_at(target), sink(head)}};
   }
 
   void compute_decode(const Piece& piece, const int32_t* table) {
     const int r = piece.request, token = a.query_starts[r], head = piece.head * heads;
     Target<T> targets[MOST_AMX_HEADS];
     for (int g = 0; g < heads; ++g)
-      targets[g] = {out(token, head + g), partial_at(piece.partial < 0 ? -1 : piece.partial + g)};
+      targets[g] = {out(token, head + g), partial_at(piece.partial < 0 ? -1 : piece.partial + g), sink(head + g)};
     const int visible = first_seen(a.seq_lens[r] - 1);
     if (decodes_with_amx()) return compute_decode_amx(piece, table, query(token, head), visible, targets);
     auto go = [&](auto kernel) {
@@ -226,7 +228,7 @@ class Call {
       weights += part[D + 1] * share;
       for (int e = 0; e < VECS; ++e) o[e] += load(part + e * LANES) * share;
     }
-    Target<T>{out(a.query_starts[r], head), nullptr}.write(o, top, weights);
+    Target<T>{out(a.query_starts[r], head), nullptr, sink(head)}.write(o, top, weights);
   }
 };
 

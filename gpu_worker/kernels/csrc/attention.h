@@ -1,5 +1,8 @@
-// What the kinds of attention have in common. Build with -DHEAD_SIZE=n, a multiple of 16.
+// What the kinds of attention have in common. Build with -DHEAD_SIZE=n, a multiple of 16, and with -DSOFTCAP=1 for
+// models that limit their scores: other models run code without it.
 #pragma once
+#include <cmath>
+
 #include "vec.h"
 
 namespace {
@@ -9,6 +12,11 @@ static_assert(D % LANES == 0, "heads are whole vectors");
 constexpr int RUN = 16;  // positions from a multiple of it on lie side by side, in one block
 static_assert(RUN % LANES == 0, "vectors of positions lie in one run");
 constexpr float LOWEST = -1e30f;
+#ifdef SOFTCAP
+constexpr bool LIMITS_SCORES = true;
+#else
+constexpr bool LIMITS_SCORES = false;
+#endif
 constexpr int PARTIAL = D + 2;  // output, largest score, sum of weights
 
 }  // namespace
@@ -26,9 +34,10 @@ struct AttentionArgs {
   const int32_t* members;       // requests of the groups that share a prefix, group after group
   const int32_t* group_starts;  // [num_groups + 1] into members
   const int32_t* shared_lens;   // [num_groups] tokens of the prefix, whole blocks
+  const float* sinks;           // [num_heads] a score each that weighs no value; null: none
   int64_t num_groups, num_requests, num_heads, num_kv_heads, block_size, table_stride, query_stride;
   int64_t window;  // 0: none
-  float scale;
+  float scale, softcap;  // softcap: as SOFTCAP says
   int32_t is_bf16, num_threads;
 };
 
@@ -48,11 +57,19 @@ inline void prefetch(const void* row, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)row + i);
 }
 
-// Where a row's result goes: normalized to `out`, or as it is to `partial` if that is set.
+// A scaled score s becomes softcap * tanh(s / softcap), before any position is hidden.
+inline Vec limited(const Args& a, Vec score) {
+  if constexpr (LIMITS_SCORES) return hyperbolic_tangent(score * (1.f / a.softcap)) * a.softcap;
+  return score;
+}
+
+// Where a row's result goes: normalized to `out`, or as it is to `partial` if that is set. A sink enters the sum of
+// weights only when the row is normalized, thus once, into however many parts the row was cut.
 template <class T>
 struct Target {
   T* out;
   float* partial;
+  const float* sink;  // null: none
 
   void write(const Vec* o, float top, float weights) const {
     if (partial) {
@@ -60,6 +77,7 @@ struct Target {
       partial[D] = top;
       partial[D + 1] = weights;
     } else {
+      if (sink) weights += std::exp(*sink - top);
       for (int i = 0; i < VECS; ++i) store(out + i * LANES, o[i] * (1.f / weights));
     }
   }

@@ -133,17 +133,21 @@ class AmxTile {
   // Scores become the softmax's weights; what was summed so far shrinks as the largest score grows.
   void weigh(int start, int end, int count) {
     const int padded = (count + STEP - 1) / STEP * STEP;
+    const float scale = LIMITS_SCORES ? 1.f : a.scale;
     for (int i = 0; i < V; ++i) {
+      if constexpr (LIMITS_SCORES)
+        for (int t = 0; t < padded; ++t)
+          store(&scores[t][i * LANES], limited(a, load(&scores[t][i * LANES]) * a.scale));
       if (!all_seen(i, start, padded)) hide(i, start, end, padded);
       Vec now = top[i];
-      for (int t = 0; t < padded; ++t) now = maximum(now, load(&scores[t][i * LANES]) * a.scale);
+      for (int t = 0; t < padded; ++t) now = maximum(now, load(&scores[t][i * LANES]) * scale);
       shrink(i, now);
       Vec total = {};
       for (int t = 0; t < padded; t += STEP) {
         VecInt pairs[LANES];
         for (int p = 0; p < LANES; ++p) {
-          const Vec low = weight_of(load(&scores[t + 2 * p][i * LANES]) * a.scale - now);
-          const Vec high = weight_of(load(&scores[t + 2 * p + 1][i * LANES]) * a.scale - now);
+          const Vec low = weight_of(load(&scores[t + 2 * p][i * LANES]) * scale - now);
+          const Vec high = weight_of(load(&scores[t + 2 * p + 1][i * LANES]) * scale - now);
           total += low + high;
           pairs[p] = pairs_of(low, high);
         }

@@ -52,7 +52,7 @@ void decode(const Args& a, const int32_t* table, int head, const T* query, int b
       const VecInt positions = lanes + (start + c);
       for (int g = 0; g < G; ++g) {
         for (int t = n; t < LANES; ++t) rows[g][t] = Vec{};
-        const Vec s = sum_rows(rows[g]);
+        const Vec s = limited(a, sum_rows(rows[g]));
         store(&scores[g][c], (positions >= visible) & (positions < end) ? s : splat(LOWEST));
       }
     }

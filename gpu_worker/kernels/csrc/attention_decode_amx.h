@@ -118,7 +118,7 @@ class AmxDecode {
     for (int i = 0; i < 2; ++i) {
       to_columns(scores[i * LANES], columns[i]);
       const VecInt positions = lanes + (start + i * LANES), seen = (positions >= visible) & (positions < end);
-      for (int g = 0; g < heads; ++g) columns[i][g] = seen ? columns[i][g] * a.scale : splat(LOWEST);
+      for (int g = 0; g < heads; ++g) columns[i][g] = seen ? limited(a, columns[i][g] * a.scale) : splat(LOWEST);
       ahead.fetch(4);
     }
     for (int g = 0; g < heads; ++g) {

@@ -68,7 +68,7 @@ class PairDecode {
       }
       const VecInt positions = lanes + (start + c);
       for (int g = 0; g < G; ++g) {
-        const Vec s = sum_rows(rows[g]) * a.scale;
+        const Vec s = limited(a, sum_rows(rows[g]) * a.scale);
         store(&scores[g][c], (positions >= visible) & (positions < end) ? s : splat(LOWEST));
       }
     }

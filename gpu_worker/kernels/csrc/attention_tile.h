@@ -76,7 +76,7 @@ class Tile {
         for (int u = 0; u < UNROLL; ++u)
           for (int i = 0; i < V; ++i) sums[u][i] += load(&query[d][i * LANES]) * k[u * D + d];
       for (int u = 0; u < UNROLL; ++u)
-        for (int i = 0; i < V; ++i) store(&scores[t + u][i * LANES], sums[u][i]);
+        for (int i = 0; i < V; ++i) store(&scores[t + u][i * LANES], limited(a, sums[u][i]));
     }
   }
 

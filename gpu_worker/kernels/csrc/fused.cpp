@@ -13,8 +13,8 @@ struct HeadsArgs {
   const void* weights;     // [num_heads + num_kv_heads, D] of the heads' RMSNorms; null: none
   const float *cos, *sin;  // [T, D / 2]
   const int64_t* slots;    // [T]
-  void *keys, *values;     // [num_blocks, num_kv_heads, block_size, D]
-  int64_t num_tokens, num_heads, num_kv_heads, head_size, block_size;
+  void *keys, *values;     // [num_blocks, num_kv_heads, block_size, cache_head_size], zeros behind D
+  int64_t num_tokens, num_heads, num_kv_heads, head_size, cache_head_size, block_size;
   float eps;
   int32_t is_bf16, num_threads;
 };
@@ -75,7 +75,7 @@ void rotate_rows(const HeadsArgs& a) {
     const float *cos = a.cos + t * D / 2, *sin = a.sin + t * D / 2;
     const int64_t block = a.slots[t] / a.block_size, offset = a.slots[t] % a.block_size;
     for (int64_t h = 0; h < H + K; ++h) {
-      const int64_t place = ((block * K + h - H) * a.block_size + offset) * D;
+      const int64_t place = ((block * K + h - H) * a.block_size + offset) * a.cache_head_size;
       T *x = row + h * D, *out = h < H ? x : (T*)a.keys + place;
       norm_rotate(x, a.weights ? (const T*)a.weights + h * D : nullptr, cos, sin, out, D, a.eps);
       if (h >= H) memcpy((T*)a.values + place, x + K * D, D * sizeof(T));

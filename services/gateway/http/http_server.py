@@ -25,6 +25,8 @@ KEEP_ALIVE_SECONDS = 75
 BACKLOG = 4096
 """Connections that may wait to be accepted. A client whose connection finds no place tries again after a second."""
 _DRAIN_POLL_SECONDS = 0.05
+_DATE_SECONDS = 1.0
+"""How often the ``Date`` of the answers is renewed."""
 
 
 class HttpServer:
@@ -94,12 +96,12 @@ class HttpServer:
         while len(self._connections):
             self._connections.close_idle(with_fresh=loop.time() - began >= MIN_IDLE_SECONDS)
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
-        self._server.should_exit = True
+        self._server.end()
         await self._served.wait()
 
     async def stop(self) -> None:
         """Drop the remaining connections."""
-        self._server.should_exit = self._server.force_exit = True
+        self._server.end()
         state = self._server.server_state
         for task in list(state.tasks):
             task.cancel()
@@ -149,7 +151,7 @@ def _protocol(budget: ByteBudget, connections: Connections, drain: asyncio.Event
 
 
 class _Server(uvicorn.Server):
-    """Runs uvicorn, except for signals and TLS.
+    """Runs uvicorn, except for signals, TLS and the end: uvicorn itself looks ten times a second whether it must exit.
 
     Attributes:
         fronts: Completes handshakes; None before the start, and in plain text.
@@ -159,6 +161,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self.fronts: TlsFronts | None = None
         self._connections = connections
+        self._ended = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. uvicorn itself would count a connection only after its handshake, and wait a minute for it."""
@@ -169,6 +172,28 @@ class _Server(uvicorn.Server):
             config.http_protocol_class = cast(type[asyncio.Protocol], self.fronts)
             config.ssl = None
         await super().startup(sockets)
+
+    async def main_loop(self) -> None:
+        """Return after :meth:`end`."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_SECONDS):
+                    await self._ended.wait()
+
+    def end(self) -> None:
+        """Have :meth:`serve` end the listeners and the tasks, and return. Idempotent."""
+        self.should_exit = True
+        self._ended.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the last requests' tasks. Connections have ended, or are aborted by the caller of :meth:`end`."""
+        self.close_listeners()
+        for listener in sockets or []:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while tasks := list(self.server_state.tasks):
+            await asyncio.wait(tasks)
 
     def close_listeners(self) -> None:
         """Accept no more connections. Idempotent."""

@@ -21,7 +21,6 @@ OPTIONS = ServeOptions(
 )
 
 
-@pytest.mark.slow
 async def test_both_get_the_same_load_in_turns(
     tmp_path: Path, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

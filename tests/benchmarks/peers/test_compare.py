@@ -24,7 +24,6 @@ def test_workloads_go_by_their_names() -> None:
     assert {name: workload.name for name, workload in WORKLOADS.items()} == {name: name for name in WORKLOADS}
 
 
-@pytest.mark.slow
 def test_tokenloom_answers_from_another_process() -> None:
     heard: list[tuple[str, str]] = []
     options = PeerOptions(DEMO_MODEL, {"tokenloom": sys.executable}, workloads=("single-stream",), repeats=1, threads=1)

@@ -262,7 +262,8 @@ def test_the_ranks_of_all_engines_divide_the_host_s_memory(tmp_path: Path) -> No
         executor.shutdown()
 
 
-def test_a_worker_dies_with_its_parent() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_worker_dies_with_its_parent(is_stopped: bool) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", ORPHAN_MAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -270,9 +271,11 @@ def test_a_worker_dies_with_its_parent() -> None:
     assert parent.stdin is not None
     pid = int(parent.stdout.readline())
     assert not has_ended(pid)
+    if is_stopped:
+        os.kill(pid, signal.SIGSTOP)
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: has_ended(pid), 60.0)
+    assert wait_until(lambda: has_ended(pid), 20.0)
     parent.stdin.close()
     parent.stdout.close()
 

@@ -17,7 +17,7 @@ from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.scheduling.request import Request
 from tokenloom.engine_core.scheduling.scheduler import Scheduler
-from tokenloom.engine_core.scheduling.seats import index_to_preempt
+from tokenloom.engine_core.scheduling.seats import COSTLY_ROWS, index_to_preempt
 from tokenloom.engine_core.scheduling.step_planner import PauseState
 
 POLICIES = ["fcfs", "priority"]
@@ -261,3 +261,48 @@ def test_every_request_begins_however_many_others_come(
         if now > 30 and not pending:
             return
     raise AssertionError(f"{sorted(pending)} never began")
+
+
+def add_costly(scheduler: Scheduler, *names: str) -> None:
+    """Add requests with log probabilities."""
+    for name in names:
+        request = make_request(name, [*name.encode()], 50, tenant=name[0])
+        scheduler.add_request(replace(request, sampling_params=replace(request.sampling_params, logprobs=20)))
+
+
+def planned(scheduler: Scheduler) -> set[str]:
+    return set(step(scheduler)[0].num_scheduled_tokens)
+
+
+def costly_scheduler(num_rows: int = COSTLY_ROWS, num_blocks: int = 400) -> Scheduler:
+    """Return a scheduler with seats for four more requests, where the tenant "a" decodes with log probabilities."""
+    scheduler = make_scheduler(max_num_seqs=COSTLY_ROWS + 4, num_blocks=num_blocks, max_num_batched_tokens=400)
+    add_costly(scheduler, *numbered("a", num_rows))
+    step(scheduler)
+    return scheduler
+
+
+def test_rows_with_log_probabilities_wait_a_step_for_the_first_token_of_another_tenant() -> None:
+    scheduler = costly_scheduler()
+    rows = set(numbered("a", COSTLY_ROWS))
+    add(scheduler, "a-plain")
+    assert planned(scheduler) == rows | {"a-plain"}
+    add(scheduler, "b0")
+    assert planned(scheduler) == {"a-plain", "b0"}
+    add(scheduler, "b1")
+    assert planned(scheduler) == rows | {"a-plain", "b0", "b1"}  # at most every second step
+    assert planned(scheduler) == rows | {"a-plain", "b0", "b1"}
+    add(scheduler, "b2")
+    assert planned(scheduler) == {"a-plain", "b0", "b1", "b2"}
+
+
+def test_few_rows_with_log_probabilities_do_not_wait() -> None:
+    scheduler = costly_scheduler(COSTLY_ROWS - 1)
+    add(scheduler, "b0")
+    assert planned(scheduler) == {*numbered("a", COSTLY_ROWS - 1), "b0"}
+
+
+def test_no_row_waits_for_a_request_that_cannot_begin() -> None:
+    scheduler = costly_scheduler(num_blocks=COSTLY_ROWS + 22)
+    scheduler.add_request(make_request("b0", [7] * 90, 5, tenant="b"))
+    assert planned(scheduler) == set(numbered("a", COSTLY_ROWS))

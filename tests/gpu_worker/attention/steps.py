@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenloom.gpu_worker.attention.attention_backend import AttentionBackend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 
 BLOCK_SIZE = 16
 HEAD_SIZE = 32
@@ -27,13 +28,15 @@ class Step:
 
 
 def shape(num_kv_heads: int, dtype: torch.dtype = torch.float32, num_heads: int = 4, head_size: int = HEAD_SIZE) -> Any:
+    cache_size = -(-head_size // 16) * 16
     return SimpleNamespace(
         num_layers=1,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
+        cache_head_size=cache_size,
         dtype=dtype,
-        kv_bytes_per_token=2 * num_kv_heads * head_size * dtype.itemsize,
+        kv_bytes_per_token=2 * num_kv_heads * cache_size * dtype.itemsize,
     )
 
 
@@ -56,12 +59,14 @@ def make_step(query_lens: list[int], seq_lens: list[int], num_heads: int, config
         return torch.randn(*size, generator=generator).to(config.dtype)
 
     total = sum(query_lens)
+    cache = normal(2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.cache_head_size)
+    cache[..., config.head_size :] = 0
     return Step(
         arrays,
         query=normal(total, num_heads, config.head_size),
         key=normal(total, config.num_kv_heads, config.head_size),
         value=normal(total, config.num_kv_heads, config.head_size),
-        cache=normal(2, num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_size),
+        cache=cache,
     )
 
 
@@ -75,10 +80,24 @@ def owned_slots(step: Step) -> Tensor:
 
 
 def run(backend: AttentionBackend, step: Step, window: int | None) -> tuple[Tensor, Tensor]:
+    return run_rule(backend, step, ScoreRule(step.query.shape[2] ** -0.5, window))
+
+
+def run_rule(backend: AttentionBackend, step: Step, rule: ScoreRule) -> tuple[Tensor, Tensor]:
     cache = step.cache.clone()
     plan = backend.plan(**step.arrays)
     plan.write_kv(step.key, step.value, cache)
-    return plan.attend(step.query, cache, step.query.shape[2] ** -0.5, window), cache
+    return plan.attend(step.query, cache, rule), cache
+
+
+def rules(num_heads: int, window: int | None) -> dict[str, ScoreRule]:
+    """Rules whose limit bends the random scores of a step, and whose sinks weigh as much as several positions."""
+    sinks = torch.linspace(-2, 4, num_heads)
+    return {
+        "softcap": ScoreRule(0.5, window, softcap=3.0),
+        "sinks": ScoreRule(0.5, window, sinks=sinks),
+        "both": ScoreRule(0.5, window, softcap=3.0, sinks=sinks),
+    }
 
 
 BATCHES = {

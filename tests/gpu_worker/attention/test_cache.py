@@ -13,6 +13,7 @@ CONFIG: Any = SimpleNamespace(
     num_layers=3,
     num_kv_heads=2,
     head_size=4,
+    cache_head_size=4,
     dtype=torch.bfloat16,
     dtype_name="bfloat16",
     kv_bytes_per_token=2 * 3 * 2 * 4 * 2,
@@ -50,6 +51,14 @@ def test_write_touches_only_its_slots() -> None:
     for token in range(3):
         assert torch.equal(cache[0, blocks[token], :, offsets[token]], key[token])
         assert torch.equal(cache[1, blocks[token], :, offsets[token]], value[token])
+    assert cache.count_nonzero() == 2 * 3 * 2 * 4
+
+
+def test_write_leaves_zeros_behind_a_head() -> None:
+    cache = torch.zeros(2, 1, 2, 8, 16)
+    key, value = torch.ones(2, 3, 2, 4)
+    write_slots(key, value, cache, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    assert torch.equal(cache[:, 0, :, :3, :4], torch.ones(2, 2, 3, 4))
     assert cache.count_nonzero() == 2 * 3 * 2 * 4
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, run, shape
+from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, rules, run, run_rule, shape
+from tests.pairwise import pairs
 from tokenloom.gpu_worker.attention.cpu_backend import CPUBackend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -20,6 +22,9 @@ LONG = {
     "a split decode beside a prefill": ([1, 90], [2000, 90]),
 }
 ALL = BATCHES | LONG
+SHARED = {"decodes that share a prefix": ([1] * 30, list(range(150, 180)))}
+"""Of 9 blocks."""
+BENT = ["decodes of many lengths", "chunks of longer prompts", *LONG, *SHARED]
 
 
 @pytest.fixture(autouse=True)
@@ -32,36 +37,62 @@ def threads():
 
 
 def compare(batch, config, window, march="native", **tolerance):
-    step = make_step(*ALL[batch], config.num_heads, config)
-    expected, expected_cache = run(ReferenceBackend(config, BLOCK_SIZE, CPU), step, window)
-    found, cache = run(CPUBackend(config, BLOCK_SIZE, CPU, march), step, window)
+    compare_rule(batch, config, ScoreRule(config.head_size**-0.5, window), march, **tolerance)
+
+
+def compare_rule(batch, config, rule, march="native", **tolerance):
+    step = make_step(*(ALL | SHARED)[batch], config.num_heads, config)
+    if batch in SHARED:
+        step.arrays["block_tables"][:, :9] = step.arrays["block_tables"][0, :9]
+    expected, expected_cache = run_rule(ReferenceBackend(config, BLOCK_SIZE, CPU), step, rule)
+    found, cache = run_rule(CPUBackend(config, BLOCK_SIZE, CPU, march), step, rule)
     assert torch.equal(cache, expected_cache)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, **{"rtol": 1e-5, "atol": 2e-6, **tolerance})
 
 
-@pytest.mark.parametrize("window", [None, 1, 7, 16, 40, 1000])
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 2), (4, 1), (6, 1), (32, 1)])
-@pytest.mark.parametrize("batch", ALL)
-def test_equals_the_reference(batch, num_heads, num_kv_heads, window):
+@pytest.mark.parametrize(
+    ("batch", "heads", "window"),
+    pairs(ALL, [(4, 4), (4, 2), (6, 2), (4, 1), (6, 1), (32, 1)], [None, 1, 7, 16, 40, 1000]),
+)
+def test_equals_the_reference(batch, heads, window):
+    num_heads, num_kv_heads = heads
     compare(batch, shape(num_kv_heads, num_heads=num_heads), window)
 
 
-@pytest.mark.parametrize("head_size", [16, 64, 80, 128])
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("batch", ALL)
+@pytest.mark.parametrize(("batch", "window", "head_size"), pairs(ALL, [None, 40], [16, 20, 64, 80, 128]))
 def test_head_sizes(batch, window, head_size):
     compare(batch, shape(2, head_size=head_size), window)
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "head_size"), [(4, 32), (2, 128), (6, 64), (8, 128), (10, 64), (14, 128), (32, 64), (64, 32), (6, 80)]
+    ("batch", "window", "heads"),
+    pairs(
+        ALL,
+        [None, 7, 40, 200],
+        [(4, 32), (2, 128), (6, 64), (8, 128), (10, 64), (14, 128), (32, 64), (64, 32), (6, 80)],
+    ),
 )
-@pytest.mark.parametrize("window", [None, 7, 40, 200])
-@pytest.mark.parametrize("batch", ALL)
-def test_bfloat16_is_close(batch, window, num_heads, head_size):
+def test_bfloat16_is_close(batch, window, heads):
     """With the matrix unit where there is one, for heads of whole 32s."""
+    num_heads, head_size = heads
     compare(batch, shape(2, torch.bfloat16, num_heads, head_size), window, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("rule", ["softcap", "sinks", "both"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (32, 1)])
+@pytest.mark.parametrize("batch", BENT)
+def test_softcap_and_sinks(batch, num_heads, num_kv_heads, rule, window):
+    compare_rule(batch, shape(num_kv_heads, num_heads=num_heads), rules(num_heads, window)[rule])
+
+
+@pytest.mark.parametrize("rule", ["softcap", "sinks", "both"])
+@pytest.mark.parametrize("num_heads", [4, 6, 32])
+@pytest.mark.parametrize("batch", BENT)
+def test_softcap_and_sinks_in_bfloat16(batch, num_heads, rule):
+    """With the matrix unit where there is one."""
+    compare_rule(batch, shape(2, torch.bfloat16, num_heads), rules(num_heads, None)[rule], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or "avx2" not in CPUINFO, reason="builds for x86-64")
@@ -72,6 +103,7 @@ def test_builds_for_lesser_processors_are_right(batch, march):
         compare(batch, shape(2), window, march)
         compare(batch, shape(1, num_heads=6), window, march)
         compare(batch, shape(2, torch.bfloat16), window, march, rtol=2e-2, atol=2e-2)
+        compare_rule(batch, shape(2), rules(4, window)["both"], march)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,10 +139,10 @@ def test_a_plan_keeps_no_reference_to_its_arrays():
         values[:] = 0
     cache = step.cache.clone()
     plan.write_kv(step.key, step.value, cache)
-    assert torch.equal(plan.attend(step.query, cache, HEAD_SIZE**-0.5), expected)
+    assert torch.equal(plan.attend(step.query, cache, ScoreRule(HEAD_SIZE**-0.5)), expected)
 
 
-@pytest.mark.parametrize(("block_size", "entries"), [(8, {}), (16, {"head_size": 24}), (16, {"num_heads": 33})])
+@pytest.mark.parametrize(("block_size", "entries"), [(8, {}), (16, {"num_heads": 33})])
 def test_shapes_that_the_kernel_does_not_know(block_size, entries):
     with pytest.raises(KernelsUnavailable):
         CPUBackend(shape(1, **entries), block_size, CPU)

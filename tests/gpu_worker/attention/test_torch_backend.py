@@ -4,9 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu_worker.attention.steps import BATCHES, BLOCK_SIZE, CPU, HEAD_SIZE, make_step, owned_slots, run, shape
+from tests.gpu_worker.attention.steps import (
+    BATCHES,
+    BLOCK_SIZE,
+    CPU,
+    HEAD_SIZE,
+    make_step,
+    owned_slots,
+    rules,
+    run,
+    run_rule,
+    shape,
+)
 from tokenloom.gpu_worker.attention import torch_backend
 from tokenloom.gpu_worker.attention.reference import ReferenceBackend
+from tokenloom.gpu_worker.attention.score_rule import ScoreRule
 from tokenloom.gpu_worker.attention.torch_backend import TorchBackend
 
 
@@ -69,7 +81,7 @@ def test_only_tails_that_are_foreign_are_zeroed(foreign: list[int]) -> None:
     step = make_step([1, 1, 7], [5, 20, 23], 4, config)
     cache = step.cache.clone()
     plan = TorchBackend(config, BLOCK_SIZE, CPU).plan(**step.arrays, foreign_tails=np.array(foreign, dtype=np.int64))
-    plan.attend(step.query, cache, 1.0)
+    plan.attend(step.query, cache, ScoreRule(1.0))
     for request, (table, end) in enumerate(zip(step.arrays["block_tables"], (5, 4, 7), strict=True)):
         block = cache[:, table[-1] if request else table[0]]
         assert (block[:, :, end:] == 0).all() == (request in foreign)
@@ -87,4 +99,26 @@ def test_a_plan_keeps_no_reference_to_its_arrays() -> None:
         values[:] = 0
     cache = step.cache.clone()
     plan.write_kv(step.key, step.value, cache)
-    assert torch.equal(plan.attend(step.query, cache, HEAD_SIZE**-0.5), expected)
+    assert torch.equal(plan.attend(step.query, cache, ScoreRule(HEAD_SIZE**-0.5)), expected)
+
+
+def test_heads_that_are_no_whole_16s_are_padded() -> None:
+    config = shape(2, head_size=20)
+    step = make_step(*BATCHES["decodes between prefills"], 4, config)
+    expected, _ = run(ReferenceBackend(config, BLOCK_SIZE, CPU), step, None)
+    found, cache = run(TorchBackend(config, BLOCK_SIZE, CPU), step, None)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+    assert found.shape == step.query.shape
+    assert cache.shape[-1] == 32
+    assert not cache[..., 20:].any()
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("rule", ["softcap", "sinks", "both"])
+@pytest.mark.parametrize("batch", ["decodes of many lengths", "one prefill", "decodes between prefills"])
+def test_softcap_and_sinks(batch: str, rule: str, window: int | None) -> None:
+    config = shape(2)
+    step = make_step(*BATCHES[batch], 4, config)
+    expected, _ = run_rule(ReferenceBackend(config, BLOCK_SIZE, CPU), step, rules(4, window)[rule])
+    found, _ = run_rule(TorchBackend(config, BLOCK_SIZE, CPU), step, rules(4, window)[rule])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)

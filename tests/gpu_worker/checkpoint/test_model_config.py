@@ -58,6 +58,12 @@ def test_shapes(load: Load) -> None:
     assert (config.vocab_size, config.hidden_size, config.max_model_len) == (100, 64, 256)
     assert config.kv_bytes_per_token == 2 * 4 * 2 * 16 * 4
     assert not config.tie_word_embeddings
+
+
+def test_the_cache_holds_heads_of_whole_16s(load: Load) -> None:
+    config = load(LLAMA, head_dim=20)
+    assert (config.head_size, config.cache_head_size) == (20, 32)
+    assert config.kv_bytes_per_token == 2 * 4 * 2 * 32 * 4
     assert load(GPT2).tie_word_embeddings
 
 

@@ -82,7 +82,7 @@ def test_rotate_and_write(dtype, march, num_rows, head_size, with_norm):
     slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(1))[:num_rows]
     results = []
     for ops in (TorchOps(), CPUOps(march)):
-        cache = torch.zeros(2, num_blocks, 2, BLOCK_SIZE, head_size, dtype=dtype)
+        cache = torch.zeros(2, num_blocks, 2, BLOCK_SIZE, -(-head_size // 16) * 16, dtype=dtype)
 
         def write_kv(key, value, kv_cache):
             write_slots(key, value, kv_cache, slots // BLOCK_SIZE, slots % BLOCK_SIZE)

@@ -118,6 +118,19 @@ def test_a_gateway_that_leaves_is_no_failure_of_the_mesh(was_cut: bool) -> None:
         assert isinstance(answer.next_call().request, pb.InferenceResumeRequest)
 
 
+def test_an_answer_that_a_delayed_call_has_taken_is_taken_back() -> None:
+    taken = errors.Aborted("The answer continues in another call.")
+    answer = course()
+    key = key_of(answer.next_call())
+    assert answer.failed(taken, was_cut=False) == 0
+    assert key_of(answer.next_call()) == key
+    answer.take(response(0, 0, 2))
+    assert answer.failed(taken, was_cut=False) == 0
+    assert isinstance(answer.next_call().request, pb.InferenceResumeRequest)
+    with pytest.raises(errors.Aborted):
+        answer.failed(taken, was_cut=False)
+
+
 def test_a_gateway_that_stays_away_is_asked_as_often_as_allowed() -> None:
     answer = course(retries=Retries(max_retries=2, budget=100))
     answer.next_call()

@@ -13,7 +13,7 @@ from benchmarks.chaos.clients.record import Record, Reference
 from benchmarks.chaos.faults.fault import WHOLE, Action, Fault, Injection
 
 KINDS = {kind.name: kind for kind in WHOLE}
-REFERENCE = Reference(Answer(), latency=1.0, ttft=0.1, longest_pause=0.1)
+REFERENCE = Reference(Answer(), latency=1.0, longest_pause=0.1)
 RECORD = Record(
     number=1,
     case="greedy",
@@ -94,7 +94,11 @@ def test_requests_expire_while_no_engine_is_there() -> None:
     expired = replace(CUT, failure="DeadlineExceeded", is_typed=True, ended=14.0, seconds=4.0)
     assert row([expired], [outage])["expired"] == 1
     assert row([replace(expired, ended=16.0)], [outage])["failed"] == 1, "too late"
+    assert row([replace(expired, ended=12.5)], [outage])["failed"] == 1, "too early"
     assert row([expired], [])["failed"] == 1, "no outage"
+    assert row([replace(expired, failure="Unavailable", ended=13.7)], [outage])["expired"] == 1
+    assert row([expired], [replace(outage, served_again=1.0)])["failed"] == 1, "engines returned early enough"
+    assert row([expired], [replace(outage, served_again=2.5)])["expired"] == 1, "engines returned too late"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from benchmarks.chaos.clients import gateway_probe
 from benchmarks.chaos.clients.answer import Progress
 from benchmarks.chaos.clients.exchange import Exchange
 from benchmarks.chaos.clients.failure import RequestFailed
@@ -15,7 +16,7 @@ REFUSAL = b'{"error": {"code": "unavailable", "type": "server_error", "message":
 
 
 def exchange(*, streamed: bool = True) -> Exchange:
-    return Exchange(5, Case("a case", [1, 2], streamed=streamed), 0, Progress(0.0), 10.0, 0.0)
+    return Exchange(5, Case("a case", [1, 2], streamed=streamed), 0, Progress(0.0), 10.0)
 
 
 def unary(status: str, body: bytes) -> bytes:
@@ -82,6 +83,17 @@ async def test_the_resuming_client_asks_for_what_is_missing() -> None:
     assert "Last-Event-ID: 2\r\n" in second
 
 
+async def test_the_resuming_client_takes_back_what_a_delayed_call_has_taken() -> None:
+    taken = b'{"error": {"code": "aborted", "type": "invalid_request_error", "message": "continues elsewhere"}}'
+    within = STREAM + event("a", 1) + chunk(f"data: {taken.decode()}\n\n") + END
+    sent, requests = exchange(), list[str]()
+    async with answering([unary("409 Conflict", taken), within, STREAM + event("b", 2) + END], requests) as address:
+        await ResumingClient([address, closed_port()], "m", "run").send(sent)
+    assert sent.answer.samples[0].text == "ab"
+    assert (sent.resumed, sent.refused) == (2, 0)
+    assert "Last-Event-ID: 1\r\n" in requests[2]
+
+
 async def test_the_resuming_client_survives_a_refused_connection() -> None:
     sent = exchange(streamed=False)
     body = b'{"choices": [{"index": 0, "text": "whole", "token_ids": [1]}]}'
@@ -89,6 +101,19 @@ async def test_the_resuming_client_survives_a_refused_connection() -> None:
         await ResumingClient([closed_port(), address], "m", "run").send(sent)
     assert sent.answer.samples[0].text == "whole"
     assert sent.refused == 1
+
+
+async def test_the_resuming_client_leaves_a_gateway_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_probe, "EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(gateway_probe, "TIMEOUT_SECONDS", 0.05)
+    body = b'{"choices": [{"index": 0, "text": "whole", "token_ids": [1]}]}'
+    sent = exchange(streamed=False)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # connections wait for it
+        first = f"127.0.0.1:{frozen.getsockname()[1]}"
+        async with answering([unary("200 OK", body)], []) as second:
+            await ResumingClient([first, second], "m", "run").send(sent)
+    assert sent.answer.samples[0].text == "whole"
+    assert (sent.resumed, sent.refused) == (1, 0)
 
 
 async def test_a_stream_without_event_ids_cannot_be_resumed() -> None:

@@ -12,23 +12,31 @@ CUTS = (Action.CUT, Action.RESET, Action.DELAY)
 
 def test_the_plan_is_a_function_of_the_seed() -> None:
     def plan(seed: int) -> object:
-        return make_plan(random.Random(seed), WHOLE, [10] * len(WHOLE), (Action.KILL,), 0.0)
+        return make_plan(random.Random(seed), [(kind, range(10)) for kind in WHOLE], (Action.KILL,), 0.0)
 
     assert plan(3) == plan(3)
     assert plan(3) != plan(4)
 
 
 def test_every_kind_and_every_action_has_its_share() -> None:
-    plan = make_plan(random.Random(0), SPLIT, [6] * len(SPLIT), CUTS, 10.0)
+    plan = make_plan(random.Random(0), [(kind, range(6)) for kind in SPLIT], CUTS, 10.0)
     found = Counter((fault.kind.name, fault.action) for fault in plan)
     assert found == {(kind.name, action): 2 for kind in SPLIT for action in CUTS}
     assert {fault.seconds for fault in plan if fault.action is Action.RESET} == {0.0}
     assert {fault.seconds for fault in plan if fault.action is not Action.RESET} == {10.0}
 
 
+def test_the_numbers_of_the_faults_select_their_actions() -> None:
+    first, second = (
+        make_plan(random.Random(0), [(WHOLE[0], numbers)], CUTS, 10.0) for numbers in (range(2), range(2, 3))
+    )
+    assert {fault.action for fault in first} == {Action.CUT, Action.RESET}
+    assert [fault.action for fault in second] == [Action.DELAY]
+
+
 def test_a_kind_is_not_met_twice_in_a_row() -> None:
     for seed in range(20):
-        plan = make_plan(random.Random(seed), WHOLE, [10] * len(WHOLE), (Action.KILL,), 0.0)
+        plan = make_plan(random.Random(seed), [(kind, range(10)) for kind in WHOLE], (Action.KILL,), 0.0)
         pairs = itertools.pairwise(plan[:-3])  # at the end one kind alone may be left
         assert all(one.kind != other.kind for one, other in pairs)
 

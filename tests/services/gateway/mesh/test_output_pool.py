@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from tests.loop_clock import pass_time, settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeOutputProcessor, FakeRequest
 from tokenloom.request.errors import TryElsewhere
+from tokenloom.services.gateway.mesh.output_link import ProcessStream
 from tokenloom.services.gateway.mesh.submission import MAX_LOSSES_ALONE
 from tokenloom.v1.output_processor_pb2 import ProcessFrame, SampleJournal, SlotTextLogprobs
 from tokenloom.v1.types_pb2 import Logprobs
@@ -30,10 +31,9 @@ async def mesh(socket_dir: Path, settings: dict[str, Any]) -> AsyncIterator[Fake
     fake = FakeMesh(socket_dir)
     both = (fake.address("mesh"), fake.address("second"))
     async with fake.gateway(**{"output_processors": both, **settings}) as mesh:
-        async with asyncio.timeout(SOON):
-            while not (mesh.outputs.sessions and mesh.second_outputs.sessions):  # noqa: ASYNC110
+        async with asyncio.timeout(SOON), mesh.http() as http:
+            while await Client(mesh, http).num_serving() < len(both):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.01)
         yield mesh
 
 
@@ -70,11 +70,31 @@ def owner(mesh: FakeMesh, other: FakeOutputProcessor) -> FakeOutputProcessor:
     return mesh.second_outputs if other is mesh.outputs else mesh.outputs
 
 
+DEALT: dict[int, asyncio.Event] = {}
+"""By the slot of a frame that only marks a place among the others: set when the gateway has dealt what came before."""
+
+
+@pytest.fixture(autouse=True)
+def observed_deals(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    deal = ProcessStream.deal
+
+    def deal_and_report(stream: ProcessStream, frame: ProcessFrame) -> None:
+        deal(stream, frame)
+        for slot in frame.engine_death_slots:
+            if slot in DEALT:
+                DEALT[slot].set()
+
+    monkeypatch.setattr(ProcessStream, "deal", deal_and_report)
+    yield
+    DEALT.clear()
+
+
 async def dealt(request: FakeRequest) -> None:
-    """Wait until the gateway has dealt all that was sent of a request: frames are read in order, and soon."""
-    while not request._session.frames.empty():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.05)
+    """Wait until the gateway has dealt all that was sent of a request: frames are read in order."""
+    slot = 1_000_000 + len(DEALT)  # no request has it, so that the frame has no effect
+    DEALT[slot] = asyncio.Event()
+    request._session.frames.put_nowait(ProcessFrame(engine_death_slots=[slot]))
+    await asyncio.wait_for(DEALT[slot].wait(), SOON)
 
 
 async def both_leave(client: Client) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import httptools
 
 _CHUNK = 64 * 1024
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 class ConnectionRefused(Exception):
@@ -74,8 +75,10 @@ class Response:
 
 
 @asynccontextmanager
-async def post(address: str, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[Response]:
-    """Send a POST to ``host:port`` and yield the response once its head has arrived; then close the connection.
+async def send(
+    method: str, address: str, path: str, body: bytes = b"", headers: Mapping[str, str] = _NO_HEADERS
+) -> AsyncIterator[Response]:
+    """Send a request to ``host:port`` and yield the response once its head has arrived; then close the connection.
 
     Raises ``ConnectionRefused`` or ``ConnectionLost``.
     """
@@ -87,7 +90,7 @@ async def post(address: str, path: str, body: bytes, headers: Mapping[str, str])
     try:
         fields = {"Host": address, "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        writer.write(f"POST {path} HTTP/1.1\r\n{head}Connection: close\r\n\r\n".encode("latin-1") + body)
+        writer.write(f"{method} {path} HTTP/1.1\r\n{head}Connection: close\r\n\r\n".encode("latin-1") + body)
         response = Response(reader)
         await response.read_head()
         yield response

@@ -1,0 +1,1 @@
+"""Reads checkpoints whose linear layers are quantized, one module for each method."""

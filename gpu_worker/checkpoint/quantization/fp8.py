@@ -1,0 +1,106 @@
+"""Reads FP8 weights, with one scale for the tensor, for each output channel, or for each block of outputs and inputs.
+
+Only the weights are read as 8-bit floats: activations keep the model's dtype, which is more precise than the FP8
+activations that some of these checkpoints were made for.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...layers.quantized_weight import QuantizedWeight
+from ..config_reader import ConfigReader
+from .scheme import Found, TensorFiles, part_shape
+
+_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+HARMLESS = frozenset(("activation_scheme", "modules_to_not_convert", "ignored_layers", "dequantize"))
+"""Say how activations are rounded, or which layers are stored unquantized, which the tensors show."""
+
+
+@dataclass(frozen=True)
+class PackedFloats:
+    """Fulfils :class:`~..packed_weight.PackedWeight` with 8-bit floats, which are not integers in groups."""
+
+    files: TensorFiles
+    weight_name: str
+    scale_name: str
+    shape: tuple[int, int]
+    block: tuple[int, int]
+    """How many outputs and inputs share a scale."""
+    bits: int = 8
+    group: None = None
+    has_offsets: bool = False
+    rounds_inputs: bool = False
+
+    def rows(self, first: int, last: int) -> Tensor:
+        weight = self.files.read(self.weight_name)
+        if weight.dtype not in _DTYPES:
+            raise ValueError(f"{self.weight_name} is stored as {weight.dtype}, but has a scale: FP8 is expected")
+        outputs, inputs = self.block
+        scales = self.files.read(self.scale_name).float().view(-(-self.shape[0] // outputs), -1)
+        by_row = scales[torch.arange(first, last) // outputs]
+        by_input = by_row if by_row.shape[1] == 1 else by_row[:, torch.arange(self.shape[1]) // inputs]
+        return weight[first:last].float() * by_input
+
+    def quantized(self) -> QuantizedWeight:
+        raise AssertionError("8-bit floats are not integers in groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """Fulfils :class:`.scheme.Scheme`."""
+
+    block: tuple[int, int] | None
+    """How many outputs and inputs share a scale; None: the scale's own shape says tensor or channel."""
+
+    @property
+    def name(self) -> str:
+        return "fp8"
+
+    def find(self, files: TensorFiles) -> Mapping[str, Found]:
+        found = {}
+        for suffix in ("_scale", "_scale_inv"):
+            ending = f".weight{suffix}"
+            for name in [name.removesuffix(suffix) for name in files.names if name.endswith(ending)]:
+                layer = name.removesuffix(".weight")
+                parts = (name, f"{name}{suffix}", f"{layer}.input_scale", f"{layer}.activation_scale")
+                found[name] = Found(find_floats(files, name, f"{name}{suffix}", self.block), parts)
+        return found
+
+
+def find_floats(files: TensorFiles, weight: str, scale: str, block: tuple[int, int] | None) -> PackedFloats:
+    """Return the FP8 weight with its scale. Raises ``ValueError`` if the scale has another shape."""
+    outputs, inputs = shape = part_shape(files, weight)
+    found = part_shape(files, scale)
+    if found in ((), (1,), (1, 1)):
+        block = (outputs, inputs)
+    elif found in ((outputs,), (outputs, 1)):
+        block = (1, inputs)
+    elif block is None or found != (-(-outputs // block[0]), -(-inputs // block[1])):
+        wanted = "one for the tensor or one for each output" + (f" or for each block of {list(block)}" if block else "")
+        raise ValueError(f"{scale} has shape {list(found)}: the weight is {list(shape)}, a scale must be {wanted}")
+    return PackedFloats(files, weight, scale, (outputs, inputs), block)
+
+
+def read_fp8(reader: ConfigReader) -> Fp8:
+    """Read the entries of a ``quantization_config`` whose method is fp8. Raises ``ValueError`` naming a wrong one."""
+    if reader.take("fmt", "e4m3") not in (None, "e4m3", "float8_e4m3fn"):
+        raise reader.error("fmt", "must be e4m3")
+    if reader.take("scale_fmt") not in (None, "float", "ue8m0"):
+        raise reader.error("scale_fmt", "must be float or ue8m0")
+    if reader.take("expert_dtype", "fp8") not in (None, "fp8"):
+        raise reader.error("expert_dtype", "must be fp8")
+    return Fp8(read_block(reader, "weight_block_size"))
+
+
+def read_block(reader: ConfigReader, name: str) -> tuple[int, int] | None:
+    """Return the entry ``name``, a list of two positive integers, or None if it is absent or null."""
+    block = reader.take(name)
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
+        raise reader.error(name, "must be a list of two positive integers")
+    return block[0], block[1]

@@ -1,0 +1,216 @@
+"""The demo model in each quantized format of safetensors gives the logits of the weights that it then has."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.gpu_worker.checkpoint.quantization import formats
+from tests.gpu_worker.checkpoint.quantization.formats import Quantize
+from tokenloom.gpu_worker.checkpoint.model_config import load_model_config
+from tokenloom.gpu_worker.checkpoint.quantization.fp8 import PackedFloats
+from tokenloom.gpu_worker.checkpoint.weights import Checkpoint
+from tokenloom.gpu_worker.layers.int8_linear import Int8Linear
+from tokenloom.gpu_worker.layers.quantized_linear import QuantizedLinear
+from tokenloom.gpu_worker.models.architectures import ModelLoader, load_model
+
+RunModel = Callable[..., list[Tensor]]
+EditConfig = Callable[..., None]
+
+PROMPT = torch.arange(100, 148)
+UP = "model.layers.0.mlp.up_proj"
+
+
+def packed_config(symmetric: bool, **weights: Any) -> dict[str, Any]:
+    arguments = {"num_bits": 4, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": 32} | weights
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": None, "output_activations": None}
+    return compressed("pack-quantized", group)
+
+
+def compressed(stored: str, group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": stored,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "sparsity_config": {},
+        "version": "0.20.0",
+    }
+
+
+def int8_config(symmetric: bool = True) -> dict[str, Any]:
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "dynamic": False, "symmetric": symmetric}
+    return compressed(
+        "int-quantized",
+        {"targets": ["Linear"], "weights": weights | {"observer": "minmax"}, "input_activations": inputs},
+    )
+
+
+def float_config(strategy: str, **weights: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False} | weights
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    return compressed("float-quantized", {"targets": ["Linear"], "weights": weights, "input_activations": inputs})
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "damp_percent": 0.01}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+FORMATS: dict[str, tuple[Quantize, dict[str, Any]]] = {
+    "gptq": (formats.gptq(4, 128, symmetric=True), GPTQ),
+    "gptq, 8 bits, one group": (
+        formats.gptq(8, -1, symmetric=False),
+        GPTQ | {"bits": 8, "group_size": -1, "sym": False, "meta": {"quantizer": "x"}},
+    ),
+    "gptq, zero points": (formats.gptq(4, 32, symmetric=False), GPTQ | {"group_size": 32, "sym": False}),
+    "gptq, second version": (
+        formats.gptq(4, 64, symmetric=False, version=2),
+        GPTQ | {"group_size": 64, "sym": False, "checkpoint_format": "gptq_v2"},
+    ),
+    "gptq, second version that says the first": (formats.gptq(4, 128, symmetric=True, version=2), GPTQ),
+    "gptq, order of activations": (
+        formats.gptq(4, 32, symmetric=False, shuffle=True),
+        GPTQ | {"group_size": 32, "sym": False, "desc_act": True},
+    ),
+    "awq": (formats.awq(64), AWQ),
+    "w4a16": (formats.w4a16(32, symmetric=True), packed_config(True)),
+    "w4a16, zero points": (formats.w4a16(64, symmetric=False), packed_config(False, group_size=64)),
+    "w8a16, by channel": (
+        formats.w4a16(-1, symmetric=False, bits=8),
+        packed_config(False, num_bits=8, strategy="channel", group_size=None),
+    ),
+    "w8a8": (formats.int8(), int8_config()),
+    "w8a8, zero points": (formats.int8(symmetric=False), int8_config(symmetric=False)),
+    "compressed fp8, by tensor": (formats.fp8("tensor"), float_config("tensor")),
+    "compressed fp8, by channel": (formats.fp8("channel"), float_config("channel")),
+    "compressed fp8, by block": (formats.fp8("block"), float_config("block", block_structure=[128, 128])),
+    "fp8, by tensor": (formats.fp8("tensor", input_scale=torch.tensor(0.1)), FP8 | {"activation_scheme": "static"}),
+    "fp8, by block": (formats.fp8("block", "scale_inv", block=96), FP8 | {"weight_block_size": [96, 96]}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_dequantized_weights(name: str, tmp_path: Path, run_model: RunModel) -> None:
+    quantized, plain = formats.write(tmp_path, *FORMATS[name])
+    with torch.inference_mode():
+        found, expected = (
+            run_model(load_model(path, "float32"), [PROMPT], [[len(PROMPT)]])[0] for path in (quantized, plain)
+        )
+    assert (found - expected).abs().max() <= 1e-4
+    ModelLoader().check(quantized)  # reads no tensors' content
+
+
+def test_w8a8_is_computed_in_int8(tmp_path: Path, run_model: RunModel) -> None:
+    """The layers keep the stored integers, so a model in bfloat16 rounds only its inputs."""
+    quantized, plain = formats.write(tmp_path, *FORMATS["w8a8"])
+    with torch.inference_mode():
+        model = load_model(quantized, "bfloat16")
+        found = run_model(model, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
+        expected = run_model(load_model(plain, "float32"), [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
+    assert isinstance(vars(vars(vars(model)["_layers"][0])["_mlp"])["_down"], Int8Linear)
+    assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
+
+
+@pytest.mark.parametrize(("name", "bits"), [("awq", 4), ("w4a16", 4), ("gptq, 8 bits, one group", 8)])
+def test_groups_are_computed_as_they_are_stored(name: str, bits: int, tmp_path: Path, run_model: RunModel) -> None:
+    """The layers keep the stored integers, so a model in bfloat16 rounds only its inputs."""
+    quantized, plain = formats.write(tmp_path, *FORMATS[name])
+    with torch.inference_mode():
+        model = load_model(quantized, "bfloat16")
+        found = run_model(model, [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
+        expected = run_model(load_model(plain, "float32"), [PROMPT], [[len(PROMPT)]])[0].log_softmax(-1)
+    down = vars(vars(vars(model)["_layers"][0])["_mlp"])["_down"]
+    assert isinstance(down, QuantizedLinear)
+    assert down.bits == bits
+    assert ((found - expected).abs() * expected.exp()).sum(-1).mean() < 0.05
+
+
+def test_the_scheme_is_part_of_the_configuration(tmp_path: Path) -> None:
+    names = set()
+    for name in ("gptq", "awq", "w4a16", "w8a8", "compressed fp8, by block", "fp8, by block"):
+        directory = tmp_path / name
+        directory.mkdir()
+        scheme = load_model_config(formats.write(directory, *FORMATS[name])[0]).scheme
+        assert scheme is not None
+        names.add(scheme.name)
+    assert names == {
+        "gptq-int4", "awq-int4", "compressed-tensors-int4", "compressed-tensors-int8", "compressed-tensors-fp8", "fp8"
+    }  # fmt: skip
+
+
+REFUSED = {
+    "another method": ("gptq", {"quant_method": "bitsandbytes"}, "quant_method is not supported: must be one of gptq"),
+    "bits of gptq": ("gptq", {"bits": 3}, "bits must be 4 or 8, found 3"),
+    "layers of other bits": ("gptq", {"dynamic": {"x": {"bits": 8}}}, "dynamic is not supported"),
+    "another layout of gptq": ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq"),
+    "an unknown entry": ("gptq", {"rotation": "hadamard"}, "not supported: rotation = "),
+    "another layout of awq": ("awq", {"version": "gemv"}, "version must be gemm"),
+    "cached scales": ("w8a8", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
+    "sparse weights": ("w8a8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+    "another format": ("w8a8", {"format": "nvfp4-pack-quantized"}, "format is not supported: 'nvfp4-pack-quantized'"),
+    "a block": ("fp8, by block", {"weight_block_size": [128]}, "weight_block_size must be a list of two"),
+    "a format of floats": ("fp8, by block", {"fmt": "e5m2"}, "fmt must be e4m3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_named(case: str, tmp_path: Path, edit_config: EditConfig) -> None:
+    name, entries, message = REFUSED[case]
+    quantize, config = FORMATS[name]
+    path, _ = formats.write(tmp_path, quantize, config | entries)
+    with pytest.raises(ValueError, match="quantization_config.*" + message.replace("[", r"\[")):
+        load_model_config(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "message"),
+    [
+        ("gptq", "scales", f"no tensor {UP}.scales, which its quantization_config asks for"),
+        ("awq", "qzeros", f"no tensor {UP}.qzeros"),
+        ("w4a16", "weight_shape", f"no tensor {UP}.weight_shape"),
+        ("w8a8", "weight_scale", f"{UP}.weight is stored as torch.int8 without a scale"),
+    ],
+)
+def test_a_missing_part_is_named(name: str, part: str, message: str, tmp_path: Path) -> None:
+    path, _ = formats.write(tmp_path, *FORMATS[name])
+    tensors = load_file(path / "model.safetensors")
+    del tensors[f"{UP}.{part}"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_model(path)
+
+
+def test_a_part_of_another_shape_is_named(tmp_path: Path) -> None:
+    path, _ = formats.write(tmp_path, *FORMATS["gptq"])
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"{UP}.scales"] = tensors[f"{UP}.scales"][:1].clone()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{UP}.scales has shape \[1, 640\], .* asks for \[2, 640\]"):
+        load_model(path)
+
+
+def test_rows_are_unpacked_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies in float32 that are made on the way are small, so that loading takes the result and one layer at most."""
+    path, _ = formats.write(tmp_path, *FORMATS["fp8, by tensor"])
+    asked: list[int] = []
+    unpack = PackedFloats.rows
+
+    def rows(self: PackedFloats, first: int, last: int) -> Tensor:
+        asked.append((last - first) * self.shape[1])
+        return unpack(self, first, last)
+
+    monkeypatch.setattr(PackedFloats, "rows", rows)
+    monkeypatch.setattr("tokenloom.gpu_worker.checkpoint.packed_weight.AT_ONCE", 1 << 15)
+    config = load_model_config(path)
+    with Checkpoint(path, torch.bfloat16, torch.device("cpu"), config.scheme) as checkpoint:
+        weight = checkpoint.take(f"{UP}.weight", 640, 256)
+    assert weight.dtype == torch.bfloat16
+    assert len(asked) == 5
+    assert max(asked) <= 1 << 15

@@ -99,6 +99,19 @@ def load_quantized(march: str = "native") -> CDLL:
 
 
 @functools.cache
+def load_bfloat16(march: str = "native") -> CDLL:
+    """Load products with bfloat16 matrices in float32 arithmetic. Raises :class:`KernelsUnavailable`, also without
+    FMA."""
+    library = _load(build("bfloat16", march))
+    _check_can_multiply(library, "FMA")
+    library.panel_outputs.restype = _I64
+    library.multiply_bfloat16.argtypes = [*[_P] * 4, *[_I64] * 3, _I32]
+    library.pack_bfloat16.argtypes = [*[_P] * 2, *[_I64] * 2, _I32]
+    library.multiply_bfloat16.restype = library.pack_bfloat16.restype = None
+    return library
+
+
+@functools.cache
 def warn_unavailable(reason: str) -> None:
     """Log a warning, once for each reason."""
     log.warning("CPU kernels are not available; PyTorch's slower operations replace them: %s", reason)

@@ -12,6 +12,7 @@ from ..checkpoint.packed_weight import PackedWeight
 from ..checkpoint.weights import Checkpoint
 from ..kernels.compiler import KernelsUnavailable
 from ..kernels.library import warn_unavailable
+from .bfloat16_linear import Bfloat16Linear
 from .int8_linear import Int8Linear
 from .packed_linear import PackedLinear, can_pack
 from .quantized_linear import GROUP, QuantizedLinear
@@ -45,7 +46,10 @@ def make_linear(weight: Tensor, bias: Tensor | None = None, quantization: str | 
         return make_quantized(round_to_4_bits(weight), bias, weight.dtype)
     if can_pack(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
-    return PlainLinear(weight, bias)
+    try:
+        return Bfloat16Linear(weight, bias)
+    except KernelsUnavailable:
+        return PlainLinear(weight, bias)
 
 
 def make_output(weight: Tensor, quantization: str | None = None) -> Linear:

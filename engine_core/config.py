@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from tokenloom.request.reasoning import ReasoningMarks, ReasoningParserName
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "cpu", "torch", "reference"]
 Count = Annotated[int, Meta(ge=1)]
 Size = Annotated[int, Meta(ge=0)]
@@ -41,6 +42,11 @@ class WorkerConfig(Struct, frozen=True):
         "int8-dynamic: round the layers' weights to int8 at load and their inputs row by row; int4: round weights to 4 "
         "bits by groups of 32 inputs, those of the output layer to 8 bits.",
     ] = None
+    model_impl: Annotated[
+        ModelImpl,
+        "Which code computes the model: native: the architectures that are built in; transformers: the modules of that "
+        "library over the paged KV cache; auto: native where the architecture is built in, otherwise transformers.",
+    ] = "auto"
     attention_backend: Annotated[
         AttentionBackendName, "How attention is computed; auto: with C++ kernels if they can be built, otherwise torch."
     ] = "auto"

@@ -20,7 +20,8 @@ from .process.step_pulse import StepPulse
 from .scheduling.scheduler import Scheduler
 from .scheduling.step_reports import IterationLog, dump_failed_step
 from .structured_output.manager import GrammarStep, StructuredOutputManager
-from .wire.messages import AcceptTokens, CoreReady, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, WarmUp
+from .wire.handshake import CoreReady, WarmUp
+from .wire.messages import AcceptTokens, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from .wire.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEALTH_SECONDS = 30.0

@@ -50,6 +50,7 @@ class ModelSlot:
         """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what is missing or not supported."""
         self._path = path
         self._loader = loader
+        self._declared = loader.read_config(path)
         # Recorded before loading, so that a file that changes during the load is noticed later.
         self._stamps: FileStamps | None = file_stamps(path)
         self.model: Model = loader.load(path)
@@ -115,7 +116,7 @@ class ModelSlot:
         self._path, self._stamps = path, stamps
 
     def _check(self, path: Path) -> None:
-        ours, theirs = self.model.config, self._loader.read_config(path)
+        ours, theirs = self._declared, self._loader.read_config(path)
         for field in dataclasses.fields(ModelConfig):
             old, new = getattr(ours, field.name), getattr(theirs, field.name)
             if old != new:

@@ -12,7 +12,7 @@ from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
 from tokenloom.engine_core.kv_cache.pool_memory import PoolMemory
 from tokenloom.engine_core.kv_transfer.kv_transport import KVPool
 from tokenloom.engine_core.process.process_memory import resident_bytes
-from tokenloom.engine_core.wire.messages import WarmUp
+from tokenloom.engine_core.wire.handshake import WarmUp
 from tokenloom.engine_core.wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tokenloom.engine_core.worker import FreedMemory, ModelInfo
 
@@ -24,6 +24,7 @@ from .model_runner import ModelRunner
 from .model_slot import ModelSlot
 from .models.architectures import ModelLoader
 from .models.model import Model
+from .models.self_check import CheckedModel, check_model
 from .ops.ops_choice import make_ops
 from .platform.affinity import bind_to
 from .platform.platform import Platform
@@ -59,18 +60,23 @@ class ModelWorker:
         bind_to(config.cpus)
         self._platform.start(config.num_threads)
         ops = make_ops(config.attention_backend, self._device)
-        loader = ModelLoader(config.dtype, self._device, ops, config.quantization)
+        loader = ModelLoader(config.dtype, self._device, ops, config.quantization, config.model_impl)
         self._slot = ModelSlot(Path(config.model), loader)
         model_config = self._model.config
         self._max_model_len = min(model_config.max_model_len, self._config.max_model_len or sys.maxsize)
         block_size = self._config.cache.block_size
         self._backend = make_attention_backend(config.attention_backend, model_config, block_size, self._device)
+        library = None
+        if isinstance(self._model, CheckedModel):
+            check_model(self._model, self._backend, block_size, self._device)
+            library = self._model.library
         dtype, quantization = model_config.dtype_name, model_config.quantization
         scheme = model_config.scheme.name if model_config.scheme else None
-        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, f"torch-{torch.__version__}")
+        versions = (f"torch-{torch.__version__}", library)
+        numerics = (self._device.type, dtype, scheme, quantization, self._backend.name, *versions)
         return ModelInfo(
             vocab_size=model_config.vocab_size,
-            hidden_size=model_config.hidden_size,
+            hidden_size=model_config.embedding_size,
             max_model_len=model_config.max_model_len,
             kv_bytes_per_token=model_config.kv_bytes_per_token,
             kv_layout=kv_layout(model_config, block_size),

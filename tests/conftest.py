@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# How long an example takes is the machine's affair; what hangs is stopped by the suite's own limit.
-settings.register_profile("tokenloom", deadline=None)
+# How long an example takes, or its data, is the machine's affair; what hangs is stopped by the suite's own limit.
+settings.register_profile("tokenloom", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tokenloom")
 
 # Before any import of huggingface_hub: no test may reach for a hub.

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from tokenloom.engine_core import worker
 from tokenloom.engine_core.config import CacheConfig, EngineConfig, SchedulerConfig, WorkerConfig
 from tokenloom.engine_core.core import EngineCore
-from tokenloom.engine_core.wire import messages
 from tokenloom.engine_core.wire.core_sampling_params import SamplingParams
 from tokenloom.engine_core.wire.messages import EngineCoreRequest
 from tokenloom.engine_core.worker import ModelInfo
@@ -94,7 +94,7 @@ class _Worker:
         model: Any = _Model(self._rows)
         backend: Any = _Backend()
         self._runner: Any = ModelRunner(model, backend, batch, getattr(kv_cache, "num_blocks", kv_cache))
-        return getattr(messages, "WarmUp", lambda: None)()
+        return getattr(worker, "WarmUp", lambda: None)()
 
     def execute_model(self, scheduled: Any) -> Any:
         return self._runner.execute(scheduled)  # also after it returned the tokens

@@ -18,14 +18,8 @@ from ..process.core_io import ENGINE_CORE_DEAD
 from ..process.core_launch import CoreProcess
 from ..process.step_pulse import Pulse, PulseMemory
 from ..wire.array_arena import ArrayArena, Loan
-from ..wire.messages import (
-    AcceptTokens,
-    CoreReady,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    RequestType,
-    UtilityCall,
-)
+from ..wire.handshake import CoreReady
+from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, encode, to_raw
 from .async_socket import AsyncSocket
 

@@ -8,7 +8,7 @@ import msgspec
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_cache.pool_memory import PoolMemory
 from ..kv_transfer.kv_transport import KVPool
-from ..wire.messages import WarmUp
+from ..wire.handshake import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import call_with_raw, to_raw
 from ..worker import ModelInfo, Worker

@@ -13,7 +13,7 @@ from ..errors import ExecutorFailedError, WorkerLostError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
 from ..wire.array_arena import ArrayArena
-from ..wire.messages import WarmUp
+from ..wire.handshake import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import Decoder, Frame, encode, from_raw, to_raw
 from ..worker import ModelInfo

@@ -12,7 +12,7 @@ import msgspec
 
 from ..kv_cache.pool_memory import PoolMemory, create_memfd, whole_pages
 from ..kv_transfer.kv_transport import KVPool, KVRegion
-from ..wire.messages import WarmUp
+from ..wire.handshake import WarmUp
 
 
 class RankPool(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from ..errors import ExecutorFailedError
 from ..kv_cache.kv_cache_config import KVCacheConfig
 from ..kv_transfer.kv_transport import KVPool
-from ..wire.messages import WarmUp
+from ..wire.handshake import WarmUp
 from ..wire.scheduler_output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from ..wire.serialization import from_raw, to_raw
 from ..worker import ModelInfo, Worker

@@ -21,7 +21,8 @@ from ..kv_transfer.kv_transport import KVPool, KVRegion
 from ..process.process_memory import resident_bytes
 from ..wire.core_sampling_params import SamplingParams
 from ..wire.embedding_rows import EmbedsSpan
-from ..wire.messages import Logprobs, WarmUp
+from ..wire.handshake import WarmUp
+from ..wire.messages import Logprobs
 from ..wire.scheduler_output import CachedRequestData, GrammarOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from ..worker import FreedMemory, ModelInfo
 from .hash_logprobs import hash_logprobs

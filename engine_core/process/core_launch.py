@@ -11,7 +11,7 @@ import zmq
 from ..config import EngineConfig
 from ..errors import EngineConfigError, EngineStartError
 from ..wire.array_arena import ArenaAddress
-from ..wire.messages import CoreFailed, CoreHello, CoreInit, CoreReady
+from ..wire.handshake import CoreFailed, CoreHello, CoreInit, CoreReady
 from ..wire.serialization import Decoder, encode
 
 _POLL_MS = 100

@@ -23,16 +23,8 @@ from ..kv_transfer.core_kv import CoreKV, make_core_kv
 from ..kv_transfer.kv_thread import KVThread
 from ..kv_transfer.kv_transport import KVTransport
 from ..wire.array_arena import ArenaReader
-from ..wire.messages import (
-    AcceptTokens,
-    CoreFailed,
-    CoreHello,
-    CoreInit,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    RequestType,
-    UtilityCall,
-)
+from ..wire.handshake import CoreFailed, CoreHello, CoreInit
+from ..wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from ..wire.serialization import Decoder, encode
 from .core_io import InputItem, InputThread, OutputSocket
 from .core_launch import remove_sockets

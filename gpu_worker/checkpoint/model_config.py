@@ -3,27 +3,39 @@
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from ..layers.activation import ACTIVATIONS
-from ..layers.rotary import RopeConfig, YarnScaling, read_rope
+from ..layers.rotary import RopeConfig, YarnScaling
 from .config_reader import ConfigReader
+from .families import DECODERS, DecoderTraits
+from .layer_kinds import read_ropes, read_windows
+from .opt_switches import OPTSwitches
 from .quantization.scheme import Scheme
 from .quantization.schemes import read_scheme
 from .safetensors_files import stored_dtype
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gpt2"]
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "olmo2", "smollm3", "gpt2", "opt", "transformers"
+]
+"""``transformers``: any class of that library; its modules hold what the switches of :class:`ModelConfig` hold."""
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
     "GPT2LMHeadModel": "gpt2",
+    "OPTForCausalLM": "opt",
 }
-"""Names every architecture that can be loaded."""
+"""Names every architecture that is built in."""
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +71,18 @@ class ModelConfig:
     hidden_act: str
     """A key of ``activation.ACTIVATIONS``."""
     tie_word_embeddings: bool
-    rope: RopeConfig | None = None
-    """None: the model has learned absolute positions."""
+    ropes: tuple[RopeConfig, ...] = ()
+    """[num_layers]: how each layer rotates its heads; empty: the model has learned absolute positions."""
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    """Whether RMSNorm is applied to each query and key head before rotation."""
+    embedding_scale: float = 1.0
+    """The factor on token embeddings, exact in ``dtype``."""
+    attention_softcap: float | None = None
+    """As :class:`~..attention.score_rule.ScoreRule` says."""
+    logit_softcap: float | None = None
+    """A logit x becomes logit_softcap * tanh(x / logit_softcap); None: it stays x."""
+    opt: OPTSwitches | None = None
     attention_scales: tuple[float, ...]
     """[num_layers]: the factor on query times key."""
     sliding_windows: tuple[int | None, ...]
@@ -74,6 +91,16 @@ class ModelConfig:
     """How matrices are quantized at load: one of ``QUANTIZATIONS`` or None."""
     scheme: Scheme | None = None
     """How the checkpoint stores quantized matrices, from ``quantization_config``; None: it stores plain tensors."""
+
+    @property
+    def traits(self) -> DecoderTraits:
+        """Return what the family's classes fix, for a family of ``families.DECODERS``."""
+        return DECODERS[self.family]
+
+    @property
+    def embedding_size(self) -> int:
+        """Return the size of a token's embedding, which few models change before the first layer."""
+        return self.hidden_size if self.opt is None else self.opt.embedding_size
 
     @property
     def cache_head_size(self) -> int:
@@ -104,11 +131,30 @@ def load_model_config(path: Path, dtype: str = "auto", quantization: str | None 
     family = _family(reader)
     torch_dtype = _dtype(reader, path, dtype)
     scheme = read_scheme(reader)
-    config = _read_gpt2(reader, torch_dtype) if family == "gpt2" else _read_decoder(reader, family, torch_dtype)
+    match family:
+        case "gpt2":
+            config = _read_gpt2(reader, torch_dtype)
+        case "opt":
+            config = _read_opt(reader, torch_dtype)
+        case _:
+            config = _read_decoder(reader, family, torch_dtype)
     reader.refuse_rest()
+    check_quantization(quantization)
+    return replace(config, quantization=quantization, scheme=scheme)
+
+
+def read_dtype(path: Path, dtype: str) -> torch.dtype:
+    """Return the dtype in which to compute a checkpoint directory; ``dtype`` is that of :func:`load_model_config`.
+
+    Raises ``ValueError``.
+    """
+    return _dtype(ConfigReader.open(path), path, dtype)
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raise ``ValueError`` unless ``quantization`` is a way to quantize at load, or None."""
     if quantization not in (None, *QUANTIZATIONS):
         raise ValueError(f"quantization must be {', '.join(QUANTIZATIONS)} or none, not {quantization!r}")
-    return replace(config, quantization=quantization, scheme=scheme)
 
 
 def _family(reader: ConfigReader) -> Family:
@@ -140,19 +186,19 @@ def _dtype(reader: ConfigReader, path: Path, dtype: str) -> torch.dtype:
 
 def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> ModelConfig:
     """Read Llama and its relatives. Absent entries take the defaults of the family's class in transformers."""
+    traits = DECODERS[family]
     hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
     num_layers = reader.take_int("num_hidden_layers")
-    head_size = reader.take_int("head_dim", 128 if family == "qwen3" else hidden_size // num_heads)
-    num_kv_heads = reader.take_int("num_key_value_heads", num_heads)
+    head_size = reader.take_int("head_dim", traits.head_size or hidden_size // num_heads)
+    num_kv_heads = reader.take_int("num_key_value_heads", traits.num_kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise reader.error("num_key_value_heads", f"must divide num_attention_heads = {num_heads}")
     if head_size % 2:
         raise reader.error("head_dim", "must be even")
-    max_position = reader.take_int("max_position_embeddings")
-    rope = read_rope(reader, head_size, max_position)
-    max_model_len = _max_model_len(max_position, rope)
-    attention_bias = reader.take_bool("attention_bias", False) if family in ("llama", "qwen3") else False
-    return ModelConfig(
+    ropes = read_ropes(reader, family, head_size, num_layers)
+    max_model_len = _max_model_len(reader.take_int("max_position_embeddings"), ropes)
+    attention_bias = traits.may_have_attention_bias and reader.take_bool("attention_bias", False)
+    config = ModelConfig(
         family=family,
         dtype=dtype,
         vocab_size=reader.take_int("vocab_size"),
@@ -163,17 +209,39 @@ def _read_decoder(reader: ConfigReader, family: Family, dtype: torch.dtype) -> M
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         max_model_len=max_model_len,
-        norm_eps=reader.take_float("rms_norm_eps", 1e-6),
-        hidden_act=_activation(reader, "hidden_act", "silu"),
-        tie_word_embeddings=reader.take_bool("tie_word_embeddings", False),
-        rope=rope,
-        qkv_bias=attention_bias or family == "qwen2",
+        norm_eps=reader.take_float("rms_norm_eps", traits.norm_eps),
+        hidden_act=_activation(reader, traits.activation_entry, traits.activation),
+        tie_word_embeddings=reader.take_bool("tie_word_embeddings", traits.is_tied),
+        ropes=ropes,
+        qkv_bias=attention_bias or traits.has_qkv_bias,
         attention_output_bias=attention_bias,
-        mlp_bias=reader.take_bool("mlp_bias", False) if family == "llama" else False,
-        qk_norm=family == "qwen3",
+        mlp_bias=traits.may_have_mlp_bias and reader.take_bool("mlp_bias", False),
         attention_scales=(head_size**-0.5,) * num_layers,
-        sliding_windows=_sliding_windows(reader, family, num_layers, max_model_len),
+        sliding_windows=read_windows(reader, family, num_layers, max_model_len),
     )
+    return _add_gemma(reader, config) if traits.is_gemma else config
+
+
+def _add_gemma(reader: ConfigReader, config: ModelConfig) -> ModelConfig:
+    """Return the configuration with the entries that only Gemma has."""
+    default = 30.0 if config.family == "gemma2" else None
+    attention_default = 50.0 if config.family == "gemma2" else None
+    attention_softcap = _optional_float(reader, "attn_logit_softcapping", attention_default)
+    if config.family == "gemma3" and attention_softcap is not None:
+        raise reader.error("attn_logit_softcapping", "must be null: transformers' class ignores it")
+    reader.take("hidden_act")  # older files hold it as well; the class reads hidden_activation
+    scale = reader.take_float("query_pre_attn_scalar", 256.0) ** -0.5
+    return replace(
+        config,
+        attention_scales=(scale,) * config.num_layers,
+        attention_softcap=attention_softcap,
+        logit_softcap=_optional_float(reader, "final_logit_softcapping", default),
+        embedding_scale=float(torch.tensor(config.hidden_size**0.5).to(config.dtype)),
+    )
+
+
+def _optional_float(reader: ConfigReader, name: str, default: float | None) -> float | None:
+    return None if reader.take(name, default) is None else reader.take_float(name, default)
 
 
 def _read_gpt2(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
@@ -206,6 +274,41 @@ def _read_gpt2(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
     )
 
 
+def _read_opt(reader: ConfigReader, dtype: torch.dtype) -> ModelConfig:
+    hidden_size, num_heads = reader.take_int("hidden_size"), reader.take_int("num_attention_heads")
+    num_layers = reader.take_int("num_hidden_layers")
+    if hidden_size % num_heads:
+        raise reader.error("num_attention_heads", f"must divide hidden_size = {hidden_size}")
+    head_size, bias = hidden_size // num_heads, reader.take_bool("enable_bias", True)
+    norm_before = reader.take_bool("do_layer_norm_before", True)
+    return ModelConfig(
+        family="opt",
+        dtype=dtype,
+        vocab_size=reader.take_int("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=reader.take_int("ffn_dim"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_size=head_size,
+        max_model_len=reader.take_int("max_position_embeddings"),
+        norm_eps=1e-5,
+        hidden_act=_activation(reader, "activation_function", "relu"),
+        tie_word_embeddings=reader.take_bool("tie_word_embeddings", True),
+        qkv_bias=bias,
+        attention_output_bias=bias,
+        mlp_bias=bias,
+        attention_scales=(head_size**-0.5,) * num_layers,
+        sliding_windows=(None,) * num_layers,
+        opt=OPTSwitches(
+            embedding_size=reader.take_int("word_embed_proj_dim", hidden_size),
+            norm_before=norm_before,
+            final_norm=norm_before and not reader.take_bool("_remove_final_layer_norm", False),
+            norms_have_weights=reader.take_bool("layer_norm_elementwise_affine", True),
+        ),
+    )
+
+
 def _activation(reader: ConfigReader, name: str, default: str) -> str:
     activation = reader.take(name) or default
     if activation not in ACTIVATIONS:
@@ -213,56 +316,7 @@ def _activation(reader: ConfigReader, name: str, default: str) -> str:
     return str(activation)
 
 
-def _max_model_len(max_position: int, rope: RopeConfig | None) -> int:
+def _max_model_len(max_position: int, ropes: tuple[RopeConfig, ...]) -> int:
     """Return the context length. YaRN states the original context and a factor; their product is the context length."""
-    if rope is not None and isinstance(rope.scaling, YarnScaling):
-        return max(max_position, int(rope.scaling.original_max_position * rope.scaling.factor))
-    return max_position
-
-
-def _sliding_windows(
-    reader: ConfigReader, family: Family, num_layers: int, max_model_len: int
-) -> tuple[int | None, ...]:
-    if family == "llama":
-        _check_full_attention(reader, num_layers)
-        return (None,) * num_layers
-    window = reader.take("sliding_window", 4096)
-    if window is not None:
-        window = reader.take_int("sliding_window", 4096)
-    if family == "mistral":
-        windows = [window] * num_layers
-        if window is None or window >= max_model_len:
-            _check_full_attention(reader, num_layers)
-    else:
-        windows = _qwen_windows(reader, window, num_layers)
-    return tuple(size if size is not None and size < max_model_len else None for size in windows)
-
-
-def _qwen_windows(reader: ConfigReader, window: int | None, num_layers: int) -> list[int | None]:
-    """Return each layer's window. Qwen2 and Qwen3 name each layer's kind, or (older) the first layer with a window."""
-    use_window, first = reader.take_bool("use_sliding_window", False), reader.take("max_window_layers", 28)
-    if type(first) is not int:
-        raise reader.error("max_window_layers", "must be an integer")
-    window = window if use_window else None
-    kinds = _layer_types(reader, num_layers)
-    if kinds is None:
-        return [window if layer >= first else None for layer in range(num_layers)]
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise reader.error("layer_types", "may only hold full_attention and sliding_attention")
-        if kind == "sliding_attention" and window is None:
-            raise reader.error("layer_types", "has sliding_attention, but use_sliding_window is off")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def _layer_types(reader: ConfigReader, num_layers: int) -> list[Any] | None:
-    kinds = reader.take("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
-        raise reader.error("layer_types", f"must be a list of num_hidden_layers = {num_layers} entries")
-    return kinds
-
-
-def _check_full_attention(reader: ConfigReader, num_layers: int) -> None:
-    """Check that every layer attends to all positions, in a model whose class has no other kind of layer."""
-    if any(kind != "full_attention" for kind in _layer_types(reader, num_layers) or ()):
-        raise reader.error("layer_types", "may only hold full_attention")
+    scalings = [rope.scaling for rope in ropes if isinstance(rope.scaling, YarnScaling)]
+    return max([max_position, *(int(scaling.original_max_position * scaling.factor) for scaling in scalings)])

@@ -39,6 +39,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> None:
         """``scheme``: how the configuration says that weights are quantized, or None."""
+        self.path = path
         self.dtype = dtype
         self._device = device
         self._source: WeightSource = SafetensorsSource(path, scheme)

@@ -34,7 +34,7 @@ class HeadsArgs(Structure):
     _fields_ = [
         *_fields(_P, "heads weights cos sin slots keys values"),
         *_fields(_I64, "num_tokens num_heads num_kv_heads head_size cache_head_size block_size"),
-        ("eps", _F),
+        *_fields(_F, "eps shift"),
         *_fields(_I32, "is_bf16 num_threads"),
     ]
 
@@ -45,8 +45,10 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False)
 
     Raises :class:`KernelsUnavailable`.
     """
-    macros = {"HEAD_SIZE": head_size} | ({"SOFTCAP": 1} if softcap else {})
-    library = _load(build("attention", march, **macros))
+    if softcap:
+        library = _load(build("attention", march, HEAD_SIZE=head_size, SOFTCAP=1))
+    else:
+        library = _load(build("attention", march, HEAD_SIZE=head_size))
     library.attend.argtypes = [_P]
     library.write_kv.argtypes = [_I32, _P, _P, _P, _P, _P, _I64, _I64, _I64, _I64, _I64]
     library.attend.restype = library.write_kv.restype = None
@@ -57,10 +59,11 @@ def load_attention(head_size: int, march: str = "native", softcap: bool = False)
 def load_fused(march: str = "native") -> CDLL:
     """Load the operations between a layer's matrices. Raises :class:`KernelsUnavailable`."""
     library = _load(build("fused", march))
-    library.add_norm.argtypes = [_I32, _P, _P, _P, _P, _I64, _I64, _F, _I32]
+    library.add_norm.argtypes = [_I32, _P, _P, _P, _P, _I64, _I64, _F, _F, _I32]
     library.rotate_and_write.argtypes = [_P]
-    library.silu_mul.argtypes = [_I32, _P, _P, _I64, _I64, _I32]
-    library.add_norm.restype = library.rotate_and_write.restype = library.silu_mul.restype = None
+    library.silu_mul.argtypes = library.gelu_mul.argtypes = [_I32, _P, _P, _I64, _I64, _I32]
+    for function in (library.add_norm, library.rotate_and_write, library.silu_mul, library.gelu_mul):
+        function.restype = None
     return library
 
 

@@ -14,21 +14,26 @@ InputEmbeds = Sequence[tuple[int, Tensor]]
 """(index of the first token, [n, hidden_size] float32): embeddings that replace token ids."""
 
 
-def embed(table: Tensor, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
-    """Return [T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], except where ``embeds`` gives others."""
+def embed(table: Tensor, input_ids: Tensor, embeds: InputEmbeds, scale: float = 1.0) -> Tensor:
+    """Return [T, hidden_size]: the rows of ``table`` for ``input_ids`` [T], times ``scale``, except where ``embeds``
+    gives others."""
     hidden = F.embedding(input_ids, table)
+    if scale != 1.0:
+        hidden *= scale
     for start, rows in embeds:
         hidden[start : start + len(rows)] = rows
     return hidden
 
 
-def load_embeddings(checkpoint: Checkpoint, name: str, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Return (token embeddings, output matrix), each [vocab_size, hidden_size].
+def load_embeddings(
+    checkpoint: Checkpoint, name: str, config: ModelConfig, size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (token embeddings, output matrix), each [vocab_size, size], where ``size`` is by default hidden_size.
 
     Tied matrices are stored under either name. If a checkpoint that says they are tied holds both, they may differ,
     and both are used, as transformers does.
     """
-    shape = (config.vocab_size, config.hidden_size)
+    shape = (config.vocab_size, size or config.hidden_size)
     stored = [key for key in (name, _OUTPUT) if key in checkpoint]
     if config.tie_word_embeddings and len(stored) == 1:
         tied = checkpoint.take(stored[0], *shape)

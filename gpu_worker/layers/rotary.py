@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -50,31 +50,61 @@ class RopeConfig:
         return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
 
 
-def read_rope(config: ConfigReader, head_size: int, max_position: int) -> RopeConfig:
+def no_rotation(head_size: int) -> RopeConfig:
+    """Return the configuration of a layer without positions: frequencies of zero leave its heads as they are."""
+    return RopeConfig(head_size, scaling=math.inf)
+
+
+def read_rope(config: ConfigReader, head_size: int, max_position: int, default_theta: float = 10_000.0) -> RopeConfig:
     """Read the rope entries of a configuration, in the spelling of transformers 4 or 5.
 
     Raises ``ValueError`` naming a rope type or parameter that is not supported.
     """
     scaling, parameters = config.take_object("rope_scaling"), config.take_object("rope_parameters")
-    outer_theta = config.take_float("rope_theta", 10_000.0)
+    outer_theta = config.take_float("rope_theta", default_theta)
     outer_original = config.take("original_max_position_embeddings")
     if config.take("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise config.error("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
     rope = scaling or parameters
     if rope is None:
         return RopeConfig(head_size, outer_theta)
+    return _read_parameters(config, rope, RopeConfig(head_size, outer_theta), max_position, outer_original)
 
+
+def read_rope_by_kind(
+    config: ConfigReader, head_size: int, max_position: int, thetas: dict[str, float]
+) -> dict[str, RopeConfig]:
+    """Read the rope entries of a configuration (Gemma 3) whose layers rotate as their kind does.
+
+    ``thetas`` holds the default of each kind. Raises ``ValueError`` as :func:`read_rope`.
+    """
+    parameters = config.take("rope_parameters")
+    if not isinstance(parameters, dict) or not parameters.keys() <= thetas.keys():
+        local = RopeConfig(head_size, config.take_float("rope_local_base_freq", thetas["sliding_attention"]))
+        full = read_rope(config, head_size, max_position, thetas["full_attention"])
+        return {"full_attention": full, "sliding_attention": local}
+    reader, found = ConfigReader(parameters, "config.json: rope_parameters"), {}
+    for kind, theta in thetas.items():
+        rope, plain = reader.take_object(kind), RopeConfig(head_size, theta)
+        found[kind] = plain if rope is None else _read_parameters(config, rope, plain, max_position, None)
+    return found
+
+
+def _read_parameters(
+    config: ConfigReader, rope: ConfigReader, plain: RopeConfig, max_position: int, outer_original: Any
+) -> RopeConfig:
+    """Read one object of rope entries; ``plain`` holds the head size and the default frequency."""
     old_name = rope.take("type", "default")
     rope_type = rope.take("rope_type", old_name)
     if rope_type not in get_args(RopeType):
         raise rope.error("rope_type" if rope.take("rope_type") else "type", f"must be one of {get_args(RopeType)}")
     if rope.take("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise rope.error("partial_rotary_factor", "must be 1: partly rotated heads are not supported")
-    theta = rope.take_float("rope_theta", outer_theta)
+    theta = rope.take_float("rope_theta", plain.theta)
     original = rope.take_int("original_max_position_embeddings", max_position)
     if outer_original is not None:  # the entry outside the rope object overrides the one inside
         original = config.take_int("original_max_position_embeddings")
-    result = RopeConfig(head_size, theta, _read_scaling(rope, rope_type, original))
+    result = RopeConfig(plain.head_size, theta, _read_scaling(rope, rope_type, original))
     rope.refuse_rest()
     return result
 

@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
-from ..checkpoint.model_config import ModelConfig, load_model_config
+from ..checkpoint.model_config import ARCHITECTURES, ModelConfig, check_quantization, load_model_config, read_dtype
 from ..checkpoint.weights import Checkpoint
 from ..ops.ops import Ops
 from ..ops.torch_ops import TorchOps
 from .decoder import DecoderModel
 from .gpt2 import GPT2Model
 from .model import Model
+from .opt import OPTModel
+from .transformers.architecture import read_architecture
 
 
 def load_model(
@@ -20,23 +23,54 @@ def load_model(
     device: torch.device | None = None,
     ops: Ops | None = None,
     quantization: str | None = None,
+    model_impl: str = "auto",
 ) -> Model:
     """Load the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
-    are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``. Raises ``ValueError`` naming what the
-    checkpoint lacks, or a feature that is not supported.
+    are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
+    options. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
+    if uses_transformers(path, model_impl):
+        check_quantization(quantization)
+        ops = ops or TorchOps()
+        loaded: Model = _transformers(path).TransformersModel(path, read_dtype(path, dtype), device, ops, quantization)
+        return loaded
     config = load_model_config(path, dtype, quantization)
     with Checkpoint(path, config.dtype, device, config.scheme) as checkpoint:
         model: Model
-        if config.family == "gpt2":
-            model = GPT2Model(checkpoint, config)
-        else:
-            model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
+        match config.family:
+            case "gpt2":
+                model = GPT2Model(checkpoint, config)
+            case "opt":
+                model = OPTModel(checkpoint, config)
+            case _:
+                model = DecoderModel(checkpoint, config, ops or TorchOps(), device)
         checkpoint.refuse_rest()
     return model
+
+
+def uses_transformers(path: Path, model_impl: str) -> bool:
+    """Return whether transformers' modules compute the checkpoint: if they are asked for, or are the only ones."""
+    return model_impl == "transformers" or (model_impl == "auto" and read_architecture(path)[0] not in ARCHITECTURES)
+
+
+def _transformers(path: Path) -> ModuleType:
+    """Return the module for models of transformers, which is imported only when it is needed.
+
+    Raises ``ValueError`` if that library is not installed.
+    """
+    try:
+        from .transformers import entry
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ValueError(
+            f"{path / 'config.json'}: architectures names {read_architecture(path)[0]}, which the transformers package "
+            'computes; install it with: pip install "tokenloom[transformers]"'
+        ) from None
+    return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +81,27 @@ class ModelLoader:
     device: torch.device | None = None
     ops: Ops | None = None
     quantization: str | None = None
+    model_impl: str = "auto"
 
     def read_config(self, path: Path) -> ModelConfig:
         """Return the configuration of a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
+        if uses_transformers(path, self.model_impl):
+            config: ModelConfig = _transformers(path).read_declared(
+                path, read_dtype(path, self.dtype), self.quantization
+            )
+            return config
         return load_model_config(path, self.dtype, self.quantization)
 
     def load(self, path: Path) -> Model:
         """Load a checkpoint directory. Raises ``ValueError`` as :func:`load_model`."""
-        return load_model(path, self.dtype, self.device, self.ops, self.quantization)
+        return load_model(path, self.dtype, self.device, self.ops, self.quantization, self.model_impl)
 
     def check(self, path: Path) -> None:
         """Raise the errors of :meth:`load` without reading the content of the tensors."""
-        load_model(path, self.dtype, torch.device("meta"), quantization=self.quantization)
+        if uses_transformers(path, self.model_impl):
+            _transformers(path).check_checkpoint(path, read_dtype(path, self.dtype))
+        else:
+            load_model(path, self.dtype, torch.device("meta"), quantization=self.quantization)
 
     def replace_weights(self, model: Model, path: Path) -> None:
         """Replace the weights of ``model`` with those of a checkpoint that passed :meth:`check`, layer by layer."""

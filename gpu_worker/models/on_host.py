@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .model import Model
 
@@ -34,7 +34,8 @@ class OnHost:
 
 def tensors_of(model: Model) -> list[Tensor]:
     """Return every tensor that the parts of a model hold, each once, but none that oneDNN packed: it is on the host."""
-    return list({id(tensor): tensor for tensor in _walk(model, set()) if not tensor.is_mkldnn}.values())
+    found = _walk(model, set())
+    return list({id(tensor): tensor for tensor in found if not tensor.is_mkldnn and not tensor.is_meta}.values())
 
 
 def _walk(part: object, seen: set[int]) -> Iterator[Tensor]:
@@ -48,7 +49,7 @@ def _walk(part: object, seen: set[int]) -> Iterator[Tensor]:
         children: list[object] = list(part)
     elif isinstance(part, dict):
         children = list(part.values())
-    elif type(part).__module__.startswith(_PACKAGE) and hasattr(part, "__dict__"):
+    elif isinstance(part, nn.Module) or (type(part).__module__.startswith(_PACKAGE) and hasattr(part, "__dict__")):
         children = list(vars(part).values())
     else:
         children = []

@@ -8,10 +8,11 @@ from torch import Tensor
 from ..attention.attention_backend import AttentionPlan, KVCache
 from ..attention.cache import pointers
 from ..kernels.library import HeadsArgs, load_fused
-from .ops import Rotation
+from .ops import HeadNorm, Rotation
 from .torch_ops import TorchOps
 
-_SILU = ("silu", "swish")
+_GATES = {"silu": "silu_mul", "swish": "silu_mul", "gelu_pytorch_tanh": "gelu_mul", "gelu_new": "gelu_mul"}
+"""The kernels of activations; PyTorch computes others."""
 
 
 class CPUOps:
@@ -19,9 +20,12 @@ class CPUOps:
 
     def __init__(self, march: str = "native") -> None:
         self._kernels = load_fused(march)
+        self._gates = {name: getattr(self._kernels, kernel) for name, kernel in _GATES.items()}
         self._torch = TorchOps()
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
+    ) -> Tensor:
         assert residual.is_contiguous()
         assert delta is None or delta.is_contiguous()
         out = torch.empty_like(residual)
@@ -33,24 +37,26 @@ class CPUOps:
             out.data_ptr(),
             *residual.shape,
             eps,
+            shift,
             torch.get_num_threads(),
         )
         return out
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        if activation not in _SILU:
+        if activation not in _GATES:
             return self._torch.gate(gate_up, activation)
         assert gate_up.is_contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, size)
         threads = torch.get_num_threads()
-        self._kernels.silu_mul(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
+        kernel = self._gates[activation]
+        kernel(_is_bf16(gate_up), gate_up.data_ptr(), out.data_ptr(), rows, size, threads)
         return out
 
     def rotate_and_write(
         self,
         heads: Tensor,
-        norm: tuple[Tensor, float] | None,
+        norm: HeadNorm | None,
         rotation: Rotation,
         kv_cache: KVCache,
         plan: AttentionPlan,
@@ -59,7 +65,7 @@ class CPUOps:
         _, _, num_kv_heads, block_size, cache_head_size = kv_cache.shape
         num_heads = heads.shape[1] - 2 * num_kv_heads
         keys, values = pointers(kv_cache)
-        weights, eps = norm if norm is not None else (None, 0.0)
+        weights, eps, shift = norm if norm is not None else (None, 0.0, 0.0)
         args = HeadsArgs(
             heads=heads.data_ptr(),
             weights=None if weights is None else weights.data_ptr(),
@@ -75,6 +81,7 @@ class CPUOps:
             cache_head_size=cache_head_size,
             block_size=block_size,
             eps=eps,
+            shift=shift,
             is_bf16=_is_bf16(heads),
             num_threads=torch.get_num_threads(),
         )

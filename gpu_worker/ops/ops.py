@@ -1,6 +1,6 @@
 """Defines the operations of a decoder layer that are worth fusing. Models call these and know no backend."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -10,13 +10,25 @@ Rotation = tuple[Tensor, Tensor]
 """The cosines and sines of a step, each [T, 1, head_size / 2] float32."""
 
 
+class HeadNorm(NamedTuple):
+    """Holds an RMSNorm of each query and key head."""
+
+    weights: Tensor
+    """[num_heads + num_kv_heads, head_size]."""
+    eps: float
+    shift: float = 0.0
+    """What is added to each weight."""
+
+
 class Ops(Protocol):
     """Computes the operations. It holds no state, so every layer shares one."""
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
+    ) -> Tensor:
         """Add ``delta``, if it is not None, to ``residual`` in place; both [T, hidden_size].
 
-        Returns residual / rms(residual) · weight.
+        Returns residual / rms(residual) · (weight + shift).
         """
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -25,13 +37,13 @@ class Ops(Protocol):
     def rotate_and_write(
         self,
         heads: Tensor,
-        norm: tuple[Tensor, float] | None,
+        norm: HeadNorm | None,
         rotation: Rotation,
         kv_cache: KVCache,
         plan: AttentionPlan,
     ) -> Tensor:
-        """Rotate queries and keys, after an RMSNorm of each head if ``norm`` is (weights, eps), and write the KV.
+        """Rotate queries and keys, after ``norm`` if there is one, and write the KV.
 
-        ``heads`` [T, num_heads + 2 * num_kv_heads, head_size] are queries, keys, values, and may be overwritten; the
-        norm's weights are a row for each query and key head. Returns the queries, [T, num_heads, head_size].
+        ``heads`` [T, num_heads + 2 * num_kv_heads, head_size] are queries, keys, values, and may be overwritten.
+        Returns the queries, [T, num_heads, head_size].
         """

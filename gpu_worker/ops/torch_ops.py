@@ -6,16 +6,18 @@ from ..attention.attention_backend import AttentionPlan, KVCache
 from ..layers.activation import ACTIVATIONS
 from ..layers.norm import rms_norm
 from ..layers.rotary import rotate
-from .ops import Rotation
+from .ops import HeadNorm, Rotation
 
 
 class TorchOps:
     """Fulfils :class:`~.ops.Ops` on every device."""
 
-    def add_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(
+        self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, shift: float = 0.0
+    ) -> Tensor:
         if delta is not None:
             residual += delta
-        return rms_norm(residual, weight, eps)
+        return rms_norm(residual, weight, eps, shift)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -24,7 +26,7 @@ class TorchOps:
     def rotate_and_write(
         self,
         heads: Tensor,
-        norm: tuple[Tensor, float] | None,
+        norm: HeadNorm | None,
         rotation: Rotation,
         kv_cache: KVCache,
         plan: AttentionPlan,

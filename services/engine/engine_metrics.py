@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
+from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import (
-    CoreReady,
     EngineCoreOutput,
     EngineCoreOutputs,
     FinishReason,

@@ -4,7 +4,7 @@ import socket
 from pathlib import Path
 
 from tokenloom import checkpoint
-from tokenloom.engine_core.wire.messages import CoreReady
+from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.services.runtime.peers.hello import make_hello
 from tokenloom.v1 import coordinator_pb2, types_pb2
 

@@ -15,6 +15,7 @@ from tokenloom.services.runtime.peers.members import parse_member
 
 from .generation.backlog import ALWAYS_QUEUED, DEFAULT_QUEUE_SECONDS
 from .generation.request_cost import DEFAULT_MAX_VALUES
+from .generation.resumable import DEFAULT_SECONDS as DEFAULT_UNATTENDED_SECONDS
 from .tenants.tenant import TenantLimits
 
 
@@ -172,6 +173,11 @@ class GatewaySettings(ServiceSettings, frozen=True, kw_only=True):
         "Seconds that a request may take; also the time that a session may wait for its next turn.",
     ] = 600.0
 
+    keep_disconnected_requests: Annotated[
+        Annotated[float, Meta(ge=0, le=3600)],
+        "Seconds for which a request that its client can resume runs on after the client's connection has ended; 0: it "
+        "is cancelled at once, as every other request is.",
+    ] = DEFAULT_UNATTENDED_SECONDS
     drain: Annotated[
         Literal["finish", "migrate"],
         "What happens to live requests after a stop signal: finish lets them end within --drain-timeout, then ends the "

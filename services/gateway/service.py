@@ -21,7 +21,8 @@ from .assistant.message_plans import MessagePlans
 from .gateway_settings import NUM_EDGES, GatewaySettings
 from .generation.admission import Admission
 from .generation.backlog import Backlog
-from .generation.generation import Generator
+from .generation.generator import Generator
+from .generation.resumable import ResumableRequests, UnattendedMetrics
 from .grpc.inference_servicer import InferenceServicer
 from .grpc.message_bounds import bounded
 from .health import MeshHealth
@@ -133,7 +134,9 @@ class GatewayService:
 
     async def stop(self) -> None:
         if self._started is not None:
-            await self._started[1].stop()
+            mesh, http, _ = self._started
+            await mesh.generator.close()
+            await http.stop()
             self._started = None
         self._parser.close()
 
@@ -186,6 +189,7 @@ async def _connect(settings: GatewaySettings, host: Host, shares: TenantShares) 
         outputs,
         GatewayMetrics(host.metrics, model),
         Admission(shares, backlog, settings.most_urgent_priority),
+        ResumableRequests(settings.keep_disconnected_requests, UnattendedMetrics(host.metrics), host.failed),
         default_timeout=settings.request_timeout,
         most_urgent_priority=settings.most_urgent_priority,
         max_request_values=settings.max_request_values,
@@ -218,6 +222,7 @@ async def _open_edges(
     inference = InferenceServicer(mesh.generator, mesh.health, mesh.model, mesh.plans, shares, settings.request_timeout)
     generates: dict[str, type[Message]] = dict.fromkeys(("Generate", "GenerateSession"), inference_pb2.GenerateRequest)
     generates["Resume"] = inference_pb2.InferenceResumeRequest
+    generates["Cancel"] = inference_pb2.InferenceCancelRequest
     host.add_servicer(bounded(inference_pb2_grpc.add_InferenceServicer_to_server, generates), inference)
     kserve = KServeServicer(completions, mesh.generator, mesh.health, mesh.model, shares)
     infers = dict.fromkeys(("ModelInfer", "ModelStreamInfer"), grpc_service_pb2.ModelInferRequest)

@@ -46,10 +46,10 @@ class Served:
         return parts
 
     def part(self, service: str) -> psutil.Process:
-        """The part's process now, from the supervisor's children."""
+        """The part's process now, from the supervisor's children; raises ``StopIteration`` when there is none."""
         wanted = f"tokenloom.services.{service}"
         children = psutil.Process(self.process.pid).children()
-        return next(child for child in children if wanted in child.cmdline())
+        return next(child for child in children if wanted in command_of(child))
 
     def family(self) -> list[psutil.Process]:
         """Every process of the mesh: the supervisor's descendants, and whatever names its directory."""
@@ -67,6 +67,14 @@ class Served:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return status
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Return a process's command; empty if it has ended since it was listed."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 Serve = Callable[..., Served]

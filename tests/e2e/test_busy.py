@@ -28,7 +28,7 @@ PROMPT = list(range(100, 120))
 STREAMS = 2
 TOKENS = 750
 STEP_SECONDS = 0.02
-NOTICED_WITHIN = 10.0
+NOTICED_WITHIN = 30.0
 """Seconds after which a stopped part counts as missing, on a loaded machine too."""
 
 

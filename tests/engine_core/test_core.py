@@ -5,7 +5,8 @@ from tests.engine_core.invariants import check_idle
 from tokenloom.engine_core.core import EngineCore
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.fake_workers.hash_worker import HashWorker, expected_tokens
-from tokenloom.engine_core.wire.messages import CoreReady, FinishReason
+from tokenloom.engine_core.wire.handshake import CoreReady
+from tokenloom.engine_core.wire.messages import FinishReason
 from tokenloom.engine_core.wire.scheduler_output import SchedulerOutput
 
 

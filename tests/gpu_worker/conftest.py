@@ -41,6 +41,26 @@ _GPT2_SHAPES = {
 }
 
 
+_OPT_SHAPES = {
+    "vocab_size": 199,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "init_std": 0.15,
+}
+_OWN_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": _GPT2_SHAPES,
+    "opt": _OPT_SHAPES,
+    "gemma2": {**_SHAPES, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 30},
+    "gemma3_text": {**_SHAPES, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 30},
+    "phi3": {**_SHAPES, "pad_token_id": 0},
+    "smollm3": {**_SHAPES, "pad_token_id": 0},
+}
+"""The shapes of models whose configuration has other entries, or other defaults that a small model cannot have."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Small matrices, and results that depend on no machine."""
@@ -52,13 +72,13 @@ def save_checkpoint(tmp_path: Path) -> SaveCheckpoint:
     """``save(model_type, max_shard_size=…, **config)``: a random checkpoint, biases and norms included."""
 
     def save(model_type: str, max_shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **entries: Any) -> Path:
-        shapes = _GPT2_SHAPES if model_type == "gpt2" else _SHAPES
-        config = transformers.AutoConfig.for_model(model_type, **{**shapes, **entries})
+        config = transformers.AutoConfig.for_model(model_type, **{**_OWN_SHAPES.get(model_type, _SHAPES), **entries})
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # initialized to zeros and ones, which would hide one that is left out
-                torch.nn.init.normal_(parameter, float("norm" in name or "ln_" in name), 0.1)
+                mean = float("norm" in name or "ln_" in name) * (not model_type.startswith("gemma"))
+                torch.nn.init.normal_(parameter, mean, 0.1)
         path = tmp_path / f"{model_type}-{len(list(tmp_path.iterdir()))}"
         model.save_pretrained(path, max_shard_size=max_shard_size)
         return path

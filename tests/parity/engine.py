@@ -32,6 +32,8 @@ class Engine:
         dtype: str = "float32",
         quantization: Literal["int8-dynamic"] | None = None,
         block_size: int = 16,
+        model_impl: Literal["auto", "native", "transformers"] = "auto",
+        max_model_len: int = MAX_MODEL_LEN,
     ) -> None:
         worker = WorkerConfig(
             model=str(model),
@@ -40,12 +42,13 @@ class Engine:
             quantization=quantization,
             num_threads=1,
             attention_backend=attention_backend,
+            model_impl=model_impl,
         )
         config = EngineConfig(
             worker=worker,
             cache=CacheConfig(num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=prefix_caching),
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget),
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
         )
         self.core = EngineCore(config, UniProcExecutor(make_worker(config)))
         self.stop_token_ids = tuple(stop_token_ids)

@@ -46,6 +46,24 @@ _CONFIGS = {
     "gpt2": {"initializer_range": 0.4, "bos_token_id": None, "eos_token_id": None, **_GPT2_SHAPES},
 }
 MODELS = [*_CONFIGS, "demo"]
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 50, "pad_token_id": 0}
+_OPT_SHAPES = {"vocab_size": 503, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+_MORE_CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {"pad_token_id": 0, "sliding_window": 60},
+    "olmo2": {},
+    "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 0]},
+    "opt": {
+        "init_std": 0.2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **_OPT_SHAPES,
+    },
+}
+MORE_MODELS = list(_MORE_CONFIGS)
+"""Models that take fewer cases: they share all but their layers with the first."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +86,24 @@ def make_reference(name: str, directory: Path) -> Reference:
     return demo_reference() if name == "demo" else _reference(save_random(name, directory, **_CONFIGS[name]))
 
 
-def _reference(path: Path) -> Reference:
+def make_small_reference(name: str, directory: Path) -> Reference:
+    """Write a small random checkpoint of ``MORE_MODELS`` and compute the reference's tokens for 11 prompts."""
+    return _reference(save_random(name, directory, **_MORE_CONFIGS[name]), every=3)
+
+
+def _reference(path: Path, every: int = 1) -> Reference:
+    """``every``: take the first of so many prompts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     eos = model.generation_config.eos_token_id
     eos_token_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    return Reference(path, eos_token_ids, [compute_case(model, prompt) for prompt in _prompts(model.config.vocab_size)])
+    return Reference(
+        path, eos_token_ids, [compute_case(model, prompt) for prompt in _prompts(model.config.vocab_size)[::every]]
+    )
 
 
 def save_random(model_type: str, directory: Path, dtype: torch.dtype = torch.float32, **entries: Any) -> Path:
     """Write a checkpoint with random weights of ``dtype``; ``entries`` of its configuration replace the defaults."""
-    shapes = {} if model_type == "gpt2" else _SHAPES
+    shapes = {} if model_type in ("gpt2", "opt") else _SHAPES
     config = transformers.AutoConfig.for_model(model_type, **{**shapes, **entries})
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -100,13 +126,16 @@ def _prompts(vocab_size: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def compute_case(model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int = NUM_TOKENS) -> Case:
+def compute_case(
+    model: transformers.PreTrainedModel, prompt: list[int], num_tokens: int = NUM_TOKENS, *, use_cache: bool = True
+) -> Case:
     """Generate greedily, one prompt alone."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
+        use_cache=use_cache,
         max_new_tokens=num_tokens,
         pad_token_id=0,
         return_dict_in_generate=True,

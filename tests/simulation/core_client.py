@@ -19,13 +19,8 @@ from tokenloom.engine_core.kv_transfer.failpoints import Failpoints
 from tokenloom.engine_core.kv_transfer.kv_messages import KVCall, KVEvent
 from tokenloom.engine_core.kv_transfer.kv_service import KVService
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
-from tokenloom.engine_core.wire.messages import (
-    AcceptTokens,
-    CoreReady,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    UtilityCall,
-)
+from tokenloom.engine_core.wire.handshake import CoreReady
+from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 
 from .plan import Plan
 

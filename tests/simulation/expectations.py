@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import grpc
 
-from tokenloom.request.errors import RequestLost, ResourceExhausted, TokenloomError
+from tokenloom.request.errors import EngineKiller, RequestLost, ResourceExhausted, TokenloomError
 
 from .load import Answer
 from .plan import Fault, Plan
@@ -14,6 +14,8 @@ ENDS_REQUESTS = {("crash", "gateway")}
 have no effect on any answer."""
 PATIENT_SECONDS = 15.0
 """A request with at least so much time is judged: others may end because their time has run out."""
+_ENGINE_DEATHS = ("crash", "core_crash", "hang")
+"""Kinds of faults that an engine's core does not survive."""
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -23,14 +25,20 @@ def must_complete(plan: Plan, happened: Sequence[Fault], answer: Answer) -> bool
         return False
     if isinstance(answer.error, ResourceExhausted) and not any(answer.tokens):
         return False  # refused at its arrival, because few blocks make a long queue
+    if isinstance(answer.error, EngineKiller) and is_allowed(answer.error, happened, answer):
+        return False  # both engines happened to run no other request
     if plan.num_gateways == 1 and any(_has_gateway(fault) for fault in happened):
         return False  # no other gateway takes what the only one refuses
+    if answer.was_cut and any(_concerns(fault, "output_processor") for fault in happened):
+        return False  # its gateway may move it while it is sought
     return not any(_ends_requests(fault) and fault.target in answer.gateways for fault in happened)
 
 
 def is_allowed(error: TokenloomError, happened: Sequence[Fault], answer: Answer) -> bool:
     """Return whether a client may get this error of a fault: it says that another try may succeed. An answer whose
-    gateway and output processor were both lost is lost."""
+    gateway and output processor were both lost is lost; a request may be blamed for two deaths of engines."""
+    if isinstance(error, EngineKiller):
+        return sum(fault.kind in _ENGINE_DEATHS and _concerns(fault, "engine") for fault in happened) > 1
     if isinstance(error, RequestLost):
         return len(answer.gateways) > 1 and any(_concerns(fault, "output_processor") for fault in happened)
     return error.code in _RETRYABLE

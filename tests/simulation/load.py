@@ -7,7 +7,7 @@ from typing import TypeVar
 from tokenloom.request.errors import TokenloomError
 from tokenloom.services.gateway.generation.claim import NEW, Claim
 from tokenloom.services.gateway.generation.delivered import Delivered, Position
-from tokenloom.services.gateway.generation.generation import Generator
+from tokenloom.services.gateway.generation.generator import Generator
 from tokenloom.services.gateway.generation.job import Job
 from tokenloom.services.gateway.mesh.collector import Delta
 from tokenloom.services.gateway.tenants.tenant import NO_TENANT
@@ -42,6 +42,7 @@ class Answer:
         ended_at: Virtual seconds; None while it runs.
         was_cancelled: The client went away.
         lost_gateway: Its gateway died, or none was there.
+        was_cut: Its connection to a gateway that lives has ended.
     """
 
     ask: Ask
@@ -55,6 +56,7 @@ class Answer:
     ended_at: float | None = None
     was_cancelled: bool = False
     lost_gateway: bool = False
+    was_cut: bool = False
 
     @property
     def seconds(self) -> float:
@@ -101,7 +103,7 @@ class Client:
         return next((part for part in in_turn if part.is_serving), None)
 
     async def _ask(self, gateway: Part) -> bool:
-        """Ask a gateway, or let it continue the answer. Return False if the gateway was lost."""
+        """Ask a gateway, or let it continue the answer. Return False if the gateway, or the connection, was lost."""
         process = gateway.process
         assert process is not None
         self.answer.gateways.append(gateway.name)
@@ -110,7 +112,16 @@ class Client:
             await asyncio.sleep(_LOOK_SECONDS)
             if process.is_dead and not asking.done():
                 return False
+            if self._must_cut() and asking.cancel():
+                self.answer.was_cut = True
+                await asyncio.wait([asking])
+                return False
         return True
+
+    def _must_cut(self) -> bool:
+        """Return whether the connection ends now: once, although the gateway lives."""
+        answer, seconds = self.answer, self.answer.ask.cut_after
+        return seconds is not None and not answer.was_cut and self._loop.time() >= answer.began_at + seconds
 
     async def _record(self, generator: Generator) -> None:
         answer, seconds = self.answer, self.answer.ask.cancel_after

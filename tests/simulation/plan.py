@@ -1,7 +1,7 @@
 """Draws what happens in one run from its seed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from .reference import Expected, expected
@@ -19,6 +19,7 @@ class Ask:
         expected: What each sample must be.
         gateway: Index of the gateway that it prefers.
         resumes: The client continues its answer on another gateway when its own is lost.
+        cut_after: Seconds after which the client's connection to its gateway ends, so that it resumes; None: never.
     """
 
     at: float
@@ -32,6 +33,7 @@ class Ask:
     seed: int = 0
     gateway: int = 0
     resumes: bool = False
+    cut_after: float | None = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tupl
     prompt = prefix + _draw_ids(random, random.randrange(*lengths))
     max_tokens = random.randrange(1, 24)
     stop = _draw_stop(random, prompt, max_tokens) if random.random() < 0.25 else ()
-    return Ask(
+    ask = Ask(
         at=at,
         prompt=prompt,
         max_tokens=max_tokens,
@@ -158,6 +160,9 @@ def _draw_ask(random: Random, prefixes: Sequence[tuple[int, ...]], lengths: tupl
         gateway=random.randrange(num_gateways),
         resumes=random.random() < 0.5,
     )
+    of_connection = Random(ask.seed)  # so that the other draws do not depend on it
+    is_cut = ask.resumes and ask.cancel_after is None and of_connection.random() < 0.5
+    return replace(ask, cut_after=of_connection.uniform(0.0, 0.6)) if is_cut else ask
 
 
 def _draw_stop(random: Random, prompt: tuple[int, ...], max_tokens: int) -> tuple[str, ...]:

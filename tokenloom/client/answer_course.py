@@ -59,6 +59,8 @@ class AnswerCourse:
         self._cause: errors.TokenloomError | None = None
         """Why the answer is resumed."""
         self._request_id = ""
+        self._is_over = False
+        """Whether the mesh has ended the answer, or was asked to."""
         self._restart()
 
     @property
@@ -92,13 +94,30 @@ class AnswerCourse:
 
     def end(self) -> None:
         """Note that the answer is complete."""
+        self._is_over = True
         self._retries.succeeded()
+
+    def cancellation(self) -> inference_pb2.InferenceCancelRequest | None:
+        """Return what ends the request at the mesh when the caller leaves; None if it has ended or ends with its
+        call."""
+        if self._is_over or not self._may_resume:
+            return None
+        self._is_over = True
+        if self._request_id:
+            return inference_pb2.InferenceCancelRequest(request_id=self._request_id)
+        return inference_pb2.InferenceCancelRequest(idempotency_key=self._key)
 
     def failed(self, error: errors.TokenloomError, *, was_cut: bool) -> float:
         """Return after how many seconds :meth:`next_call` may be made. Raises the final error.
 
         ``was_cut``: the connection ended the call, not the mesh.
         """
+        self._is_over = not was_cut
+        wait = self._wait_after(error, was_cut=was_cut)
+        self._is_over = False
+        return wait
+
+    def _wait_after(self, error: errors.TokenloomError, *, was_cut: bool) -> float:
         if was_cut and error.retry_after is None:
             error = errors.Unavailable("The connection to the gateway was lost; retry.")
         failures, self._failures = self._failures, self._failures + 1

@@ -15,6 +15,7 @@ from tokenloom.v1 import inference_pb2, inference_pb2_grpc
 
 from . import connection
 from .answer_course import AnswerCourse, NextCall
+from .async_cancellations import CLOSE_SECONDS, AsyncCancellations
 from .async_responses import AsyncResponses, Call
 from .async_session import AsyncSession
 from .client_request import chat_request, check_streamed, prompt_request
@@ -82,6 +83,7 @@ class AsyncClient:
         self._metadata = connection.metadata(api_key)
         self._timeout = timeout
         self._retries = retries or Retries()
+        self._cancellations = AsyncCancellations()
 
     async def models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the served models."""
@@ -122,6 +124,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """End every call. Idempotent."""
+        await self._cancellations.close()
         for channel in self._channels:
             await channel.close()
 
@@ -155,13 +158,19 @@ class AsyncClient:
     ) -> tuple[AnswerCourse, AsyncResponses]:
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=may_restart)
-        return course, AsyncResponses(course, self._open)
+        self._cancellations.prepare()
+        return course, AsyncResponses(course, self._open, self._cancel)
 
     def _open(self, call: NextCall, seconds: float) -> tuple[Call, Callable[[], object]]:
         stub, metadata = self._gateways.current, (*self._metadata, *call.metadata)
         is_new = isinstance(call.request, inference_pb2.GenerateRequest)
         method: Any = stub.Generate if is_new else stub.Resume
         return method(call.request, timeout=seconds, metadata=metadata), partial(self._gateways.leave, stub)
+
+    def _cancel(self, request: inference_pb2.InferenceCancelRequest) -> None:
+        """End a request at the mesh, without waiting for it."""
+        stub: Any = self._gateways.current
+        self._cancellations.add(partial(stub.Cancel, request, timeout=CLOSE_SECONDS, metadata=self._metadata))
 
     async def _retrying(self, attempt: Callable[[Any, float], Awaitable[T]], timeout: float | None) -> T:
         """Retry ``attempt``, which receives the stub of a gateway and the seconds that are left."""

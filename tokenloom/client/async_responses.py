@@ -16,24 +16,29 @@ Call: TypeAlias = grpc.aio.UnaryStreamCall[
 ]
 Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
 """Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
+Cancel: TypeAlias = Callable[[inference_pb2.InferenceCancelRequest], object]
+"""Ends a request at the mesh; does not wait, and may be called from ``__del__``."""
 
 
 class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
     """Yields each response of an answer once. Raises any of :mod:`errors`."""
 
-    def __init__(self, course: AnswerCourse, open_call: Open) -> None:
+    def __init__(self, course: AnswerCourse, open_call: Open, cancel: Cancel) -> None:
         self._course = course
         self._open = open_call
+        self._cancel = cancel
         self._leave_gateway: Callable[[], object] = str
         self._call: Call | None = None
         self._reading: AsyncIterator[inference_pb2.GenerateResponse] | None = None
         self._is_closed = False
+        self._has_called = False
 
     async def __anext__(self) -> inference_pb2.GenerateResponse:
         while True:
             if self._is_closed:
                 raise errors.Cancelled("The request was cancelled.")
             if self._reading is None:
+                self._has_called = True
                 self._call, self._leave_gateway = self._open(self._course.next_call(), self._course.seconds_left)
                 self._reading = aiter(self._call)
             try:
@@ -52,10 +57,17 @@ class AsyncResponses(AsyncIterator[inference_pb2.GenerateResponse]):
         self._is_closed = True
         if self._call is not None:
             self._call.cancel()
+        self._withdraw()
 
     def __del__(self) -> None:
         if self._call is not None and not self._call.done():
             self._call.cancel()  # the call itself is part of a cycle, and would live until that is collected
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """End the request at the mesh, which would keep it for a while after its call."""
+        if self._has_called and (request := self._course.cancellation()) is not None:
+            self._cancel(request)
 
     async def _recover(self, failed: grpc.aio.AioRpcError) -> None:
         """Wait until the next call may be made. Raises the final error."""

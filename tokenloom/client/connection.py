@@ -25,8 +25,9 @@ def channel_options(address: str) -> list[tuple[str, int | str]]:
         # Limits an attempt to connect: a gateway that restarts leaves its clients waiting for so long.
         ("grpc.min_reconnect_backoff_ms", 10_000),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        # A gateway that is silent while it should be streaming is noticed within 15 s.
-        ("grpc.keepalive_time_ms", 10_000),
+        # A gateway that is silent while it should be streaming is noticed within 10 s, while the mesh still keeps the
+        # request of a connection that broke (`--keep-disconnected-requests`).
+        ("grpc.keepalive_time_ms", 5_000),
         ("grpc.keepalive_timeout_ms", 5_000),
     ]
     if address.startswith("unix:"):

@@ -1,5 +1,6 @@
 """Implements the blocking client."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from .client_request import chat_request, check_streamed, prompt_request
 from .options import ChatArguments, Message, Prompt, PromptArguments, takes
 from .results import Chunk, ChunkReader, Collector, Generation, Model, read_model
 from .retries import Retries
+from .sync_cancellations import CLOSE_SECONDS, SyncCancellations
 from .sync_responses import Call, Responses
 from .sync_session import Session
 
@@ -75,6 +77,7 @@ class Client:
         self._metadata = connection.metadata(api_key)
         self._timeout = timeout
         self._retries = retries or Retries()
+        self._cancellations = SyncCancellations()
 
     def models(self, *, timeout: float | None = None) -> list[Model]:
         """Return the served models."""
@@ -114,6 +117,7 @@ class Client:
 
     def close(self) -> None:
         """End every call. Idempotent."""
+        self._cancellations.close()
         for channel in self._channels:
             channel.close()
 
@@ -145,13 +149,19 @@ class Client:
     ) -> tuple[AnswerCourse, Responses]:
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         course = AnswerCourse(request, self._retries, deadline, time.monotonic, may_restart=may_restart)
-        return course, Responses(course, self._open)
+        self._cancellations.prepare()
+        return course, Responses(course, self._open, self._cancel)
 
     def _open(self, call: NextCall, seconds: float) -> tuple[Call, Callable[[], object]]:
         stub, metadata = self._gateways.current, (*self._metadata, *call.metadata)
         is_new = isinstance(call.request, inference_pb2.GenerateRequest)
         method: Any = stub.Generate if is_new else stub.Resume
         return method(call.request, timeout=seconds, metadata=metadata), partial(self._gateways.leave, stub)
+
+    def _cancel(self, request: inference_pb2.InferenceCancelRequest) -> None:
+        """End a request at the mesh, without waiting for it."""
+        send = partial(self._gateways.current.Cancel, request, timeout=CLOSE_SECONDS, metadata=self._metadata)
+        self._cancellations.add(partial(_ignoring_errors, send))
 
     def _retrying(self, attempt: Callable[[Any, float], T], timeout: float | None) -> T:
         """Retry ``attempt``, which receives the stub of a gateway and the seconds that are left."""
@@ -180,3 +190,9 @@ def _channel(address: str, secret: grpc.ChannelCredentials | None) -> grpc.Chann
 
 def _translated(error: grpc.RpcError) -> errors.TokenloomError:
     return errors.from_rpc(cast(grpc.Call, error))  # as every error of a call is
+
+
+def _ignoring_errors(send: Callable[[], object]) -> None:
+    # A gateway of an earlier release has no such method: it has cancelled the request with its call.
+    with contextlib.suppress(grpc.RpcError, ValueError):  # ValueError: the channel is closed
+        send()

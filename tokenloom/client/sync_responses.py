@@ -14,23 +14,28 @@ from .answer_course import AnswerCourse, NextCall
 Call: TypeAlias = "grpc._CallIterator[inference_pb2.GenerateResponse]"
 Open: TypeAlias = Callable[[NextCall, float], tuple[Call, Callable[[], object]]]
 """Makes a call with a limit in seconds; returns it, and what reports that its gateway failed."""
+Cancel: TypeAlias = Callable[[inference_pb2.InferenceCancelRequest], object]
+"""Ends a request at the mesh; does not wait, and may be called from ``__del__``."""
 
 
 class Responses(Iterator[inference_pb2.GenerateResponse]):
     """Yields each response of an answer once. Raises any of :mod:`errors`."""
 
-    def __init__(self, course: AnswerCourse, open_call: Open) -> None:
+    def __init__(self, course: AnswerCourse, open_call: Open, cancel: Cancel) -> None:
         self._course = course
         self._open = open_call
+        self._cancel = cancel
         self._leave_gateway: Callable[[], object] = str
         self._call: Call | None = None
         self._is_closed = False
+        self._has_called = False
 
     def __next__(self) -> inference_pb2.GenerateResponse:
         while True:
             if self._is_closed:
                 raise errors.Cancelled("The request was cancelled.")
             if self._call is None:
+                self._has_called = True
                 self._call, self._leave_gateway = self._open(self._course.next_call(), self._course.seconds_left)
             try:
                 response = next(self._call)
@@ -48,6 +53,9 @@ class Responses(Iterator[inference_pb2.GenerateResponse]):
         self._is_closed = True
         if self._call is not None:
             self._call.cancel()
+        # The mesh would keep the request for a while after its call.
+        if self._has_called and (request := self._course.cancellation()) is not None:
+            self._cancel(request)
 
     def __del__(self) -> None:
         self.close()

@@ -21,7 +21,8 @@
     │   └── GatewayLeaving     503  the gateway shuts down; the answer can be resumed through another one
     ├── DeadlineExceeded       504
     └── Internal               500  a bug; only the log has its cause
-        └── EngineKiller       500  two engines died while they ran only this request
+        ├── EngineKiller       500  two engines died while they ran only this request
+        └── OutputProcessorKiller   500  three output processors ended while they ran only this request
 
 Messages reach clients, so they hold no path, address or traceback. Inside the mesh an error travels as
 ``types_pb2.Error`` (in a shared stream) or as a gRPC status with google.rpc details.
@@ -60,8 +61,19 @@ class TokenloomError(Exception):
     http_status: int = 500
     openai_type: str = "server_error"
     reason: str = "INTERNAL"
+    is_final: bool = False
+    """Whether the caller must not send the same request again: it would fail again, or do harm again. Such an error
+    never has RetryInfo, and over HTTP the header ``x-should-retry: false``, which OpenAI's clients obey."""
 
-    def __init_subclass__(cls, *, code: grpc.StatusCode | None = None, http: int = 0, openai: str = "") -> None:
+    def __init_subclass__(
+        cls,
+        *,
+        code: grpc.StatusCode | None = None,
+        http: int = 0,
+        openai: str = "",
+        is_final: bool | None = None,
+    ) -> None:
+        cls.is_final = cls.is_final if is_final is None else is_final
         cls.code, cls.http_status, cls.openai_type = (
             code or cls.code,
             http or cls.http_status,
@@ -81,7 +93,7 @@ _Code = grpc.StatusCode
 _WRONG = "invalid_request_error"
 
 
-class InvalidArgument(TokenloomError, code=_Code.INVALID_ARGUMENT, http=400, openai=_WRONG):
+class InvalidArgument(TokenloomError, code=_Code.INVALID_ARGUMENT, http=400, openai=_WRONG, is_final=True):
     """The request is wrong; a retry will not help."""
 
 
@@ -93,15 +105,19 @@ class BodyChanged(InvalidArgument, http=422):
     """The request that the caller resumes or repeats was begun with another body."""
 
 
-class Unauthenticated(TokenloomError, code=_Code.UNAUTHENTICATED, http=401, openai="authentication_error"):
+class Unauthenticated(
+    TokenloomError, code=_Code.UNAUTHENTICATED, http=401, openai="authentication_error", is_final=True
+):
     """The credentials are missing or wrong."""
 
 
-class PermissionDenied(TokenloomError, code=_Code.PERMISSION_DENIED, http=403, openai="permission_error"):
+class PermissionDenied(
+    TokenloomError, code=_Code.PERMISSION_DENIED, http=403, openai="permission_error", is_final=True
+):
     """The caller is known but not allowed to do this."""
 
 
-class NotFound(TokenloomError, code=_Code.NOT_FOUND, http=404, openai="not_found_error"):
+class NotFound(TokenloomError, code=_Code.NOT_FOUND, http=404, openai="not_found_error", is_final=True):
     """The requested object does not exist."""
 
 
@@ -113,7 +129,7 @@ class RequestLost(NotFound):
     """The request that the caller resumes is not known, or not any more. The caller may send it again as a new one."""
 
 
-class FailedPrecondition(TokenloomError, code=_Code.FAILED_PRECONDITION, http=400, openai=_WRONG):
+class FailedPrecondition(TokenloomError, code=_Code.FAILED_PRECONDITION, http=400, openai=_WRONG, is_final=True):
     """The call is not possible in the current state; a mere retry does not help."""
 
 
@@ -121,11 +137,11 @@ class Aborted(TokenloomError, code=_Code.ABORTED, http=409):
     """A newer caller of the same name has replaced this one."""
 
 
-class Unimplemented(TokenloomError, code=_Code.UNIMPLEMENTED, http=400, openai=_WRONG):
+class Unimplemented(TokenloomError, code=_Code.UNIMPLEMENTED, http=400, openai=_WRONG, is_final=True):
     """This version does not implement this part of the contract."""
 
 
-class Cancelled(TokenloomError, code=_Code.CANCELLED, http=499):
+class Cancelled(TokenloomError, code=_Code.CANCELLED, http=499, is_final=True):
     """The caller disconnected or cancelled the request."""
 
 
@@ -174,8 +190,8 @@ class GatewayLeaving(Unavailable):
     """The gateway that streams the answer shuts down; the caller can resume the answer through another one."""
 
 
-class DeadlineExceeded(TokenloomError, code=_Code.DEADLINE_EXCEEDED, http=504, openai="timeout_error"):
-    """The deadline of the request has passed."""
+class DeadlineExceeded(TokenloomError, code=_Code.DEADLINE_EXCEEDED, http=504, openai="timeout_error", is_final=True):
+    """The deadline of the request has passed. A client that retried it would make an overload worse."""
 
 
 class Internal(TokenloomError, code=_Code.INTERNAL):
@@ -185,8 +201,12 @@ class Internal(TokenloomError, code=_Code.INTERNAL):
         super().__init__(message, field)
 
 
-class EngineKiller(Internal):
+class EngineKiller(Internal, is_final=True):
     """Two engines died while they ran only this request, so it is not given to a third one."""
+
+
+class OutputProcessorKiller(Internal, is_final=True):
+    """Three output processors ended while they ran only this request, so it is not given to a fourth one."""
 
 
 def _tree(cls: type[TokenloomError]) -> Iterator[type[TokenloomError]]:
@@ -229,7 +249,7 @@ def to_proto(error: BaseException) -> types_pb2.Error:
     proto = types_pb2.Error(
         code=error.code.value[0], message=error.message, reason=error.reason, field=error.field or ""
     )
-    if error.retry_after is not None:
+    if error.retry_after is not None and not error.is_final:
         proto.retry_after.CopyFrom(_duration(error.retry_after))
     return proto
 
@@ -248,7 +268,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if error.retry_after is not None:
+    if error.retry_after is not None and not error.is_final:
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=_duration(error.retry_after)))
     if isinstance(error, RateLimitExceeded):
         quota = error_details_pb2.QuotaFailure.Violation(subject=error.limit, description=error.message)

@@ -15,7 +15,7 @@ struct HeadsArgs {
   const int64_t* slots;    // [T]
   void *keys, *values;     // [num_blocks, num_kv_heads, block_size, cache_head_size], zeros behind D
   int64_t num_tokens, num_heads, num_kv_heads, head_size, cache_head_size, block_size;
-  float eps;
+  float eps, shift;        // shift: added to each weight
   int32_t is_bf16, num_threads;
 };
 
@@ -37,28 +37,29 @@ float inverse_rms(const T* x, int64_t n, float eps) {
 
 template <class T>
 void add_norm_rows(T* residual, const T* delta, const T* weight, T* out, int64_t rows, int64_t n, float eps,
-                   int threads) {
+                   float shift, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * n > SMALL)
   for (int64_t r = 0; r < rows; ++r) {
     T *x = residual + r * n, *y = out + r * n;
     if (delta)
       for (int64_t i = 0; i < n; i += LANES) store(x + i, load(x + i, n - i) + load(delta + r * n + i, n - i), n - i);
     const float scale = inverse_rms(x, n, eps);
-    for (int64_t i = 0; i < n; i += LANES) store(y + i, load(x + i, n - i) * scale * load(weight + i, n - i), n - i);
+    for (int64_t i = 0; i < n; i += LANES) store(y + i, load(x + i, n - i) * scale * (load(weight + i, n - i) + shift), n - i);
   }
 }
 
 // Dimension i turns with i + D / 2.
 template <class T>
-void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin, T* out, int64_t size, float eps) {
+void norm_rotate(const T* x, const T* weight, const float* cos, const float* sin, T* out, int64_t size, float eps,
+                 float shift) {
   const float scale = weight ? inverse_rms(x, size, eps) : 1.f;
   const int64_t half = size / 2;
   for (int64_t i = 0; i < half; i += LANES) {
     const int64_t n = half - i;
     Vec a = load(x + i, n) * scale, b = load(x + half + i, n) * scale;
     if (weight) {
-      a *= load(weight + i, n);
-      b *= load(weight + half + i, n);
+      a *= load(weight + i, n) + shift;
+      b *= load(weight + half + i, n) + shift;
     }
     const Vec c = load(cos + i, n), s = load(sin + i, n);
     store(out + i, a * c - b * s, n);
@@ -77,33 +78,44 @@ void rotate_rows(const HeadsArgs& a) {
     for (int64_t h = 0; h < H + K; ++h) {
       const int64_t place = ((block * K + h - H) * a.block_size + offset) * a.cache_head_size;
       T *x = row + h * D, *out = h < H ? x : (T*)a.keys + place;
-      norm_rotate(x, a.weights ? (const T*)a.weights + h * D : nullptr, cos, sin, out, D, a.eps);
+      norm_rotate(x, a.weights ? (const T*)a.weights + h * D : nullptr, cos, sin, out, D, a.eps, a.shift);
       if (h >= H) memcpy((T*)a.values + place, x + K * D, D * sizeof(T));
     }
   }
 }
 
-template <class T>
-void silu_mul_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {
+// x * sigmoid(x)
+struct Silu {
+  static Vec of(Vec x) { return x / (1.f + exponential(-x)); }
+};
+
+// The approximation of x * (the normal distribution's share below x) by a hyperbolic tangent, written as a sigmoid.
+struct Gelu {
+  static Vec of(Vec x) { return x / (1.f + exponential(x * (x * x * -0.07135481627f - 1.59576912161f))); }
+};
+
+template <class Activation, class T>
+void gate_rows(const T* gate_up, T* out, int64_t rows, int64_t n, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows > 1 && rows * n > SMALL)
   for (int64_t r = 0; r < rows; ++r) {
     const T *gate = gate_up + 2 * r * n, *up = gate + n;
     for (int64_t i = 0; i < n; i += LANES) {
-      const Vec g = load(gate + i, n - i);
-      store(out + r * n + i, g / (1.f + exponential(-g)) * load(up + i, n - i), n - i);
+      store(out + r * n + i, Activation::of(load(gate + i, n - i)) * load(up + i, n - i), n - i);
     }
   }
 }
 
 }  // namespace
 
-// residual += delta (if there is one); out = residual / rms(residual) * weight.
+// residual += delta (if there is one); out = residual / rms(residual) * (weight + shift).
 extern "C" void add_norm(int32_t is_bf16, void* residual, const void* delta, const void* weight, void* out,
-                         int64_t rows, int64_t size, float eps, int32_t threads) {
+                         int64_t rows, int64_t size, float eps, float shift, int32_t threads) {
   if (is_bf16)
-    add_norm_rows((BF16*)residual, (const BF16*)delta, (const BF16*)weight, (BF16*)out, rows, size, eps, threads);
+    add_norm_rows((BF16*)residual, (const BF16*)delta, (const BF16*)weight, (BF16*)out, rows, size, eps, shift,
+                  threads);
   else
-    add_norm_rows((float*)residual, (const float*)delta, (const float*)weight, (float*)out, rows, size, eps, threads);
+    add_norm_rows((float*)residual, (const float*)delta, (const float*)weight, (float*)out, rows, size, eps, shift,
+                  threads);
 }
 
 // Norm (if there is one) and rotation of queries and keys; keys and values into their slots.
@@ -111,10 +123,20 @@ extern "C" void rotate_and_write(const HeadsArgs* args) {
   args->is_bf16 ? rotate_rows<BF16>(*args) : rotate_rows<float>(*args);
 }
 
+template <class Activation>
+static void gate(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
+  if (is_bf16)
+    gate_rows<Activation>((const BF16*)gate_up, (BF16*)out, rows, size, threads);
+  else
+    gate_rows<Activation>((const float*)gate_up, (float*)out, rows, size, threads);
+}
+
 // out = silu(gate) * up of [rows, 2 * size] gates and ups side by side.
 extern "C" void silu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
-  if (is_bf16)
-    silu_mul_rows((const BF16*)gate_up, (BF16*)out, rows, size, threads);
-  else
-    silu_mul_rows((const float*)gate_up, (float*)out, rows, size, threads);
+  gate<Silu>(is_bf16, gate_up, out, rows, size, threads);
+}
+
+// The same with gelu, approximated by a hyperbolic tangent.
+extern "C" void gelu_mul(int32_t is_bf16, const void* gate_up, void* out, int64_t rows, int64_t size, int32_t threads) {
+  gate<Gelu>(is_bf16, gate_up, out, rows, size, threads);
 }

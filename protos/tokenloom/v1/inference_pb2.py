@@ -26,53 +26,57 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from tokenloom.v1 import types_pb2 as tokenloom_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctokenloom/v1/inference.proto\x12\x0ctokenloom.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18tokenloom/v1/types.proto\"\xc0\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.tokenloom.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.tokenloom.v1.ChatPromptH\x00\x12*\n\x05parts\x18\x13 \x01(\x0b\x32\x19.tokenloom.v1.PromptPartsH\x00\x12\x35\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0fuser_request_id\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x17\n\x0freturn_timeline\x18\x0c \x01(\x08\x12\t\n\x01n\x18\r \x01(\r\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12*\n\x1dspaces_between_special_tokens\x18\x0f \x01(\x08H\x02\x88\x01\x01\x12\x17\n\ndetokenize\x18\x10 \x01(\x08H\x03\x88\x01\x01\x12\x17\n\x0fstream_interval\x18\x11 \x01(\r\x12#\n\x16truncate_prompt_tokens\x18\x12 \x01(\rH\x04\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x14 \x01(\x08H\x05\x88\x01\x01\x12\x1f\n\x17return_prompt_token_ids\x18\x15 \x01(\x08\x12-\n\x0b\x62\x65\x61m_search\x18\x16 \x01(\x0b\x32\x18.tokenloom.v1.BeamSearch\x12\x11\n\tresumable\x18\x17 \x01(\x08\x42\x08\n\x06promptB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\r\n\x0b_detokenizeB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"\x8d\x01\n\x16InferenceResumeRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.tokenloom.v1.GenerateRequest\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\tpositions\x18\x03 \x03(\x0b\x32\x1c.tokenloom.v1.OutputPosition\"w\n\x0eOutputPosition\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0btext_length\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x1b\n\x13num_prompt_logprobs\x18\x05 \x01(\r\"<\n\nBeamSearch\x12\x1b\n\x0elength_penalty\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_length_penalty\"6\n\x0bPromptParts\x12\'\n\x05parts\x18\x01 \x03(\x0b\x32\x18.tokenloom.v1.PromptPart\"S\n\nPromptPart\x12+\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x16.tokenloom.v1.TokenIdsH\x00\x12\x10\n\x06\x65mbeds\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xeb\x02\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.tokenloom.v1.ChatMessage\x12\x30\n\x0ftemplate_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12!\n\x05tools\x18\x04 \x03(\x0b\x32\x12.tokenloom.v1.Tool\x12-\n\x0btool_choice\x18\x05 \x01(\x0b\x32\x18.tokenloom.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18\x07 \x01(\x08H\x02\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_callsB\x14\n\x12_include_reasoning\":\n\x04Tool\x12*\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x16.tokenloom.v1.FunctionH\x00\x42\x06\n\x04kind\"A\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"X\n\nToolChoice\x12,\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.tokenloom.v1.ToolChoiceModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"\x8f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.tokenloom.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"D\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12,\n\x08\x66unction\x18\x02 \x01(\x0b\x32\x1a.tokenloom.v1.FunctionCall\"/\n\x0c\x46unctionCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\"\xcf\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x13\n\x0btoken_index\x18\x05 \x01(\r\x12(\n\x08logprobs\x18\x06 \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\x12\x31\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1a.tokenloom.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x08 \x01(\t\x12\"\n\x05usage\x18\t \x01(\x0b\x32\x13.tokenloom.v1.Usage\x12(\n\x08timeline\x18\n \x01(\x0b\x32\x16.tokenloom.v1.Timeline\x12/\n\x0fprompt_logprobs\x18\x0b \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\x12\x18\n\x10prompt_token_ids\x18\x0c \x03(\r\x12\x11\n\treasoning\x18\r \x01(\t\x12/\n\ntool_calls\x18\x0e \x03(\x0b\x32\x1b.tokenloom.v1.ToolCallDelta\x12\x13\n\x0btext_length\x18\x0f \x01(\x04\"X\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12,\n\x08\x66unction\x18\x03 \x01(\x0b\x32\x1a.tokenloom.v1.FunctionCall\"\x84\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1d\n\x10reasoning_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_reasoning_tokens\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.tokenloom.v1.Model\",\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x32\xd1\x02\n\tInference\x12K\n\x08Generate\x12\x1d.tokenloom.v1.GenerateRequest\x1a\x1e.tokenloom.v1.GenerateResponse0\x01\x12P\n\x06Resume\x12$.tokenloom.v1.InferenceResumeRequest\x1a\x1e.tokenloom.v1.GenerateResponse0\x01\x12T\n\x0fGenerateSession\x12\x1d.tokenloom.v1.GenerateRequest\x1a\x1e.tokenloom.v1.GenerateResponse(\x01\x30\x01\x12O\n\nListModels\x12\x1f.tokenloom.v1.ListModelsRequest\x1a .tokenloom.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctokenloom/v1/inference.proto\x12\x0ctokenloom.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18tokenloom/v1/types.proto\"\xc0\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.tokenloom.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.tokenloom.v1.ChatPromptH\x00\x12*\n\x05parts\x18\x13 \x01(\x0b\x32\x19.tokenloom.v1.PromptPartsH\x00\x12\x35\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x07 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x08 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0fuser_request_id\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x17\n\x0freturn_timeline\x18\x0c \x01(\x08\x12\t\n\x01n\x18\r \x01(\r\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12*\n\x1dspaces_between_special_tokens\x18\x0f \x01(\x08H\x02\x88\x01\x01\x12\x17\n\ndetokenize\x18\x10 \x01(\x08H\x03\x88\x01\x01\x12\x17\n\x0fstream_interval\x18\x11 \x01(\r\x12#\n\x16truncate_prompt_tokens\x18\x12 \x01(\rH\x04\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x14 \x01(\x08H\x05\x88\x01\x01\x12\x1f\n\x17return_prompt_token_ids\x18\x15 \x01(\x08\x12-\n\x0b\x62\x65\x61m_search\x18\x16 \x01(\x0b\x32\x18.tokenloom.v1.BeamSearch\x12\x11\n\tresumable\x18\x17 \x01(\x08\x42\x08\n\x06promptB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\r\n\x0b_detokenizeB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"\x8d\x01\n\x16InferenceResumeRequest\x12.\n\x07request\x18\x01 \x01(\x0b\x32\x1d.tokenloom.v1.GenerateRequest\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12/\n\tpositions\x18\x03 \x03(\x0b\x32\x1c.tokenloom.v1.OutputPosition\"w\n\x0eOutputPosition\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x13\n\x0btext_length\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12\x1b\n\x13num_prompt_logprobs\x18\x05 \x01(\r\"Q\n\x16InferenceCancelRequest\x12\x14\n\nrequest_id\x18\x01 \x01(\tH\x00\x12\x19\n\x0fidempotency_key\x18\x02 \x01(\tH\x00\x42\x06\n\x04name\"\x19\n\x17InferenceCancelResponse\"<\n\nBeamSearch\x12\x1b\n\x0elength_penalty\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_length_penalty\"6\n\x0bPromptParts\x12\'\n\x05parts\x18\x01 \x03(\x0b\x32\x18.tokenloom.v1.PromptPart\"S\n\nPromptPart\x12+\n\ttoken_ids\x18\x01 \x01(\x0b\x32\x16.tokenloom.v1.TokenIdsH\x00\x12\x10\n\x06\x65mbeds\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\xeb\x02\n\nChatPrompt\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.tokenloom.v1.ChatMessage\x12\x30\n\x0ftemplate_kwargs\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12!\n\x05tools\x18\x04 \x03(\x0b\x32\x12.tokenloom.v1.Tool\x12-\n\x0btool_choice\x18\x05 \x01(\x0b\x32\x18.tokenloom.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x06 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x11include_reasoning\x18\x07 \x01(\x08H\x02\x88\x01\x01\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_callsB\x14\n\x12_include_reasoning\":\n\x04Tool\x12*\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x16.tokenloom.v1.FunctionH\x00\x42\x06\n\x04kind\"A\n\x08\x46unction\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"X\n\nToolChoice\x12,\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.tokenloom.v1.ToolChoiceModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"\x8f\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12*\n\ntool_calls\x18\x04 \x03(\x0b\x32\x16.tokenloom.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"D\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12,\n\x08\x66unction\x18\x02 \x01(\x0b\x32\x1a.tokenloom.v1.FunctionCall\"/\n\x0c\x46unctionCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\"\xcf\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x13\n\x0btoken_index\x18\x05 \x01(\r\x12(\n\x08logprobs\x18\x06 \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\x12\x31\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x1a.tokenloom.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x08 \x01(\t\x12\"\n\x05usage\x18\t \x01(\x0b\x32\x13.tokenloom.v1.Usage\x12(\n\x08timeline\x18\n \x01(\x0b\x32\x16.tokenloom.v1.Timeline\x12/\n\x0fprompt_logprobs\x18\x0b \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\x12\x18\n\x10prompt_token_ids\x18\x0c \x03(\r\x12\x11\n\treasoning\x18\r \x01(\t\x12/\n\ntool_calls\x18\x0e \x03(\x0b\x32\x1b.tokenloom.v1.ToolCallDelta\x12\x13\n\x0btext_length\x18\x0f \x01(\x04\"X\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12,\n\x08\x66unction\x18\x03 \x01(\x0b\x32\x1a.tokenloom.v1.FunctionCall\"\x84\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1d\n\x10reasoning_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x13\n\x11_reasoning_tokens\"\x13\n\x11ListModelsRequest\"9\n\x12ListModelsResponse\x12#\n\x06models\x18\x01 \x03(\x0b\x32\x13.tokenloom.v1.Model\",\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x32\xa8\x03\n\tInference\x12K\n\x08Generate\x12\x1d.tokenloom.v1.GenerateRequest\x1a\x1e.tokenloom.v1.GenerateResponse0\x01\x12P\n\x06Resume\x12$.tokenloom.v1.InferenceResumeRequest\x1a\x1e.tokenloom.v1.GenerateResponse0\x01\x12U\n\x06\x43\x61ncel\x12$.tokenloom.v1.InferenceCancelRequest\x1a%.tokenloom.v1.InferenceCancelResponse\x12T\n\x0fGenerateSession\x12\x1d.tokenloom.v1.GenerateRequest\x1a\x1e.tokenloom.v1.GenerateResponse(\x01\x30\x01\x12O\n\nListModels\x12\x1f.tokenloom.v1.ListModelsRequest\x1a .tokenloom.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tokenloom.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCHOICEMODE']._serialized_start=3071
-  _globals['_TOOLCHOICEMODE']._serialized_end=3206
+  _globals['_TOOLCHOICEMODE']._serialized_start=3181
+  _globals['_TOOLCHOICEMODE']._serialized_end=3316
   _globals['_GENERATEREQUEST']._serialized_start=103
   _globals['_GENERATEREQUEST']._serialized_end=935
   _globals['_INFERENCERESUMEREQUEST']._serialized_start=938
   _globals['_INFERENCERESUMEREQUEST']._serialized_end=1079
   _globals['_OUTPUTPOSITION']._serialized_start=1081
   _globals['_OUTPUTPOSITION']._serialized_end=1200
-  _globals['_BEAMSEARCH']._serialized_start=1202
-  _globals['_BEAMSEARCH']._serialized_end=1262
-  _globals['_PROMPTPARTS']._serialized_start=1264
-  _globals['_PROMPTPARTS']._serialized_end=1318
-  _globals['_PROMPTPART']._serialized_start=1320
-  _globals['_PROMPTPART']._serialized_end=1403
-  _globals['_CHATPROMPT']._serialized_start=1406
-  _globals['_CHATPROMPT']._serialized_end=1769
-  _globals['_TOOL']._serialized_start=1771
-  _globals['_TOOL']._serialized_end=1829
-  _globals['_FUNCTION']._serialized_start=1831
-  _globals['_FUNCTION']._serialized_end=1896
-  _globals['_TOOLCHOICE']._serialized_start=1898
-  _globals['_TOOLCHOICE']._serialized_end=1986
-  _globals['_CHATMESSAGE']._serialized_start=1989
-  _globals['_CHATMESSAGE']._serialized_end=2132
-  _globals['_TOOLCALL']._serialized_start=2134
-  _globals['_TOOLCALL']._serialized_end=2202
-  _globals['_FUNCTIONCALL']._serialized_start=2204
-  _globals['_FUNCTIONCALL']._serialized_end=2251
-  _globals['_GENERATERESPONSE']._serialized_start=2254
-  _globals['_GENERATERESPONSE']._serialized_end=2717
-  _globals['_TOOLCALLDELTA']._serialized_start=2719
-  _globals['_TOOLCALLDELTA']._serialized_end=2807
-  _globals['_USAGE']._serialized_start=2810
-  _globals['_USAGE']._serialized_end=2942
-  _globals['_LISTMODELSREQUEST']._serialized_start=2944
-  _globals['_LISTMODELSREQUEST']._serialized_end=2963
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2965
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3022
-  _globals['_MODEL']._serialized_start=3024
-  _globals['_MODEL']._serialized_end=3068
-  _globals['_INFERENCE']._serialized_start=3209
-  _globals['_INFERENCE']._serialized_end=3546
+  _globals['_INFERENCECANCELREQUEST']._serialized_start=1202
+  _globals['_INFERENCECANCELREQUEST']._serialized_end=1283
+  _globals['_INFERENCECANCELRESPONSE']._serialized_start=1285
+  _globals['_INFERENCECANCELRESPONSE']._serialized_end=1310
+  _globals['_BEAMSEARCH']._serialized_start=1312
+  _globals['_BEAMSEARCH']._serialized_end=1372
+  _globals['_PROMPTPARTS']._serialized_start=1374
+  _globals['_PROMPTPARTS']._serialized_end=1428
+  _globals['_PROMPTPART']._serialized_start=1430
+  _globals['_PROMPTPART']._serialized_end=1513
+  _globals['_CHATPROMPT']._serialized_start=1516
+  _globals['_CHATPROMPT']._serialized_end=1879
+  _globals['_TOOL']._serialized_start=1881
+  _globals['_TOOL']._serialized_end=1939
+  _globals['_FUNCTION']._serialized_start=1941
+  _globals['_FUNCTION']._serialized_end=2006
+  _globals['_TOOLCHOICE']._serialized_start=2008
+  _globals['_TOOLCHOICE']._serialized_end=2096
+  _globals['_CHATMESSAGE']._serialized_start=2099
+  _globals['_CHATMESSAGE']._serialized_end=2242
+  _globals['_TOOLCALL']._serialized_start=2244
+  _globals['_TOOLCALL']._serialized_end=2312
+  _globals['_FUNCTIONCALL']._serialized_start=2314
+  _globals['_FUNCTIONCALL']._serialized_end=2361
+  _globals['_GENERATERESPONSE']._serialized_start=2364
+  _globals['_GENERATERESPONSE']._serialized_end=2827
+  _globals['_TOOLCALLDELTA']._serialized_start=2829
+  _globals['_TOOLCALLDELTA']._serialized_end=2917
+  _globals['_USAGE']._serialized_start=2920
+  _globals['_USAGE']._serialized_end=3052
+  _globals['_LISTMODELSREQUEST']._serialized_start=3054
+  _globals['_LISTMODELSREQUEST']._serialized_end=3073
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3075
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3132
+  _globals['_MODEL']._serialized_start=3134
+  _globals['_MODEL']._serialized_end=3178
+  _globals['_INFERENCE']._serialized_start=3319
+  _globals['_INFERENCE']._serialized_end=3743
 # @@protoc_insertion_point(module_scope)

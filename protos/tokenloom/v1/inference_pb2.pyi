@@ -94,6 +94,18 @@ class OutputPosition(_message.Message):
     num_prompt_logprobs: int
     def __init__(self, index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., text_length: _Optional[int] = ..., finished: _Optional[bool] = ..., num_prompt_logprobs: _Optional[int] = ...) -> None: ...
 
+class InferenceCancelRequest(_message.Message):
+    __slots__ = ("request_id", "idempotency_key")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    idempotency_key: str
+    def __init__(self, request_id: _Optional[str] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class InferenceCancelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class BeamSearch(_message.Message):
     __slots__ = ("length_penalty",)
     LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]

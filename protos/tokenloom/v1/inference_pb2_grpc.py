@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    """The public API over gRPC. The deadline of a call is the request's. Cancelling the call aborts its request, unless the request can be resumed
+    (see Cancel). Errors carry google.rpc details:
     BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
@@ -46,6 +47,11 @@ class InferenceStub:
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.InferenceResumeRequest.SerializeToString,
                 response_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/tokenloom.v1.Inference/Cancel',
+                request_serializer=tokenloom_dot_v1_dot_inference__pb2.InferenceCancelRequest.SerializeToString,
+                response_deserializer=tokenloom_dot_v1_dot_inference__pb2.InferenceCancelResponse.FromString,
+                _registered_method=True)
         self.GenerateSession = channel.stream_stream(
                 '/tokenloom.v1.Inference/GenerateSession',
                 request_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
@@ -59,7 +65,8 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    """The public API over gRPC. The deadline of a call is the request's. Cancelling the call aborts its request, unless the request can be resumed
+    (see Cancel). Errors carry google.rpc details:
     BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
@@ -71,11 +78,19 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
-        token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
-        then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
-        or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
-        ABORTED.
+        """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
+        does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
+        (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
+        output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends a request that can be resumed, at once. A gateway cannot distinguish a cancelled call from a lost connection, so it keeps such a request
+        for a while (15 s, unless configured otherwise) after its call has ended without an answer. Other requests end with their calls. Succeeds
+        whether or not the request is known; any gateway may be asked.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +126,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=tokenloom_dot_v1_dot_inference__pb2.InferenceResumeRequest.FromString,
                     response_serializer=tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=tokenloom_dot_v1_dot_inference__pb2.InferenceCancelRequest.FromString,
+                    response_serializer=tokenloom_dot_v1_dot_inference__pb2.InferenceCancelResponse.SerializeToString,
+            ),
             'GenerateSession': grpc.stream_stream_rpc_method_handler(
                     servicer.GenerateSession,
                     request_deserializer=tokenloom_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
@@ -130,7 +150,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    """The public API over gRPC. The deadline of a call is the request's. Cancelling the call aborts its request, unless the request can be resumed
+    (see Cancel). Errors carry google.rpc details:
     BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
@@ -178,6 +199,33 @@ class Inference:
             '/tokenloom.v1.Inference/Resume',
             tokenloom_dot_v1_dot_inference__pb2.InferenceResumeRequest.SerializeToString,
             tokenloom_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tokenloom.v1.Inference/Cancel',
+            tokenloom_dot_v1_dot_inference__pb2.InferenceCancelRequest.SerializeToString,
+            tokenloom_dot_v1_dot_inference__pb2.InferenceCancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

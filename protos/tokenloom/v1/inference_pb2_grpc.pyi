@@ -27,7 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceStub:
-    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    """The public API over gRPC. The deadline of a call is the request's. Cancelling the call aborts its request, unless the request can be resumed
+    (see Cancel). Errors carry google.rpc details:
     BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
@@ -38,11 +39,15 @@ class InferenceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
     Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.InferenceResumeRequest, _inference_pb2.GenerateResponse]
-    """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
-    token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
-    then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
-    or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
-    ABORTED.
+    """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
+    does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
+    (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
+    output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+    """
+    Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.InferenceCancelRequest, _inference_pb2.InferenceCancelResponse]
+    """Ends a request that can be resumed, at once. A gateway cannot distinguish a cancelled call from a lost connection, so it keeps such a request
+    for a while (15 s, unless configured otherwise) after its call has ended without an answer. Other requests end with their calls. Succeeds
+    whether or not the request is known; any gateway may be asked.
     """
     GenerateSession: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
@@ -55,7 +60,8 @@ class InferenceStub:
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
-    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    """The public API over gRPC. The deadline of a call is the request's. Cancelling the call aborts its request, unless the request can be resumed
+    (see Cancel). Errors carry google.rpc details:
     BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
@@ -63,11 +69,15 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates text and streams it. Each index ends with its finish reason; the last message has the usage."""
     Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.InferenceResumeRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
-    token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
-    then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
-    or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
-    ABORTED.
+    """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
+    does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
+    (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
+    output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+    """
+    Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.InferenceCancelRequest, _inference_pb2.InferenceCancelResponse]  # type: ignore[assignment]
+    """Ends a request that can be resumed, at once. A gateway cannot distinguish a cancelled call from a lost connection, so it keeps such a request
+    for a while (15 s, unless configured otherwise) after its call has ended without an answer. Other requests end with their calls. Succeeds
+    whether or not the request is known; any gateway may be asked.
     """
     GenerateSession: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Streams input: a prompt that continues after it was answered. Each request is a turn, which appends its text or token_ids to everything
@@ -79,7 +89,8 @@ class InferenceAsyncStub(InferenceStub):
     """Lists the models that a request can name."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
-    """The public API over gRPC. The deadline of a call is the request's; cancelling the call aborts the request. Errors carry google.rpc details:
+    """The public API over gRPC. The deadline of a call is the request's. Cancelling the call aborts its request, unless the request can be resumed
+    (see Cancel). Errors carry google.rpc details:
     BadRequest names the field, RetryInfo says when to retry, QuotaFailure names the limit of the tenant that was reached.
     """
 
@@ -97,11 +108,21 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.InferenceResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Continues an answer of Generate whose stream broke because its gateway was lost: any gateway streams what the caller does not have, every
-        token and character once. The request must have been sent with resumable or an idempotency key. Cancelling a call ends its request, which
-        then cannot be resumed. NOT_FOUND (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled,
-        or its output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with
-        ABORTED.
+        """Continues an answer of Generate whose stream broke because its gateway or the connection to it was lost: any gateway streams what the caller
+        does not have, every token and character once. The request must have been sent with resumable or an idempotency key. NOT_FOUND
+        (REQUEST_LOST) if the request is not known: it was never resumable, has ended too long ago, was cancelled, was not resumed in time, or its
+        output processor was lost together with its gateway; send it again with Generate. A call that still streams the answer ends with ABORTED.
+        """
+
+    @_abc_1.abstractmethod
+    def Cancel(
+        self,
+        request: _inference_pb2.InferenceCancelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.InferenceCancelResponse, _abc.Awaitable[_inference_pb2.InferenceCancelResponse]]:
+        """Ends a request that can be resumed, at once. A gateway cannot distinguish a cancelled call from a lost connection, so it keeps such a request
+        for a while (15 s, unless configured otherwise) after its call has ended without an answer. Other requests end with their calls. Succeeds
+        whether or not the request is known; any gateway may be asked.
         """
 
     @_abc_1.abstractmethod

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tokenloom.v1 import types_pb2 as tokenloom_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tokenloom/v1/output_processor.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokenloom/v1/types.proto\"\xa4\x01\n\x0cProcessInput\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12$\n\x06submit\x18\x02 \x03(\x0b\x32\x14.tokenloom.v1.Submit\x12$\n\x06resume\x18\x03 \x03(\x0b\x32\x14.tokenloom.v1.Resume\x12\x14\n\x0c\x63\x61ncel_slots\x18\x04 \x03(\r\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\"\xc5\x04\n\x06Submit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.tokenloom.v1.Prompt\x12\x1b\n\x13\x62lock_hash_prefixes\x18\x04 \x03(\x06\x12\x15\n\rengine_deaths\x18\x07 \x01(\r\x12\x37\n\x0fsampling_params\x18\x08 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParamsH\x00\x12\'\n\x04text\x18\t \x01(\x0b\x32\x19.tokenloom.v1.TextOptions\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0bnum_samples\x18\x0e \x01(\r\x12*\n\x07timeout\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12=\n\rtrace_headers\x18\r \x03(\x0b\x32&.tokenloom.v1.Submit.TraceHeadersEntry\x12-\n\x08journals\x18\x0f \x03(\x0b\x32\x1b.tokenloom.v1.SampleJournal\x12\x1b\n\x13num_prompt_logprobs\x18\x10 \x01(\r\x12\x11\n\ttake_over\x18\x11 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\x0c\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04taskJ\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07\"f\n\rSampleJournal\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1a\n\x12\x65mitted_text_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"\x88\x02\n\x0bTextOptions\x12\x0c\n\x04stop\x18\x01 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x02 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\ndetokenize\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x17\n\x0fstream_interval\x18\x06 \x01(\rB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\r\n\x0b_detokenize\"\xa1\x01\n\x06Resume\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12/\n\tpositions\x18\x06 \x03(\x0b\x32\x1c.tokenloom.v1.SamplePosition\x12\x13\n\x0bnum_samples\x18\x07 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\x0cJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"V\n\x0eSamplePosition\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1a\n\x12\x65mitted_text_bytes\x18\x03 \x01(\x04\"\xb0\x02\n\x0cProcessFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12\x0c\n\x04slot\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x03(\t\x12\x13\n\x0btoken_index\x18\x04 \x03(\r\x12\x12\n\nnum_tokens\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12/\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1d.tokenloom.v1.RequestFinished\x12\x30\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1e.tokenloom.v1.SlotTextLogprobs\x12\x1a\n\x12\x65ngine_death_slots\x18\t \x03(\r\x12\x14\n\x0csample_index\x18\n \x03(\r\x12\x0f\n\x07leaving\x18\x0b \x01(\x08\"\x9f\x02\n\x0fRequestFinished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.tokenloom.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12(\n\x08timeline\x18\x08 \x01(\x0b\x32\x16.tokenloom.v1.Timeline\x12\"\n\x05\x65rror\x18\t \x01(\x0b\x32\x13.tokenloom.v1.Error\x12\x14\n\x0csample_index\x18\n \x01(\r\"\xc3\x01\n\x10SlotTextLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12(\n\x08logprobs\x18\x04 \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\x12\x14\n\x0csampled_text\x18\x05 \x03(\x0c\x12\x12\n\ntoken_text\x18\x06 \x03(\x0c\x12\x14\n\x0csample_index\x18\x07 \x01(\r\x12\x12\n\nfirst_text\x18\x08 \x01(\x0c\x32X\n\x0fOutputProcessor\x12\x45\n\x07Process\x12\x1a.tokenloom.v1.ProcessInput\x1a\x1a.tokenloom.v1.ProcessFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#tokenloom/v1/output_processor.proto\x12\x0ctokenloom.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tokenloom/v1/types.proto\"\xd0\x01\n\x0cProcessInput\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12$\n\x06submit\x18\x02 \x03(\x0b\x32\x14.tokenloom.v1.Submit\x12$\n\x06resume\x18\x03 \x03(\x0b\x32\x14.tokenloom.v1.Resume\x12\x14\n\x0c\x63\x61ncel_slots\x18\x04 \x03(\r\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\x12*\n\x08withdraw\x18\x06 \x03(\x0b\x32\x18.tokenloom.v1.Withdrawal\"0\n\nWithdrawal\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\xc5\x04\n\x06Submit\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12$\n\x06prompt\x18\x03 \x01(\x0b\x32\x14.tokenloom.v1.Prompt\x12\x1b\n\x13\x62lock_hash_prefixes\x18\x04 \x03(\x06\x12\x15\n\rengine_deaths\x18\x07 \x01(\r\x12\x37\n\x0fsampling_params\x18\x08 \x01(\x0b\x32\x1c.tokenloom.v1.SamplingParamsH\x00\x12\'\n\x04text\x18\t \x01(\x0b\x32\x19.tokenloom.v1.TextOptions\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0bnum_samples\x18\x0e \x01(\r\x12*\n\x07timeout\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12=\n\rtrace_headers\x18\r \x03(\x0b\x32&.tokenloom.v1.Submit.TraceHeadersEntry\x12-\n\x08journals\x18\x0f \x03(\x0b\x32\x1b.tokenloom.v1.SampleJournal\x12\x1b\n\x13num_prompt_logprobs\x18\x10 \x01(\r\x12\x11\n\ttake_over\x18\x11 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x12 \x01(\x0c\x1a\x33\n\x11TraceHeadersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04taskJ\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07\"f\n\rSampleJournal\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1a\n\x12\x65mitted_text_bytes\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\"\x88\x02\n\x0bTextOptions\x12\x0c\n\x04stop\x18\x01 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x02 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x12*\n\x1dspaces_between_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\ndetokenize\x18\x05 \x01(\x08H\x02\x88\x01\x01\x12\x17\n\x0fstream_interval\x18\x06 \x01(\rB\x16\n\x14_skip_special_tokensB \n\x1e_spaces_between_special_tokensB\r\n\x0b_detokenize\"\xa1\x01\n\x06Resume\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12/\n\tpositions\x18\x06 \x03(\x0b\x32\x1c.tokenloom.v1.SamplePosition\x12\x13\n\x0bnum_samples\x18\x07 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\x0cJ\x04\x08\x04\x10\x05J\x04\x08\x05\x10\x06\"V\n\x0eSamplePosition\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1a\n\x12\x65mitted_text_bytes\x18\x03 \x01(\x04\"\xb0\x02\n\x0cProcessFrame\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x13.tokenloom.v1.Hello\x12\x0c\n\x04slot\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x03(\t\x12\x13\n\x0btoken_index\x18\x04 \x03(\r\x12\x12\n\nnum_tokens\x18\x05 \x03(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12/\n\x08\x66inished\x18\x07 \x03(\x0b\x32\x1d.tokenloom.v1.RequestFinished\x12\x30\n\x08logprobs\x18\x08 \x03(\x0b\x32\x1e.tokenloom.v1.SlotTextLogprobs\x12\x1a\n\x12\x65ngine_death_slots\x18\t \x03(\r\x12\x14\n\x0csample_index\x18\n \x03(\r\x12\x0f\n\x07leaving\x18\x0b \x01(\x08\"\x9f\x02\n\x0fRequestFinished\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12*\n\x06reason\x18\x02 \x01(\x0e\x32\x1a.tokenloom.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12(\n\x08timeline\x18\x08 \x01(\x0b\x32\x16.tokenloom.v1.Timeline\x12\"\n\x05\x65rror\x18\t \x01(\x0b\x32\x13.tokenloom.v1.Error\x12\x14\n\x0csample_index\x18\n \x01(\r\"\xc3\x01\n\x10SlotTextLogprobs\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x0e\n\x06prompt\x18\x02 \x01(\x08\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12(\n\x08logprobs\x18\x04 \x01(\x0b\x32\x16.tokenloom.v1.Logprobs\x12\x14\n\x0csampled_text\x18\x05 \x03(\x0c\x12\x12\n\ntoken_text\x18\x06 \x03(\x0c\x12\x14\n\x0csample_index\x18\x07 \x01(\r\x12\x12\n\nfirst_text\x18\x08 \x01(\x0c\x32X\n\x0fOutputProcessor\x12\x45\n\x07Process\x12\x1a.tokenloom.v1.ProcessInput\x1a\x1a.tokenloom.v1.ProcessFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,25 +36,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMIT_TRACEHEADERSENTRY']._loaded_options = None
   _globals['_SUBMIT_TRACEHEADERSENTRY']._serialized_options = b'8\001'
   _globals['_PROCESSINPUT']._serialized_start=112
-  _globals['_PROCESSINPUT']._serialized_end=276
-  _globals['_SUBMIT']._serialized_start=279
-  _globals['_SUBMIT']._serialized_end=860
-  _globals['_SUBMIT_TRACEHEADERSENTRY']._serialized_start=789
-  _globals['_SUBMIT_TRACEHEADERSENTRY']._serialized_end=840
-  _globals['_SAMPLEJOURNAL']._serialized_start=862
-  _globals['_SAMPLEJOURNAL']._serialized_end=964
-  _globals['_TEXTOPTIONS']._serialized_start=967
-  _globals['_TEXTOPTIONS']._serialized_end=1231
-  _globals['_RESUME']._serialized_start=1234
-  _globals['_RESUME']._serialized_end=1395
-  _globals['_SAMPLEPOSITION']._serialized_start=1397
-  _globals['_SAMPLEPOSITION']._serialized_end=1483
-  _globals['_PROCESSFRAME']._serialized_start=1486
-  _globals['_PROCESSFRAME']._serialized_end=1790
-  _globals['_REQUESTFINISHED']._serialized_start=1793
-  _globals['_REQUESTFINISHED']._serialized_end=2080
-  _globals['_SLOTTEXTLOGPROBS']._serialized_start=2083
-  _globals['_SLOTTEXTLOGPROBS']._serialized_end=2278
-  _globals['_OUTPUTPROCESSOR']._serialized_start=2280
-  _globals['_OUTPUTPROCESSOR']._serialized_end=2368
+  _globals['_PROCESSINPUT']._serialized_end=320
+  _globals['_WITHDRAWAL']._serialized_start=322
+  _globals['_WITHDRAWAL']._serialized_end=370
+  _globals['_SUBMIT']._serialized_start=373
+  _globals['_SUBMIT']._serialized_end=954
+  _globals['_SUBMIT_TRACEHEADERSENTRY']._serialized_start=883
+  _globals['_SUBMIT_TRACEHEADERSENTRY']._serialized_end=934
+  _globals['_SAMPLEJOURNAL']._serialized_start=956
+  _globals['_SAMPLEJOURNAL']._serialized_end=1058
+  _globals['_TEXTOPTIONS']._serialized_start=1061
+  _globals['_TEXTOPTIONS']._serialized_end=1325
+  _globals['_RESUME']._serialized_start=1328
+  _globals['_RESUME']._serialized_end=1489
+  _globals['_SAMPLEPOSITION']._serialized_start=1491
+  _globals['_SAMPLEPOSITION']._serialized_end=1577
+  _globals['_PROCESSFRAME']._serialized_start=1580
+  _globals['_PROCESSFRAME']._serialized_end=1884
+  _globals['_REQUESTFINISHED']._serialized_start=1887
+  _globals['_REQUESTFINISHED']._serialized_end=2174
+  _globals['_SLOTTEXTLOGPROBS']._serialized_start=2177
+  _globals['_SLOTTEXTLOGPROBS']._serialized_end=2372
+  _globals['_OUTPUTPROCESSOR']._serialized_start=2374
+  _globals['_OUTPUTPROCESSOR']._serialized_end=2462
 # @@protoc_insertion_point(module_scope)

@@ -11,18 +11,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ProcessInput(_message.Message):
-    __slots__ = ("hello", "submit", "resume", "cancel_slots", "credit")
+    __slots__ = ("hello", "submit", "resume", "cancel_slots", "credit", "withdraw")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     CANCEL_SLOTS_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAW_FIELD_NUMBER: _ClassVar[int]
     hello: _types_pb2.Hello
     submit: _containers.RepeatedCompositeFieldContainer[Submit]
     resume: _containers.RepeatedCompositeFieldContainer[Resume]
     cancel_slots: _containers.RepeatedScalarFieldContainer[int]
     credit: int
-    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ...) -> None: ...
+    withdraw: _containers.RepeatedCompositeFieldContainer[Withdrawal]
+    def __init__(self, hello: _Optional[_Union[_types_pb2.Hello, _Mapping]] = ..., submit: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., resume: _Optional[_Iterable[_Union[Resume, _Mapping]]] = ..., cancel_slots: _Optional[_Iterable[int]] = ..., credit: _Optional[int] = ..., withdraw: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ...) -> None: ...
+
+class Withdrawal(_message.Message):
+    __slots__ = ("request_id", "tenant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("slot", "request_id", "prompt", "block_hash_prefixes", "engine_deaths", "sampling_params", "text", "tenant", "priority", "num_samples", "timeout", "trace_headers", "journals", "num_prompt_logprobs", "take_over", "fingerprint")

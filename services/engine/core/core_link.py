@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from tokenloom.engine_core.client.async_core_client import AsyncClient
 from tokenloom.engine_core.errors import EngineDeadError, UtilityError
-from tokenloom.engine_core.wire.messages import AcceptTokens, CoreReady, EngineCoreOutputs
+from tokenloom.engine_core.wire.handshake import CoreReady
+from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutputs
 from tokenloom.request.errors import FailedPrecondition, TokenloomError, TryElsewhere, Unavailable
 from tokenloom.services.runtime.telemetry.logs import RequestLog
 from tokenloom.services.runtime.telemetry.tracing import Tracer

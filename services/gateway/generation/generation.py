@@ -1,30 +1,20 @@
-"""Runs a request, whichever API it came through: prepares it, submits it and collects its output."""
+"""Holds a request in work: sends its prompts to output processors, and counts its output."""
 
-import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
-from random import Random
+from collections.abc import Callable, Sequence
 
 from tokenloom.request import errors
 from tokenloom.request.reasoning import ReasoningMarks
-from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tracer
 from tokenloom.v1 import inference_pb2, output_processor_pb2, types_pb2
 
 from ..mesh.collector import Collector, Delta, Outlet
-from ..mesh.mesh_view import MeshLoad, MeshView
 from ..mesh.output_pool import Cancel, OutputPool
-from ..mesh.tokenizer_client import TokenizerClient
 from ..metrics import GatewayMetrics, RequestWatch
-from .admission import Admission, Place
 from .beam_outputs import BeamTexts
 from .beam_run import BeamRun
 from .claim import NEW, Claim
-from .job import Job
 from .outputs_reasoning import OutputsReasoning
-from .preparation import Prepared, Preparer
-from .request_cost import DEFAULT_MAX_VALUES
-from .request_trace import traced
+from .preparation import Prepared
 
 
 class Generation:
@@ -172,11 +162,15 @@ class Generation:
             self.prompt_logprobs[delta.index // self.num_samples] += delta.prompt_logprobs
         self._watch.output(delta)
 
+    def fail(self, error: errors.TokenloomError) -> None:
+        """End the call with an error. Not for a beam search."""
+        assert isinstance(self._collector, Collector), "a beam search cannot be resumed"
+        self._collector.fail(error)
+
     def leave(self) -> None:
         """End the call and leave its request running, for the client to resume through another gateway."""
         self._cancels.clear()
-        assert isinstance(self._collector, Collector), "a beam search cannot be resumed"
-        self._collector.fail(errors.GatewayLeaving("The gateway shuts down; resume the answer.", retry_after=0.0))
+        self.fail(errors.GatewayLeaving("The gateway shuts down; resume the answer.", retry_after=0.0))
 
     def close(self) -> None:
         """Cancel what still runs."""
@@ -188,115 +182,3 @@ def _prompt_ids(submit: output_processor_pb2.Submit) -> Sequence[int]:
     """Return the prompt's token ids, without a reference to its embeddings, which may be large."""
     token_ids = submit.prompt.token_ids
     return list(token_ids) if submit.prompt.embeds else token_ids
-
-
-class Generator:
-    """Admits requests and runs them."""
-
-    def __init__(
-        self,
-        tokenizers: TokenizerClient,
-        mesh: MeshView,
-        outputs: OutputPool,
-        metrics: GatewayMetrics,
-        admission: Admission,
-        *,
-        default_timeout: float,
-        most_urgent_priority: int = 0,
-        max_request_values: int = DEFAULT_MAX_VALUES,
-        tracer: Tracer | None = None,
-        model: str = "",
-        reasoning_marks: ReasoningMarks | None = None,
-        random: Random,
-        clock: Callable[[], int],
-    ) -> None:
-        """Args:
-        most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
-        max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
-        model: Its name in traces.
-        reasoning_marks: The marks around the model's reasoning; None: they are not known.
-        random: Draws the ids of requests, and the seeds of those that have none.
-        clock: Returns nanoseconds.
-        """
-        self._random = random
-        self._tracer = tracer
-        self._model = model
-        self._reasoning_marks = reasoning_marks
-        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, random, clock, max_request_values)
-        self._mesh = mesh
-        self._outputs = outputs
-        self._texts = BeamTexts(tokenizers)
-        self._metrics = metrics
-        self._admission = admission
-        self._default_timeout = default_timeout
-        self._resumable: dict[Generation, None] = {}  # in order of arrival; bounded by what is admitted
-
-    @property
-    def num_live(self) -> int:
-        """Outputs that clients wait for."""
-        return self._admission.num_live
-
-    @property
-    def mesh_load(self) -> MeshLoad:
-        """The engines' load, as last reported."""
-        return self._mesh.load()
-
-    @asynccontextmanager
-    async def open(
-        self, job: Job, trace_headers: Headers = NO_HEADERS, claim: Claim = NEW
-    ) -> AsyncIterator[Generation]:
-        """Run a generation for the length of the ``async with``; cancel it at the end if it still runs.
-
-        Args:
-            trace_headers: Of the trace that the client has begun.
-            claim: Which request of the mesh it is.
-
-        Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
-        """
-        if job.beam_search is not None and claim.fingerprint:
-            raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
-        timeout = min(job.timeout or self._default_timeout, self._default_timeout)
-        tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
-        with self._admission.admit(job, timeout) as place, tracing as trace:
-            try:
-                async with asyncio.timeout(timeout):
-                    is_search = job.beam_search is not None
-                    generation = await self._begin(job, place, claim)
-                    del job  # the client's texts, which may be large, must not live as long as its answer
-                    if trace is not None:
-                        trace.outcome = generation
-                    try:
-                        if not is_search:
-                            generation.submit(self._outputs, timeout=timeout)
-                        else:
-                            generation.search(self._outputs, self._texts, timeout=timeout)
-                        if claim.fingerprint:
-                            self._resumable[generation] = None
-                        await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
-                        yield generation
-                    finally:
-                        self._resumable.pop(generation, None)
-                        generation.close()
-                        place.num_output_tokens = generation.num_computed_tokens
-            except TimeoutError:
-                raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
-
-    async def end_of_present(self) -> None:
-        """Return when the generations that are open now have ended; new ones are still admitted."""
-        await self._admission.end_of_present()
-
-    def leave_resumable(self) -> None:
-        """End the calls whose clients can continue through another gateway."""
-        for generation in tuple(self._resumable):
-            generation.leave()
-
-    async def drain(self) -> None:
-        """Refuse new generations, and return when none is open."""
-        await self._admission.drain()
-
-    async def _begin(self, job: Job, place: Place, claim: Claim) -> Generation:
-        """Prepare a request and reserve its tokens."""
-        prepared = await self._preparer.prepare(job)
-        place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
-        request_id = self._random.randbytes(16).hex()
-        return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output, claim)

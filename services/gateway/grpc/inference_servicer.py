@@ -15,7 +15,8 @@ from ..assistant.message_plans import MessagePlans
 from ..assistant.parsed_message import MessagePlan, ParsedMessage
 from ..generation.claim import NEW, Claim
 from ..generation.delivered import Delivered
-from ..generation.generation import Generation, Generator
+from ..generation.generation import Generation
+from ..generation.generator import Generator
 from ..generation.job import Job
 from ..health import MeshHealth
 from ..http.endpoint import check_model
@@ -24,7 +25,7 @@ from ..tenants.call_tenant import call_tenant
 from ..tenants.tenant_share import TenantShare
 from ..tenants.tenant_shares import TenantShares
 from .inference_request import InputSession, read_request
-from .resumption import read_claim, read_resumption
+from .resumption import read_cancellation, read_claim, read_resumption
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -72,6 +73,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             claim, delivered = read_resumption(request)
             await _echo_id(original, context)
             await self._answer(original, job, plan, context, claim=claim, delivered=delivered)
+
+    async def Cancel(
+        self, request: inference_pb2.InferenceCancelRequest, context: Context
+    ) -> inference_pb2.InferenceCancelResponse:
+        tenant = call_tenant()
+        self._generator.cancel(read_cancellation(request, tenant), tenant.name)
+        return inference_pb2.InferenceCancelResponse()
 
     async def GenerateSession(  # type: ignore[override]
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context

@@ -37,5 +37,14 @@ def read_resumption(request: inference_pb2.InferenceResumeRequest) -> tuple[Clai
     return Claim(request.request_id, _fingerprint(request.request), resumes=True), Delivered(positions)
 
 
+def read_cancellation(request: inference_pb2.InferenceCancelRequest, tenant: Tenant) -> str:
+    """Return the id of the request that a call of Cancel names. Raises ``InvalidArgument`` naming the field."""
+    if request.WhichOneof("name") == "idempotency_key":
+        return claim_key(tenant.name, request.idempotency_key, b"", "idempotency_key").request_id
+    if not is_request_id(request.request_id):
+        raise InvalidArgument("request_id must be that of the answer to cancel", "request_id")
+    return request.request_id
+
+
 def _fingerprint(request: inference_pb2.GenerateRequest) -> bytes:
     return fingerprint("Generate", request.SerializeToString(deterministic=True))

@@ -12,7 +12,8 @@ from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, pi
 
 from ..generation.claim import Claim
 from ..generation.delivered import Delivered
-from ..generation.generation import Generation, Generator
+from ..generation.generation import Generation
+from ..generation.generator import Generator
 from ..generation.job import Job
 from ..mesh.collector import Delta
 from ..openai.chat import ChatAnswer, ChatApi

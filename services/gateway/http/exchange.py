@@ -226,7 +226,9 @@ class Exchange:
 
 
 def _headers(error: errors.TokenloomError) -> Headers:
-    if error.retry_after is not None:
+    if error.is_final:
+        yield b"x-should-retry", b"false"
+    elif error.retry_after is not None:
         yield b"retry-after", str(math.ceil(error.retry_after)).encode()
     if isinstance(error, errors.Unauthenticated):
         yield b"www-authenticate", b"Bearer"

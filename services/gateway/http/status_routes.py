@@ -9,7 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tokenloom.v1 import coordinator_pb2, types_pb2
 
-from ..generation.generation import Generator
+from ..generation.generator import Generator
 from ..health import MeshHealth
 from ..mesh.mesh_view import MeshView
 from .app import Handler, Routes

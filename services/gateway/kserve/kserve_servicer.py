@@ -10,7 +10,8 @@ from tokenloom.request import errors
 from tokenloom.v1.kserve import grpc_service_pb2 as pb
 from tokenloom.v1.kserve import grpc_service_pb2_grpc
 
-from ..generation.generation import Generation, Generator
+from ..generation.generation import Generation
+from ..generation.generator import Generator
 from ..health import MeshHealth
 from ..http.endpoint import check_model
 from ..openai.answer import finish_reason

@@ -87,6 +87,11 @@ class ProcessStream:
         if self._slots.pop(slot, None) is not None and not self._ended:
             self._message().cancel_slots.append(slot)
 
+    def withdraw(self, request_id: str, tenant: str) -> None:
+        """End a request that has no slot here, if the output processor has it."""
+        if not self._ended:
+            self._message().withdraw.add(request_id=request_id, tenant=tenant)
+
     def end(self) -> list[Submission]:
         """Detach all requests and return them: the stream is gone, and its late frames reach no collector."""
         self._ended = True

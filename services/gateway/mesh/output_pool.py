@@ -110,6 +110,12 @@ class OutputPool:
         self._seek(submission)
         return partial(self._cancel, submission)
 
+    def withdraw(self, request_id: str, tenant: str) -> None:
+        """End a request of another gateway, or of none, that its client does not want any more."""
+        for link in self._links:  # it may have moved from the output processor that its id names
+            if link.stream is not None:
+                link.stream.withdraw(request_id, tenant)
+
     def on_open(self) -> None:
         """Send the requests that wait."""
         self._wake.set()

@@ -158,7 +158,8 @@ class Submission:
             message = "The output processor handling this request became unavailable, and its prompt was too large"
             self.fail(errors.Unavailable(f"{message} to be kept for another one; retry."))
         elif self._losses_alone >= MAX_LOSSES_ALONE:
-            self.fail(errors.Internal(f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request."))
+            message = f"{MAX_LOSSES_ALONE} output processors ended while they ran only this request"
+            self.fail(errors.OutputProcessorKiller(f"{message}; report it to the operator before you send it again."))
 
     def refused(self, stream: object, error: errors.TokenloomError) -> None:
         """Note that an output processor refused to run it, or the rest of it."""

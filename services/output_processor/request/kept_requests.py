@@ -95,6 +95,16 @@ class KeptRequests(Generic[R]):
             raise errors.InvalidArgument(message, "num_samples")
         return request
 
+    def withdraw(self, request_id: str, tenant: str) -> None:
+        """End a request that its client does not want any more, and forget it. Nothing happens if it is not known."""
+        request = self._by_id.get(request_id)
+        if request is None or request.tenant != tenant:
+            return
+        if request_id in self._ended:
+            self._forget(request_id)
+        else:
+            request.cancel()
+
     def connect(self, peer: Peer) -> None:
         """Note a gateway's stream, and cancel requests that this incarnation lost: it submits them again."""
         self._connected[peer] = self._connected.get(peer, 0) + 1

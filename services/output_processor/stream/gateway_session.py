@@ -109,6 +109,8 @@ class Session:
         for slot in message.cancel_slots:
             if (group := self._live.get(slot)) is not None:
                 group.cancel()
+        for each in message.withdraw:
+            self._requests.kept.withdraw(each.request_id, each.tenant)
         if message.credit:
             self._credit.grant(message.credit)
             self._wake.set()

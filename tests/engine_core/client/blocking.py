@@ -13,13 +13,8 @@ from tokenloom.engine_core.process.core_io import ENGINE_CORE_DEAD
 from tokenloom.engine_core.process.core_launch import CoreProcess
 from tokenloom.engine_core.wire.array_arena import ArrayArena
 from tokenloom.engine_core.wire.frames import FrameSender, receive_frames
-from tokenloom.engine_core.wire.messages import (
-    CoreReady,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    RequestType,
-    UtilityCall,
-)
+from tokenloom.engine_core.wire.handshake import CoreReady
+from tokenloom.engine_core.wire.messages import EngineCoreOutputs, EngineCoreRequest, RequestType, UtilityCall
 from tokenloom.engine_core.wire.serialization import Decoder, to_raw
 from tokenloom.services.engine.core.core_start import CORE_COMMAND
 

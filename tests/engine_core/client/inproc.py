@@ -20,13 +20,8 @@ from tokenloom.engine_core.kv_transfer.kv_service import KVService
 from tokenloom.engine_core.kv_transfer.kv_thread import KVThread
 from tokenloom.engine_core.kv_transfer.kv_transport import KVTransport
 from tokenloom.engine_core.process.core_io import INPUT_QUEUE_SIZE, InputMessage
-from tokenloom.engine_core.wire.messages import (
-    AcceptTokens,
-    CoreReady,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    UtilityCall,
-)
+from tokenloom.engine_core.wire.handshake import CoreReady
+from tokenloom.engine_core.wire.messages import AcceptTokens, EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from tokenloom.engine_core.wire.serialization import Decoder, encode
 
 

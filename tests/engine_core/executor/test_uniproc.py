@@ -5,7 +5,7 @@ from tests.engine_core.helpers import VOCAB_SIZE, make_config, make_worker
 from tokenloom.engine_core.errors import ExecutorFailedError
 from tokenloom.engine_core.executor.uniproc import UniProcExecutor
 from tokenloom.engine_core.kv_cache.kv_cache_config import KVCacheConfig
-from tokenloom.engine_core.wire.messages import WarmUp
+from tokenloom.engine_core.wire.handshake import WarmUp
 
 
 def test_results_of_calls_by_name_are_plain_data() -> None:

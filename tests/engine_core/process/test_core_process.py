@@ -17,7 +17,8 @@ from tokenloom.engine_core.errors import EngineConfigError, EngineDeadError, Eng
 from tokenloom.engine_core.fake_workers.hash_worker import expected_tokens
 from tokenloom.engine_core.process.core_process import EngineCoreProc
 from tokenloom.engine_core.wire.frames import receive_frames
-from tokenloom.engine_core.wire.messages import CoreInit, EngineCoreOutputs, FinishReason, RequestType
+from tokenloom.engine_core.wire.handshake import CoreInit
+from tokenloom.engine_core.wire.messages import EngineCoreOutputs, FinishReason, RequestType
 from tokenloom.engine_core.wire.serialization import Decoder
 
 ORPHAN_MAKER = """

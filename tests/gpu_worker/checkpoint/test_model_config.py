@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tokenloom.gpu_worker.checkpoint.model_config import ModelConfig, load_model_config
+from tokenloom.gpu_worker.checkpoint.opt_switches import OPTSwitches
+from tokenloom.gpu_worker.layers.rotary import RopeConfig, no_rotation
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,6 +39,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 Load = Callable[..., ModelConfig]
 
 
+OPT: dict[str, Any] = {
+    "architectures": ["OPTForCausalLM"],
+    "dtype": "float32",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """``load(base, asked_dtype, **entries)``: the configuration of ``base`` with these entries changed."""
@@ -58,13 +72,13 @@ def test_shapes(load: Load) -> None:
     assert (config.vocab_size, config.hidden_size, config.max_model_len) == (100, 64, 256)
     assert config.kv_bytes_per_token == 2 * 4 * 2 * 16 * 4
     assert not config.tie_word_embeddings
+    assert load(GPT2).tie_word_embeddings
 
 
 def test_the_cache_holds_heads_of_whole_16s(load: Load) -> None:
     config = load(LLAMA, head_dim=20)
     assert (config.head_size, config.cache_head_size) == (20, 32)
     assert config.kv_bytes_per_token == 2 * 4 * 2 * 32 * 4
-    assert load(GPT2).tie_word_embeddings
 
 
 @pytest.mark.parametrize(
@@ -134,10 +148,81 @@ def test_context(load: Load, entries: dict[str, Any], max_model_len: int) -> Non
             },
             [50, None, 50, None],
         ),
+        ("Gemma2", {"sliding_window": 50}, [50, None, 50, None]),
+        ("Gemma2", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, [None] * 4),
+        ("Gemma3", {"sliding_window": 50}, [50] * 4),
+        ("Gemma3", {"sliding_window": 50, "sliding_window_pattern": 3}, [50, 50, None, 50]),
+        ("Phi3", {}, [None] * 4),
+        ("Phi3", {"sliding_window": 50}, [50] * 4),
+        ("SmolLM3", {"sliding_window": 50}, [None] * 4),
+        ("SmolLM3", {"sliding_window": 50, "use_sliding_window": True}, [None, None, None, 50]),
+        (
+            "SmolLM3",
+            {
+                "sliding_window": 50,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2,
+            },
+            [50, 50, None, None],
+        ),
     ],
 )
 def test_sliding_windows(load: Load, name: str, entries: dict[str, Any], windows: list[int | None]) -> None:
     assert load(architecture(name), **entries).sliding_windows == tuple(windows)
+
+
+def test_gemma_2(load: Load) -> None:
+    config = load(architecture("Gemma2"), query_pre_attn_scalar=64, hidden_act="gelu")
+    assert (config.attention_softcap, config.logit_softcap) == (50.0, 30.0)
+    assert config.attention_scales == (0.125,) * 4
+    assert (config.embedding_scale, config.hidden_act) == (8.0, "gelu_pytorch_tanh")
+    assert config.tie_word_embeddings
+    config = load(architecture("Gemma2"), attn_logit_softcapping=None, final_logit_softcapping=7)
+    assert (config.attention_softcap, config.logit_softcap) == (None, 7.0)
+
+
+def test_the_scale_of_embeddings_is_rounded_to_the_dtype(load: Load) -> None:
+    assert load(architecture("Gemma3"), "bfloat16", hidden_size=3072).embedding_scale == 55.5
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+            }
+        },
+    ],
+)
+def test_layers_of_gemma_3_rotate_as_their_kind_does(load: Load, entries: dict[str, Any]) -> None:
+    """In the spelling of transformers 4 and 5."""
+    local, full = RopeConfig(16, 2e3), RopeConfig(16, 5e5, 8.0)
+    assert load(architecture("Gemma3"), sliding_window_pattern=2, **entries).ropes == (local, full, local, full)
+
+
+def test_defaults_of_gemma_3_s_rotation(load: Load) -> None:
+    assert load(architecture("Gemma3"), sliding_window_pattern=4).ropes == (
+        *[RopeConfig(16, 1e4)] * 3,
+        RopeConfig(16, 1e6),
+    )
+
+
+def test_layers_of_smollm3_that_do_not_rotate(load: Load) -> None:
+    rope, unrotated = RopeConfig(16, 2e6), no_rotation(16)
+    assert load(architecture("SmolLM3")).ropes == (rope, rope, rope, unrotated)
+    assert load(architecture("SmolLM3"), no_rope_layers=[0, 1, 0, 1]).ropes == (unrotated, rope) * 2
+
+
+def test_opt(load: Load) -> None:
+    config = load(OPT, layerdrop=0.1, dropout=0.1, init_std=0.02)
+    assert (config.hidden_size, config.embedding_size, config.intermediate_size) == (64, 64, 96)
+    assert (config.hidden_act, config.max_model_len, config.ropes) == ("relu", 128, ())
+    config = load(OPT, word_embed_proj_dim=32, do_layer_norm_before=False)
+    assert config.embedding_size == 32
+    assert config.opt == OPTSwitches(embedding_size=32, norm_before=False, final_norm=False, norms_have_weights=True)
 
 
 HARMLESS = {
@@ -195,6 +280,25 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "shape that is a boolean": (LLAMA, {"vocab_size": True}, "vocab_size"),
     "eps": (LLAMA, {"rms_norm_eps": -1}, "rms_norm_eps"),
     "flag": (LLAMA, {"mlp_bias": "yes"}, "mlp_bias"),
+    "gemma that looks ahead": (architecture("Gemma3"), {"use_bidirectional_attention": True}, "use_bidirectional"),
+    "gemma 3 with limited scores": (architecture("Gemma3"), {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "gemma's window": (architecture("Gemma2"), {"sliding_window": 0}, "sliding_window"),
+    "gemma's scale": (architecture("Gemma2"), {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+    "rope of an unknown kind": (
+        architecture("Gemma3"),
+        {"rope_parameters": {"chunked_attention": {"rope_type": "default"}}},
+        "chunked_attention",
+    ),
+    "phi3's long rope": (architecture("Phi3"), {"rope_scaling": {"type": "longrope"}}, "type must be one of"),
+    "phi3's other ropes": (architecture("Phi3"), {"rope_parameters": LINEAR}, "rope_parameters is not supported"),
+    "phi3, partly rotated": (architecture("Phi3"), {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
+    "bias that phi3 has not": (architecture("Phi3"), {"attention_bias": True}, "attention_bias"),
+    "window that olmo2 has not": (architecture("Olmo2"), {"sliding_window": 64}, "sliding_window"),
+    "olmo2 by layer": (architecture("Olmo2"), {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    "too few rotations": (architecture("SmolLM3"), {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    "rotations that are no flags": (architecture("SmolLM3"), {"no_rope_layers": [2] * 4}, "no_rope_layers"),
+    "uneven heads of opt": (OPT, {"num_attention_heads": 5}, "num_attention_heads"),
+    "unknown entry of opt": (OPT, {"head_dim": 16}, "head_dim"),
     "missing shape": (GPT2, {"n_positions": None}, "n_positions"),
 }
 

@@ -8,7 +8,14 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tokenloom.gpu_worker.checkpoint.config_reader import ConfigReader
-from tokenloom.gpu_worker.layers.rotary import RopeConfig, RotaryEmbedding, inverse_frequencies, read_rope, rotate
+from tokenloom.gpu_worker.layers.rotary import (
+    RopeConfig,
+    RotaryEmbedding,
+    inverse_frequencies,
+    no_rotation,
+    read_rope,
+    rotate,
+)
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -42,6 +49,12 @@ def test_cosines_and_sines_equal_transformers(name: str, head_size: int) -> None
     torch.testing.assert_close(inverse_frequencies(config), reference.inv_freq, rtol=0, atol=0)
     torch.testing.assert_close(torch.cat((cos, cos), -1)[:, 0], expected_cos[0], rtol=0, atol=0)
     torch.testing.assert_close(torch.cat((sin, sin), -1)[:, 0], expected_sin[0], rtol=0, atol=0)
+
+
+def test_without_rotation_heads_stay_as_they_are() -> None:
+    cos, sin = RotaryEmbedding(no_rotation(8), torch.device("cpu"))(torch.tensor([0, 5, 100_000]))
+    heads = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(rotate(heads, cos, sin), heads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ from tokenloom.gpu_worker.attention.cache import write_slots
 from tokenloom.gpu_worker.kernels.compiler import KernelsUnavailable
 from tokenloom.gpu_worker.ops import ops_choice
 from tokenloom.gpu_worker.ops.cpu_ops import CPUOps
+from tokenloom.gpu_worker.ops.ops import HeadNorm
 from tokenloom.gpu_worker.ops.ops_choice import make_ops
 from tokenloom.gpu_worker.ops.torch_ops import TorchOps
 
@@ -39,14 +40,14 @@ def random(dtype, *size):
 @builds
 @rows
 @pytest.mark.parametrize("size", [256, 100, 7])
-@pytest.mark.parametrize("with_delta", [False, True])
-def test_add_norm(dtype, march, num_rows, size, with_delta):
+@pytest.mark.parametrize(("with_delta", "shift"), [(False, 0.0), (True, 0.0), (True, 1.0)])
+def test_add_norm(dtype, march, num_rows, size, with_delta, shift):
     residual, weight = random(dtype, num_rows, size), random(dtype, size)
     delta = random(dtype, num_rows + 1, size)[1:] if with_delta else None
     results = []
     for ops in (TorchOps(), CPUOps(march)):
         stream = residual.clone()
-        results.append((ops.add_norm(stream, delta, weight, 1e-5), stream))
+        results.append((ops.add_norm(stream, delta, weight, 1e-5, shift), stream))
     (expected, expected_stream), (found, stream) = results
     assert torch.equal(stream, expected_stream)
     torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
@@ -56,7 +57,7 @@ def test_add_norm(dtype, march, num_rows, size, with_delta):
 @builds
 @rows
 @pytest.mark.parametrize("size", [256, 100, 7])
-@pytest.mark.parametrize("activation", ["silu", "swish", "gelu"])
+@pytest.mark.parametrize("activation", ["silu", "swish", "gelu", "gelu_pytorch_tanh"])
 def test_gate(dtype, march, num_rows, size, activation):
     gate_up = 4 * random(dtype, num_rows, 2 * size)
     found = CPUOps(march).gate(gate_up, activation)
@@ -66,18 +67,19 @@ def test_gate(dtype, march, num_rows, size, activation):
 def test_gates_of_any_size():
     gate_up = torch.tensor([[-1e30, -100.0, 0.0, 100.0, 1e30, 1.0, 1.0, 1.0, 1.0, 1.0]])
     expected = torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e30]])
-    torch.testing.assert_close(CPUOps().gate(gate_up, "silu"), expected, rtol=1e-6, atol=1e-6)
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        torch.testing.assert_close(CPUOps().gate(gate_up, activation), expected, rtol=1e-6, atol=1e-6)
 
 
 @dtypes
 @builds
 @rows
 @pytest.mark.parametrize("head_size", [64, 24, 6])
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_rotate_and_write(dtype, march, num_rows, head_size, with_norm):
+@pytest.mark.parametrize("shift", [None, 0.0, 1.0])
+def test_rotate_and_write(dtype, march, num_rows, head_size, shift):
     heads = random(dtype, num_rows, 4 + 2 * 2, head_size)
     angles = random(torch.float32, num_rows, 1, head_size // 2)
-    norm = (random(dtype, 6, head_size), 1e-6) if with_norm else None
+    norm = None if shift is None else HeadNorm(random(dtype, 6, head_size), 1e-6, shift)
     num_blocks = -(-num_rows // BLOCK_SIZE) + 2
     slots = torch.randperm(num_blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(1))[:num_rows]
     results = []

@@ -20,7 +20,8 @@ from tokenloom.services.gateway.gateway_settings import GatewaySettings
 from tokenloom.services.runtime.peers.channels import open_channel
 from tokenloom.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-SLOW = {"hash_step_seconds": 0.03, "max_model_len": 512}
+SLOW = {"hash_step_seconds": 0.05, "max_model_len": 512}
+"""So slow that no answer ends before each has begun and the gateway is killed."""
 PARAMETERS = {"type": "object", "properties": {"day": {"enum": ["Monday", "Tuesday"]}}, "required": ["day"]}
 TOOL = {"type": "function", "function": {"name": "set_alarm", "parameters": PARAMETERS}}
 MESSAGES = [{"role": "user", "content": "Wake me."}]

@@ -1,6 +1,7 @@
 """Workers in processes of their own: one that is killed is replaced, except where its KV moves between engines."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -8,6 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.mesh.harness import MAX_MODEL_LEN, MODEL, SOON, Mesh
 from tests.mesh.split import SplitMesh
@@ -33,12 +36,11 @@ async def engine(mesh: Mesh, name: str = "engine-0", *flags: str) -> AsyncIterat
 
 
 def workers_of(pid: int) -> Iterator[int]:
-    """Those among all that this process, and its children, started."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            if b"worker_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                yield child
-            yield from workers_of(child)
+    """Yield the workers among all that this process, and its children, started."""
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # another one may end at this moment
+            if any("worker_main" in argument for argument in child.cmdline()):
+                yield child.pid
 
 
 async def stream_lines(http: Any) -> list[str]:

@@ -209,6 +209,7 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         self.sessions: list[FakeSession] = []
         self.requests: asyncio.Queue[FakeRequest] = asyncio.Queue()
         self.resumes: asyncio.Queue[tuple[FakeRequest, output_processor_pb2.Resume]] = asyncio.Queue()
+        self.withdrawals: asyncio.Queue[output_processor_pb2.Withdrawal] = asyncio.Queue()
         self.auto: Sequence[str] | None = None
 
     async def Process(self, messages: Any, context: Any) -> AsyncIterator[output_processor_pb2.ProcessFrame]:
@@ -240,6 +241,10 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
         """The next request that a client resumes, and how the gateway asked for it."""
         return await asyncio.wait_for(self.resumes.get(), SOON)
 
+    async def next_withdrawal(self) -> output_processor_pb2.Withdrawal:
+        """The next request without a slot that a client has cancelled."""
+        return await asyncio.wait_for(self.withdrawals.get(), SOON)
+
     async def _read(self, session: FakeSession, messages: Any) -> None:
         async for message in messages:
             session.credit += message.credit or message.hello.initial_credit
@@ -253,6 +258,8 @@ class FakeOutputProcessor(output_processor_pb2_grpc.OutputProcessorServicer):
                 submit = output_processor_pb2.Submit(slot=resume.slot, request_id=resume.request_id)
                 request = session.requests[resume.slot] = FakeRequest(session, submit)
                 self.resumes.put_nowait((request, resume))
+            for withdrawal in message.withdraw:
+                self.withdrawals.put_nowait(withdrawal)
             for slot in message.cancel_slots:
                 session.requests[slot].cancelled.set()
 

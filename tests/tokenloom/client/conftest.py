@@ -11,7 +11,7 @@ from tokenloom.client import AsyncClient
 
 @pytest.fixture
 async def mesh(socket_dir: Path) -> AsyncIterator[FakeMesh]:
-    async with FakeMesh(socket_dir).gateway() as mesh:
+    async with FakeMesh(socket_dir).gateway(keep_disconnected_requests=3600.0) as mesh:
         yield mesh
 
 

@@ -42,7 +42,47 @@ def test_every_class_survives_both_ways(cls: type[errors.TokenloomError]) -> Non
     error.retry_after = 1.5
     for back in (errors.from_proto(errors.to_proto(error)), errors.from_rpc(as_rpc(error))):
         assert type(back) is cls
-        assert (back.message, back.field, back.retry_after) == ("what was wrong", "temperature", 1.5)
+        retry_after = None if cls.is_final else 1.5
+        assert (back.message, back.field, back.retry_after) == ("what was wrong", "temperature", retry_after)
+
+
+FINAL = {
+    "InvalidArgument": True,
+    "PayloadTooLarge": True,
+    "BodyChanged": True,
+    "Unauthenticated": True,
+    "PermissionDenied": True,
+    "NotFound": True,
+    "ModelNotFound": True,
+    "RequestLost": True,
+    "FailedPrecondition": True,
+    "Aborted": False,  # the call that has taken the answer over may be an earlier one of the same client
+    "Unimplemented": True,
+    "Cancelled": True,
+    "ResourceExhausted": False,
+    "RateLimitExceeded": False,
+    "Unavailable": False,
+    "TryElsewhere": False,
+    "EngineDied": False,
+    "GatewayLeaving": False,
+    "DeadlineExceeded": True,
+    "Internal": False,
+    "EngineKiller": True,
+    "OutputProcessorKiller": True,
+}
+"""By class, whether a client must not send the same request again."""
+
+
+def test_every_class_says_whether_it_may_be_retried() -> None:
+    assert {cls.__name__: cls.is_final for cls in ALL} == FINAL
+
+
+@pytest.mark.parametrize("cls", ALL)
+def test_only_what_may_be_retried_has_retry_info(cls: type[errors.TokenloomError]) -> None:
+    error = cls("what was wrong")
+    error.retry_after = 1.5
+    details = [detail.TypeName().rpartition(".")[2] for detail in errors.to_status(error).details]
+    assert ("RetryInfo" in details) is not FINAL[cls.__name__]
 
 
 @pytest.mark.parametrize(

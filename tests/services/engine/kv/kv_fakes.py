@@ -18,9 +18,9 @@ from tokenloom.engine_core.kv_transfer.kv_messages import (
     KVRenew,
     KVTarget,
 )
+from tokenloom.engine_core.wire.handshake import CoreReady
 from tokenloom.engine_core.wire.messages import (
     AcceptTokens,
-    CoreReady,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,

@@ -8,6 +8,7 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from tokenloom.request import errors
 from tokenloom.services.gateway.http.byte_budget import ByteBudget
 from tokenloom.services.gateway.http.exchange import (
     DIRECT_WRITER,
@@ -18,6 +19,10 @@ from tokenloom.services.gateway.http.exchange import (
     Watchers,
 )
 from tokenloom.services.gateway.http.request_body import ClientDisconnected, RequestBody
+
+
+def _tree(cls: type[errors.TokenloomError]) -> list[type[errors.TokenloomError]]:
+    return [leaf for child in cls.__subclasses__() for leaf in (child, *_tree(child))]
 
 
 class FakeTransport:
@@ -199,3 +204,22 @@ async def test_a_client_that_left_before_is_not_served(client: Client) -> None:
     client.leave()
     with pytest.raises(ClientDisconnected), client.exchange.until_disconnected():
         raise AssertionError("it was served")
+
+
+@pytest.mark.parametrize("cls", [cls for cls in _tree(errors.TokenloomError) if cls.__module__ == errors.__name__])
+async def test_a_final_error_says_that_it_must_not_be_retried(cls: type[errors.TokenloomError]) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    connection = FakeConnection()
+    extensions = {DIRECT_WRITER: connection.writer, REQUEST_BODY: connection.body}
+    scope = {"method": "POST", "path": "/", "query_string": b"", "headers": [], "extensions": extensions}
+    error = cls("what was wrong")
+    error.retry_after = 1.5
+    await Exchange(scope, send).fail(error)
+    headers = dict(sent[0]["headers"])
+    assert (headers.get(b"x-should-retry"), headers.get(b"retry-after")) == (
+        (b"false", None) if cls.is_final else (None, b"2")
+    )

@@ -1,12 +1,13 @@
 """Bodies are counted before they are built; of large ones only known fields are built, in a thread."""
 
 import asyncio
+import functools
 import gc
 import json
 import random
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -22,18 +23,24 @@ from tokenloom.services.gateway.openai.openai_models import READ_FIELDS, WITHOUT
 
 SIZE = 8 << 20
 COMPLETIONS = "/v1/completions"
-HOSTILE = {
-    "objects": b'{"x":[' + b"{}," * (SIZE // 3 - 4) + b"{}]}",
-    "arrays": b'{"prompt":[' + b"[]," * (SIZE // 3 - 6) + b"[]]}",
-    "nested": b'{"prompt":[' + b"[[]]," * (SIZE // 5 - 6) + b"[]]}",
-    "deep": b'{"prompt":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2 - 16) + b"}",
-    "stops": b'{"prompt":"a","stop":[' + b'"s",' * 1_000_000 + b'"s"]}',
-    "stops of escapes": b'{"prompt":"a","stop":[' + b'"\\"\\\\",' * 1_000_000 + b'"s"]}',
-    "biases": b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % id_ for id_ in range(500_000)) + b"}}",
-    "names": b"{" + b",".join(b'"k%d":1' % number for number in range(600_000)) + b"}",
-    "numbers": b'{"prompt":[' + b"1," * (SIZE // 2 - 10) + b"1]}",
-    "junk numbers": b'{"prompt":["",' + b"1," * 1_500_000 + b"1]}",
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "objects": lambda: b'{"x":[' + b"{}," * (SIZE // 3 - 4) + b"{}]}",
+    "arrays": lambda: b'{"prompt":[' + b"[]," * (SIZE // 3 - 6) + b"[]]}",
+    "nested": lambda: b'{"prompt":[' + b"[[]]," * (SIZE // 5 - 6) + b"[]]}",
+    "deep": lambda: b'{"prompt":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2 - 16) + b"}",
+    "stops": lambda: b'{"prompt":"a","stop":[' + b'"s",' * 1_000_000 + b'"s"]}',
+    "stops of escapes": lambda: b'{"prompt":"a","stop":[' + b'"\\"\\\\",' * 1_000_000 + b'"s"]}',
+    "biases": lambda: b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":1' % id_ for id_ in range(500_000)) + b"}}",
+    "names": lambda: b"{" + b",".join(b'"k%d":1' % number for number in range(600_000)) + b"}",
+    "numbers": lambda: b'{"prompt":[' + b"1," * (SIZE // 2 - 10) + b"1]}",
+    "junk numbers": lambda: b'{"prompt":["",' + b"1," * 1_500_000 + b"1]}",
 }
+
+
+@functools.cache
+def hostile(name: str) -> bytes:
+    """Return one of these bodies; some take long to write, and each is needed in one process only."""
+    return HOSTILE[name]()
 
 
 @pytest.fixture
@@ -45,11 +52,11 @@ def parser() -> Iterator[BodyParser]:
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_body_of_too_many_parts_is_refused_before_they_are_built(name: str, parser: BodyParser) -> None:
-    assert len(HOSTILE[name]) > json_body.OFF_LOOP_BYTES
+    assert len(hostile(name)) > json_body.OFF_LOOP_BYTES
     tracemalloc.start()
     try:
         with pytest.raises(InvalidArgument, match="the body holds more than"):
-            await parser.read(HOSTILE[name], dict)
+            await parser.read(hostile(name), dict)
         assert tracemalloc.get_traced_memory()[1] < 4 * SIZE
     finally:
         tracemalloc.stop()
@@ -69,7 +76,7 @@ def test_counting_ends_soon(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original = json_body._slice_end
     monkeypatch.setattr(json_body, "_slice_end", counted)
     with pytest.raises(InvalidArgument):
-        check_amount(HOSTILE[name])
+        check_amount(hostile(name))
     assert num_slices <= (13 if name == "numbers" else 6)
 
 
@@ -158,7 +165,7 @@ async def test_a_large_body_that_is_not_a_json_object(parser: BodyParser, data: 
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_the_gateway_refuses_it(name: str, mesh: FakeMesh, http: httpx.AsyncClient) -> None:
-    response = await http.post(COMPLETIONS, content=HOSTILE[name][:SIZE], headers={"content-type": "application/json"})
+    response = await http.post(COMPLETIONS, content=hostile(name)[:SIZE], headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     assert len(response.text) < 500
 

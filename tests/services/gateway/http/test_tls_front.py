@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.loop_clock import settle
 from tests.services.gateway.fakes import MODEL, SOON, FakeMesh
 from tokenloom.certificates import make_certificates
 from tokenloom.services.gateway.http import tls_front
@@ -95,6 +96,7 @@ async def test_a_stop_ends_handshakes(socket_dir: Path, settings: dict[str, Any]
     async with mesh.gateway(**settings):
         pending = asyncio.create_task(hold(mesh.http_address))
         await asyncio.sleep(0.05)
+        await settle()
         assert not pending.done()
     async with asyncio.timeout(SOON):
         assert await pending == b""

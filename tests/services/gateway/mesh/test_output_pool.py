@@ -281,7 +281,8 @@ async def test_a_request_that_ends_output_processors_by_itself_is_given_up(clien
         assert (await task).json()["choices"][0]["text"] == "x" * MAX_LOSSES_ALONE + "y"
     else:
         response = await task
-        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "output_processor_killer")
+        assert response.headers["x-should-retry"] == "false"
 
 
 async def test_a_beam_search_survives(client: Client) -> None:

@@ -171,6 +171,20 @@ async def test_a_drain_waits_for_a_moment(kept: KeptRequests[FakeRequest]) -> No
     assert (first.log, second.log) == (["cancelled"], ["cancelled"])
 
 
+async def test_a_request_that_its_client_has_cancelled(kept: KeptRequests[FakeRequest]) -> None:
+    live, lost, ended = begun(kept, "live"), begun(kept, "lost"), begun(kept, "ended")
+    kept.lose(lost, PEER)
+    ended.end()
+    for request_id in ("live", "lost", "ended", "unknown"):
+        kept.withdraw(request_id, "another tenant")
+    assert find(kept, "live") is live
+    for request_id in ("live", "lost", "ended", "unknown"):
+        kept.withdraw(request_id, "someone")
+        assert find(kept, request_id) is None
+    assert (live.log, lost.log, ended.log) == (["cancelled"], ["cancelled"], [])
+    assert kept.num_lost == 0
+
+
 async def test_nothing_is_kept_for_no_time() -> None:
     kept = KeptRequests[FakeRequest](lambda error: None, 0, 1000)
     request = begun(kept)

@@ -8,7 +8,7 @@ import pytest
 from tests.services.output_processor.fakes import LENGTH, EngineStream, Gateway, submit
 from tests.services.output_processor.harness import Mesh
 from tokenloom.v1.engine_pb2 import Finished, SlotLogprobs
-from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Resume, SamplePosition, Submit
+from tokenloom.v1.output_processor_pb2 import ProcessFrame, RequestFinished, Resume, SamplePosition, Submit, Withdrawal
 from tokenloom.v1.types_pb2 import FinishReason, Logprobs
 
 ABORT, ERROR = FinishReason.FINISH_REASON_ABORT, FinishReason.FINISH_REASON_ERROR
@@ -266,3 +266,11 @@ async def test_an_error_is_not_repeated(mesh: Mesh) -> None:
     other = await mesh.gateway(peer_id="other")
     await other.send(submit=[kept(take_over=True)])
     assert len(await stream.next_adds(1)) == 1
+
+
+async def test_a_request_of_a_lost_gateway_that_its_client_has_cancelled(mesh: Mesh) -> None:
+    stream, slot = await lost(mesh, kept(), mesh.ids(TEXT)[:3])
+    other = await mesh.gateway(peer_id="other")
+    await other.send(withdraw=[Withdrawal(request_id="request-1", tenant="someone")])
+    assert list((await stream.next_input()).abort_slots) == [slot]
+    assert await refusal(other) == "REQUEST_LOST"

@@ -1,0 +1,78 @@
+"""Messages between a starting core and its client: hello, the configuration, and ready or failed."""
+
+import msgspec
+
+from ..config import EngineConfig
+from .array_arena import ArenaAddress
+
+
+class CoreHello(msgspec.Struct, tag="HELLO"):
+    """Core to client: the process has started."""
+
+    pid: int
+
+
+class CoreInit(msgspec.Struct, tag="INIT"):
+    """Client to core: the configuration, and which sockets to use."""
+
+    input_address: str
+    output_address: str
+    config: EngineConfig
+    kv_address: str = ""
+    """Address of the socket pair for ``kv_messages``; empty if this core transfers no KV."""
+    arrays: ArenaAddress | None = None
+    """Shared memory for large arrays of requests; None if they are sent in frames."""
+    pulse_fd: int | None = None
+    """Inherited descriptor of the memory in which the core shows that its steps end; None if no client looks."""
+
+
+class WarmUp(msgspec.Struct, frozen=True):
+    """Reports what a worker computed at start-up, so that the first requests find warm code."""
+
+    seconds: float = 0.0
+    decode_batches: list[int] = []
+    """Numbers of requests in the decode steps."""
+    prefill_tokens: int = 0
+    """Tokens of the largest step, which fills the token budget with prompts."""
+    sampled_rows: int = 0
+    """Most rows for which the sampler drew tokens."""
+    activation_bytes: int = 0
+    """Memory that the largest step needs in addition to weights and KV blocks."""
+
+    def __str__(self) -> str:
+        batches = ", ".join(map(str, self.decode_batches)) or "none"
+        return (
+            f"{self.seconds:.1f} s, decode steps of {batches} requests, a prefill step of {self.prefill_tokens} tokens "
+            f"with {self.activation_bytes >> 20} MiB of activations, and the sampler for {self.sampled_rows} rows"
+        )
+
+
+class CoreReady(msgspec.Struct, tag="READY"):
+    """Core to client: the model is loaded and the KV pool is allocated."""
+
+    num_kv_blocks: int
+    max_model_len: int
+    """The limit after it was fitted to the KV pool."""
+    vocab_size: int
+    block_size: int
+    kv_layout: str
+    """As in ``Fingerprint.kv_layout``."""
+    numerics: str
+    """As in ``Fingerprint.numerics``."""
+    hidden_size: int = 0
+    """Number of columns of prompt embeddings."""
+    warm_up: WarmUp = WarmUp()
+    """What the slowest worker computed before it was ready."""
+    finds_reasoning: bool = False
+    """Whether the marks around the model's reasoning are known."""
+
+
+class CoreFailed(msgspec.Struct, tag="FAILED"):
+    """Core to client: start-up failed, with a message for the operator.
+
+    Attributes:
+        permanent: Whether the configuration or the checkpoint is wrong, so that another start would fail too.
+    """
+
+    error: str
+    permanent: bool = False

@@ -1,0 +1,112 @@
+"""Reads what differs between the layers of one decoder: windows and rotations."""
+
+from typing import Any
+
+from ..layers.rotary import RopeConfig, no_rotation, read_rope, read_rope_by_kind
+from .config_reader import ConfigReader
+from .families import DECODERS
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def read_ropes(reader: ConfigReader, family: str, head_size: int, num_layers: int) -> tuple[RopeConfig, ...]:
+    """Return how each layer rotates its heads. Raises ``ValueError`` naming the entry that is not supported."""
+    theta = DECODERS[family].rope_theta
+    max_position = reader.take_int("max_position_embeddings")
+    if family == "gemma3":
+        by_kind = read_rope_by_kind(reader, head_size, max_position, {_FULL: theta, _SLIDING: 10_000.0})
+        return tuple(by_kind[kind] for kind in _gemma_kinds(reader, family, num_layers))
+    rope = read_rope(reader, head_size, max_position, theta)
+    if family == "phi3" and rope.scaling != 1.0:
+        raise reader.error("rope_scaling" if reader.take("rope_scaling") else "rope_parameters", "is not supported")
+    if family == "smollm3":
+        unrotated = no_rotation(head_size)
+        return tuple(rope if rotates else unrotated for rotates in _rotating(reader, num_layers))
+    return (rope,) * num_layers
+
+
+def read_windows(reader: ConfigReader, family: str, num_layers: int, max_model_len: int) -> tuple[int | None, ...]:
+    """Return how many positions a token of each layer sees; None: all. Raises ``ValueError`` as :func:`read_ropes`."""
+    match family:
+        case "llama" | "olmo2":
+            _check_full_attention(reader, num_layers)
+            return (None,) * num_layers
+        case "gemma2" | "gemma3":
+            window = _window(reader, 4096)
+            windows = [window if kind == _SLIDING else None for kind in _gemma_kinds(reader, family, num_layers)]
+        case "smollm3":
+            windows = _smollm_windows(reader, num_layers)
+        case "mistral" | "phi3":
+            window = _window(reader, 4096 if family == "mistral" else None)
+            windows = [window] * num_layers
+            if window is None or window >= max_model_len:
+                _check_full_attention(reader, num_layers)
+        case _:
+            windows = _qwen_windows(reader, num_layers)
+    return tuple(size if size is not None and size < max_model_len else None for size in windows)
+
+
+def _window(reader: ConfigReader, default: int | None) -> int | None:
+    return None if reader.take("sliding_window", default) is None else reader.take_int("sliding_window", default)
+
+
+def _gemma_kinds(reader: ConfigReader, family: str, num_layers: int) -> list[Any]:
+    """Return each layer's kind. Without a list, every second (Gemma 2) or n-th layer has no window."""
+    step = 2 if family == "gemma2" else reader.take_int("sliding_window_pattern", 6)
+    default = [_FULL if (layer + 1) % step == 0 else _SLIDING for layer in range(num_layers)]
+    return _known_kinds(reader, num_layers) or default
+
+
+def _rotating(reader: ConfigReader, num_layers: int) -> list[bool]:
+    """Return which layers rotate their heads. Without a list, every n-th does not (SmolLM3)."""
+    step, listed = reader.take_int("no_rope_layer_interval", 4), reader.take("no_rope_layers")
+    if listed is None:
+        return [(layer + 1) % step != 0 for layer in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or not all(entry in (0, 1) for entry in listed):
+        raise reader.error("no_rope_layers", f"must be a list of num_hidden_layers = {num_layers} zeros and ones")
+    return [bool(entry) for entry in listed[:num_layers]]
+
+
+def _smollm_windows(reader: ConfigReader, num_layers: int) -> list[int | None]:
+    """Return each layer's window. Without a list of kinds, the layers that do not rotate have it."""
+    use_window, window = reader.take_bool("use_sliding_window", False), _window(reader, None)
+    window = window if use_window else None
+    kinds = _known_kinds(reader, num_layers)
+    if kinds is None:
+        return [None if rotates else window for rotates in _rotating(reader, num_layers)]
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _qwen_windows(reader: ConfigReader, num_layers: int) -> list[int | None]:
+    """Return each layer's window. Qwen2 and Qwen3 name each layer's kind, or (older) the first layer with a window."""
+    window = _window(reader, 4096)
+    use_window, first = reader.take_bool("use_sliding_window", False), reader.take("max_window_layers", 28)
+    if type(first) is not int:
+        raise reader.error("max_window_layers", "must be an integer")
+    window = window if use_window else None
+    kinds = _known_kinds(reader, num_layers)
+    if kinds is None:
+        return [window if layer >= first else None for layer in range(num_layers)]
+    if window is None and _SLIDING in kinds:
+        raise reader.error("layer_types", "has sliding_attention, but use_sliding_window is off")
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _known_kinds(reader: ConfigReader, num_layers: int) -> list[Any] | None:
+    kinds = _layer_types(reader, num_layers)
+    if any(kind not in (_FULL, _SLIDING) for kind in kinds or ()):
+        raise reader.error("layer_types", "may only hold full_attention and sliding_attention")
+    return kinds
+
+
+def _layer_types(reader: ConfigReader, num_layers: int) -> list[Any] | None:
+    kinds = reader.take("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != num_layers):
+        raise reader.error("layer_types", f"must be a list of num_hidden_layers = {num_layers} entries")
+    return kinds
+
+
+def _check_full_attention(reader: ConfigReader, num_layers: int) -> None:
+    """Check that every layer attends to all positions, in a model whose class has no other kind of layer."""
+    if any(kind != _FULL for kind in _layer_types(reader, num_layers) or ()):
+        raise reader.error("layer_types", "may only hold full_attention")

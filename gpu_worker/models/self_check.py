@@ -1,0 +1,122 @@
+"""Compares a model over the paged KV cache with the same modules' own attention, before the first request.
+
+The classes of transformers are many and change with its versions: one that computes part of its attention by itself
+would answer nonsense without an error.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..attention.attention_backend import AttentionBackend, KVCache
+from .model import Model
+
+_STEPS = ((16, 0), (7, 9), (0, 1), (1, 1), (13, 0), (1, 1), (1, 0), (1, 1))
+"""Tokens of the two rows in each step: prompts in chunks and decoding, separately and together."""
+_TOLERANCE = {torch.float32: 1e-4}
+_ROUNDED_TOLERANCE = 2e-2
+"""The relative error of logits that bfloat16, or a product in int8, may cause."""
+_ROUNDED_SHARE = 0.75
+"""The share of tokens within that tolerance. Rounding can send a token to another expert, which changes its logits."""
+
+
+@runtime_checkable
+class CheckedModel(Model, Protocol):
+    """A model that can also be computed without the paged cache."""
+
+    architecture: str
+    library: str
+    """The library whose modules compute it, with its version."""
+
+    def compute_eagerly(self, input_ids: Tensor) -> Tensor:
+        """Compute the logits [T, vocab_size] of one sequence [T] without the paged cache."""
+
+    @property
+    def num_attention_calls(self) -> int:
+        """How often the last forward pass attended."""
+
+
+@torch.inference_mode()
+def check_model(model: CheckedModel, backend: AttentionBackend, block_size: int, device: torch.device) -> None:
+    """Raise ``ValueError`` naming the architecture if paged attention gives other logits than the modules' own."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [sum(step[row] for step in _STEPS) for row in range(2)]
+    limit = min(model.config.vocab_size, 1 << 15)
+    rows = [torch.randint(0, limit, (length,), generator=generator).to(device) for length in lengths]
+    try:
+        expected = torch.cat([model.compute_eagerly(row) for row in rows])
+        found = torch.cat(_compute_paged(model, backend, block_size, rows))
+    except Exception as error:  # a module may fail in any way
+        raise _refusal(model, f"fails in the self-check ({type(error).__name__}: {error})") from error
+    _compare(model, expected, found)
+
+
+def _compare(model: CheckedModel, expected: Tensor, found: Tensor) -> None:
+    errors = (found - expected).norm(dim=1) / expected.norm(dim=1).clamp_min(1e-30)
+    if not bool(torch.isfinite(errors).all()):
+        raise _refusal(model, "computes logits that are not finite")
+    is_exact = model.config.dtype in _TOLERANCE and model.config.quantization is None
+    tolerance = _TOLERANCE[model.config.dtype] if is_exact else _ROUNDED_TOLERANCE
+    error = float(errors.max() if is_exact else errors.quantile(_ROUNDED_SHARE))
+    if error > tolerance:
+        raise _refusal(
+            model,
+            f"has logits over the paged KV cache that differ from transformers' own by {error:.1e}, more than "
+            f"{tolerance:g}: some of what it computes between tokens does not pass through transformers' attention "
+            "interface",
+        )
+
+
+def _refusal(model: CheckedModel, reason: str) -> ValueError:
+    return ValueError(f"config.json: {model.architecture} is not supported: it {reason}")
+
+
+def _compute_paged(model: CheckedModel, backend: AttentionBackend, block_size: int, rows: list[Tensor]) -> list[Tensor]:
+    """Return the logits of each row's tokens, computed in ``_STEPS`` over scattered blocks."""
+    width = max(-(-len(row) // block_size) for row in rows)
+    tables = np.arange(len(rows) * width).reshape(width, len(rows)).T[:, ::-1].copy()
+    caches = backend.allocate(tables.size)
+    done = [0] * len(rows)
+    logits: list[list[Tensor]] = [[] for _ in rows]
+    for step in _STEPS:
+        members = [row for row, count in enumerate(step) if count]
+        parts = _compute_step(
+            model,
+            backend,
+            block_size,
+            caches,
+            tables[members],
+            [rows[i] for i in members],
+            [(done[i], done[i] + step[i]) for i in members],
+        )
+        for row, part in zip(members, parts, strict=True):
+            logits[row].append(part)
+            done[row] += step[row]
+    return [torch.cat(parts) for parts in logits]
+
+
+def _compute_step(
+    model: CheckedModel,
+    backend: AttentionBackend,
+    block_size: int,
+    caches: list[KVCache],
+    tables: npt.NDArray[np.int64],
+    rows: list[Tensor],
+    spans: list[tuple[int, int]],
+) -> list[Tensor]:
+    """Return the logits of the tokens ``spans`` (begin, end) of each row."""
+    positions = [np.arange(begin, end) for begin, end in spans]
+    slots = [
+        table[at // block_size] * block_size + at % block_size for table, at in zip(tables, positions, strict=True)
+    ]
+    cu_query_lens = np.cumsum([0] + [end - begin for begin, end in spans])
+    plan = backend.plan(cu_query_lens, np.array([end for _, end in spans]), tables, np.concatenate(slots))
+    device = rows[0].device
+    ids = torch.cat([row[begin:end] for row, (begin, end) in zip(rows, spans, strict=True)])
+    hidden = model.forward(ids, torch.from_numpy(np.concatenate(positions)).to(device), caches, plan)
+    if model.num_attention_calls != model.config.num_layers:
+        raise RuntimeError(f"{model.num_attention_calls} of {model.config.num_layers} layers attended")
+    return list(torch.split(model.compute_logits(hidden), [end - begin for begin, end in spans]))

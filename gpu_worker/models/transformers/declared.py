@@ -1,0 +1,118 @@
+"""Reads what a configuration of transformers declares, in the terms of :class:`ModelConfig`."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...checkpoint.model_config import ModelConfig
+from .layer_rule import LayerRule
+from .probe import Refused
+
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_UNLIMITED = 2048
+"""The context of a model whose configuration states none."""
+_GROWING = ("dynamic", "longrope", "su")
+"""Kinds of rotary embedding whose frequencies depend on the longest sequence of a batch."""
+
+
+def max_model_len(config: Any) -> int:
+    """Return how many tokens prompt and output may have together.
+
+    Where the frequencies of rotary positions change beyond a length, that length is the limit: requests of one batch
+    would otherwise change each other's tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    lengths = [getattr(text, name, None) for name in _LENGTHS]
+    length = next((length for length in lengths if isinstance(length, int) and length > 0), _UNLIMITED)
+    for rope in _rope_entries(text):
+        if rope.get("rope_type") in _GROWING:
+            original = rope.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None) or length
+            length = min(length, int(original))
+    return length
+
+
+def _rope_entries(text: Any) -> list[dict[str, Any]]:
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None)
+    if not isinstance(rope, dict):
+        return []
+    by_kind = [value for value in rope.values() if isinstance(value, dict)]
+    return [rope, *by_kind]
+
+
+def declared_config(config: Any, dtype: torch.dtype, quantization: str | None) -> ModelConfig:
+    """Describe a model by its configuration alone, without what each layer asks of attention."""
+    text = config.get_text_config(decoder=True)
+    num_heads = _number(text, "num_attention_heads")
+    hidden_size = _number(text, "hidden_size")
+    return ModelConfig(
+        family="transformers",
+        dtype=dtype,
+        vocab_size=_number(text, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_number(text, "intermediate_size"),
+        num_layers=_number(text, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_number(text, "num_key_value_heads") or num_heads,
+        head_size=_number(text, "head_dim") or hidden_size // max(num_heads, 1),
+        max_model_len=max_model_len(config),
+        norm_eps=0.0,
+        hidden_act="",
+        tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+        attention_scales=(),
+        sliding_windows=(),
+        quantization=quantization,
+    )
+
+
+def complete(declared: ModelConfig, text: Any, rules: list[LayerRule]) -> ModelConfig:
+    """Return the configuration with what the layers' ``rules`` show. ``text`` is transformers' configuration.
+
+    Raises :class:`Refused` if the layers cannot share one KV cache.
+    """
+    _check_layers(text, rules)
+    return replace(
+        declared,
+        num_heads=rules[0].num_heads,
+        num_kv_heads=rules[0].num_kv_heads,
+        head_size=max(max(rule.head_size, rule.value_size) for rule in rules),
+        attention_scales=tuple(rule.scores.scale for rule in rules),
+        sliding_windows=tuple(rule.scores.sliding_window for rule in rules),
+    )
+
+
+def _number(text: Any, name: str) -> int:
+    try:
+        value = getattr(text, name, None)
+    except RuntimeError:  # the layers differ; their rules show how
+        return 0
+    return value if isinstance(value, int) else 0
+
+
+def _check_layers(text: Any, rules: list[LayerRule]) -> None:
+    num_layers = _number(text, "num_hidden_layers")
+    if not rules:
+        raise Refused("computes attention or state by itself, not through transformers' AttentionInterface")
+    if len(rules) != num_layers:
+        raise Refused(f"attends {len(rules)} times in {num_layers} layers: the others keep a state of their own")
+    if len({id(rule.module) for rule in rules}) != num_layers:
+        raise Refused("attends more than once in a layer")
+    heads = sorted({(rule.num_heads, rule.num_kv_heads) for rule in rules})
+    if len(heads) > 1:
+        raise Refused(f"has layers with different numbers of heads, (query, KV): {', '.join(map(str, heads))}")
+    _check_windows(text, rules)
+
+
+def _check_windows(text: Any, rules: list[LayerRule]) -> None:
+    """Compare the windows with the declared ones."""
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    if not isinstance(kinds, list) or len(kinds) != len(rules):
+        return
+    for layer, (kind, rule) in enumerate(zip(kinds, rules, strict=True)):
+        found = rule.scores.sliding_window
+        if kind == "full_attention" and found is not None:
+            raise Refused(f"declares full attention in layer {layer} and computes a window of {found}")
+        if kind == "sliding_attention" and found is None and window and window < max_model_len(text):
+            raise Refused(f"declares a window of {window} in layer {layer} and computes full attention")

@@ -1,0 +1,79 @@
+"""Loads checkpoints into transformers' modules."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ...checkpoint.safetensors_files import weight_files
+from ...ops.ops import Ops
+from .causal_class import CausalClass
+from .modules import replace_modules
+
+
+def load_modules(
+    found: CausalClass, path: Path, dtype: torch.dtype, device: torch.device, ops: Ops, quantization: str | None
+) -> Any:
+    """Load the model of ``path`` and replace its layers by ours, one after the other.
+
+    Raises ``ValueError`` if tensors are missing, left over or of another shape.
+    """
+    weight_files(path)  # raises ValueError for other formats than safetensors
+    try:
+        model, report = _load_quietly(found, path, dtype)
+    except Exception as error:  # classes check their configurations in many ways
+        raise ValueError(
+            f"{path / 'config.json'}: transformers cannot load {found.architecture}: {type(error).__name__}: {error}"
+        ) from error
+    _refuse_differences(report)
+    model = model.to(device).eval().requires_grad_(False)
+    with torch.inference_mode():
+        replace_modules(model, model.get_output_embeddings(), ops, quantization)
+    return model
+
+
+def _load_quietly(found: CausalClass, path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the model with transformers' own attention, and the differences between its tensors and the files'.
+
+    Progress bars and warnings about the classes are for those who train models.
+    """
+    shows_progress = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded: tuple[Any, Any] = found.model.from_pretrained(
+                path,
+                config=found.config,
+                dtype=dtype,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    finally:
+        if shows_progress:
+            transformers.logging.enable_progress_bar()
+    return loaded
+
+
+def make_on_meta(found: CausalClass, dtype: torch.dtype) -> Any:
+    """Return the model without memory for its tensors. Raises ``ValueError`` if its configuration is impossible."""
+    with torch.device("meta"):
+        return found.model._from_config(found.config, dtype=dtype, attn_implementation="eager")
+
+
+def _refuse_differences(report: Any) -> None:
+    """Raise ``ValueError`` naming the tensors that the checkpoint lacks, or that the model did not read."""
+    for kind, text in (
+        ("missing_keys", "the checkpoint has no tensor {}, which its config.json asks for"),
+        ("mismatched_keys", "the checkpoint's tensor {} has another shape than its config.json asks for"),
+        ("unexpected_keys", "the checkpoint holds tensors of an unsupported feature: {}"),
+    ):
+        names = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in report[kind])
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(text.format(", ".join(names[:3]) + more))

@@ -1,0 +1,85 @@
+"""Replaces transformers' modules by our layers, which compute the same faster."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from ...layers.linear import Linear, make_linear
+from ...layers.norm import rms_norm
+from ...ops.ops import Ops
+from .experts import GroupedExperts, can_group
+
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+class LinearModule(nn.Module):
+    """Computes one of our linear layers where transformers has ``nn.Linear``."""
+
+    def __init__(self, linear: Linear, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._linear = linear
+        self.out_features, self.in_features = weight.shape
+        # What some modules read dtype and device from. A product with it raises an error.
+        self.weight = torch.empty_like(weight, device="meta")
+        self.bias = None if bias is None else torch.empty_like(bias, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        return self._linear(x.reshape(-1, self.in_features)).view(*shape[:-1], self.out_features)
+
+
+class NormModule(nn.Module):
+    """Computes RMSNorm with our operation."""
+
+    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self._eps = eps
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return self._ops.add_norm(rows.contiguous(), None, self.weight, self._eps).view(x.shape)
+
+
+def replace_modules(model: nn.Module, head: nn.Module | None, ops: Ops, quantization: str | None) -> None:
+    """Replace linear layers, norms and experts, one after the other, so that at most one is in memory twice.
+
+    ``head`` is the output layer, which keeps its dtype under ``quantization``.
+    """
+    for parent in list(model.modules()):
+        if can_group(parent):
+            GroupedExperts.take_over(parent, quantization)
+        for name, module in list(parent.named_children()):
+            new = _replacement(module, None if module is head else quantization, ops)
+            if new is not None:
+                setattr(parent, name, new)
+
+
+def _replacement(module: nn.Module, quantization: str | None, ops: Ops) -> nn.Module | None:
+    if type(module) is nn.Linear or type(module) is Conv1D:
+        weight = module.weight.detach() if type(module) is nn.Linear else module.weight.detach().t().contiguous()
+        bias = None if module.bias is None else module.bias.detach()
+        return LinearModule(make_linear(weight, bias, quantization), weight, bias)
+    if type(module).__name__.endswith("RMSNorm"):
+        return _replace_norm(module, ops)
+    return None
+
+
+def _replace_norm(module: Any, ops: Ops) -> nn.Module | None:
+    """Return our norm if it computes the same as ``module`` does, with the weight or with one plus the weight."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return None
+    if weight.dtype not in _TOLERANCE or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return None
+    weight = weight.detach()
+    x = torch.randn(3, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    expected, tolerance = module(x), _TOLERANCE[weight.dtype]
+    for candidate in (weight, (1.0 + weight.float()).to(weight.dtype)):
+        if expected.dtype == x.dtype and torch.allclose(rms_norm(x, candidate, eps), expected, tolerance, tolerance):
+            return NormModule(candidate, eps, ops)
+    return None

@@ -1,0 +1,76 @@
+"""Records what each layer of a transformers model asks of attention, in one forward pass of two tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.score_rule import ScoreRule
+from .layer_rule import LayerRule
+from .mask_reader import UnreadableMask, window_of
+from .paged_attention import PROBING, bind
+
+_KNOWN = {"softcap", "s_aux", "position_ids", "cache_position"}
+"""Tensors and numbers among the options that are used, or that change nothing."""
+
+
+class Refused(ValueError):
+    """Raised for a model that paged attention cannot serve; the message completes "the model …"."""
+
+
+class Recorder:
+    """Fulfils ``AttentionOwner``: records the calls, and answers with zeros."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.rules: list[LayerRule] = []
+        self._max_model_len = max_model_len
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        _check_options(module, options)
+        if key.shape[2] != query.shape[2]:
+            raise Refused(f"attends to {key.shape[2]} keys with {query.shape[2]} queries")
+        try:
+            window = window_of(mask, self._max_model_len)
+        except UnreadableMask:
+            raise Refused("changes its attention mask (as ALiBi, chunks or documents do)") from None
+        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        scores = ScoreRule(scale, window, options.get("softcap"), _sinks(options))
+        self.rules.append(LayerRule(module, query.shape[1], key.shape[1], query.shape[3], value.shape[3], scores))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
+    if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise Refused("attends to later tokens")
+    unknown = sorted(name for name in options.keys() - _KNOWN if isinstance(options[name], Tensor))
+    if unknown:
+        raise Refused(f"passes {', '.join(unknown)} to attention")
+
+
+def _sinks(options: dict[str, Any]) -> Tensor | None:
+    sinks = options.get("s_aux")
+    return sinks.detach().float() if isinstance(sinks, Tensor) else None
+
+
+def record(body: nn.Module, model: Any, max_model_len: int, device: torch.device) -> list[LayerRule]:
+    """Return the rules of all attention calls of a pass of ``body``, the inner part of ``model``.
+
+    Raises :class:`Refused`.
+    """
+    if getattr(model, "_is_stateful", False):
+        raise Refused("keeps a state between tokens, as recurrent layers do")
+    recorder = Recorder(max_model_len)
+    bind(model, recorder)
+    model.set_attn_implementation(PROBING)
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    body(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False)
+    return recorder.rules

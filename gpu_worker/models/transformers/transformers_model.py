@@ -1,0 +1,153 @@
+"""Computes any causal language model of transformers over paged attention, with the tokens of a step in one row."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ...attention.attention_backend import AttentionPlan, KVCache
+from ...checkpoint.model_config import ModelConfig
+from ...checkpoint.weights import Checkpoint
+from ...layers.embedding import InputEmbeds
+from ...ops.ops import Ops
+from .causal_class import CausalClass, find_causal_class
+from .declared import complete, declared_config, max_model_len
+from .head import Head
+from .loading import load_modules
+from .paged_attention import SERVING, EnoughLayers, PagedAttention, bind
+from .probe import Refused, record
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Holds one loaded checkpoint."""
+
+    model: Any
+    body: Any
+    """The part of ``model`` that computes hidden states."""
+    head: Head
+    attention: PagedAttention
+
+
+class TransformersModel:
+    """Fulfils :class:`~..model.Model` with transformers' modules.
+
+    Its layers are those that transformers calls in turn; the n-th call of attention uses the n-th cache.
+    """
+
+    config: ModelConfig
+    architecture: str
+    library = f"transformers-{transformers.__version__}"
+
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, ops: Ops, quantization: str | None
+    ) -> None:
+        """Load the checkpoint directory ``path``. Raises ``ValueError`` naming what cannot be served, and why."""
+        self._dtype, self._device = dtype, device
+        self._ops = ops
+        self._quantization = quantization
+        self._parts = self._load(path)
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        del self._parts  # frees its memory before the new one is loaded
+        checkpoint.return_dropped()
+        self._parts = self._load(checkpoint.path)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[KVCache],
+        plan: AttentionPlan,
+        embeds: InputEmbeds = (),
+    ) -> Tensor:
+        parts = self._parts
+        inputs: dict[str, Tensor] = {"input_ids": input_ids[None]}
+        if embeds:
+            inputs = {"inputs_embeds": _embed(parts.model, input_ids, embeds)[None]}
+        parts.attention.begin(plan, kv_caches)
+        try:
+            output = parts.body(**inputs, position_ids=positions[None], use_cache=False)
+        except EnoughLayers:
+            return torch.zeros(len(input_ids), self.config.hidden_size, dtype=self._dtype, device=self._device)
+        finally:
+            parts.attention.end()
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return self._parts.head(hidden)
+
+    @torch.inference_mode()
+    def compute_eagerly(self, input_ids: Tensor) -> Tensor:
+        """Compute the logits [T, vocab_size] of one sequence [T] in one pass, with transformers' own attention."""
+        model = self._parts.model
+        model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = model(input_ids=input_ids[None], use_cache=False).logits[0]
+        finally:
+            model.set_attn_implementation(SERVING)
+        return logits.float()
+
+    @property
+    def num_attention_calls(self) -> int:
+        """How often the last forward pass attended."""
+        return self._parts.attention.num_calls
+
+    @torch.inference_mode()
+    def _load(self, path: Path) -> _Parts:
+        found = find_causal_class(path)
+        self.architecture = found.architecture
+        model = load_modules(found, path, self._dtype, self._device, self._ops, self._quantization)
+        try:
+            return self._take(found, model)
+        except Exception as error:  # a module may fail in any way
+            reason = str(error) if isinstance(error, Refused) else f"fails ({type(error).__name__}: {error})"
+            raise ValueError(f"{path / 'config.json'}: {found.architecture} is not supported: it {reason}") from error
+
+    def _take(self, found: CausalClass, model: Any) -> _Parts:
+        body_name = _body_name(model)
+        body = getattr(model, body_name)
+        rules = record(body, model, max_model_len(found.config), self._device)
+        declared = declared_config(found.config, self._dtype, self._quantization)
+        self._set_config(complete(declared, found.config.get_text_config(decoder=True), rules))
+        attention = PagedAttention(rules, self.config.head_size)
+        bind(model, attention)
+        model.set_attn_implementation(SERVING)
+        try:
+            head = Head(model, body_name, declared.hidden_size, self._device, self._dtype)
+        except EnoughLayers:
+            raise Refused("computes logits from a part that is inside another one") from None
+        return _Parts(model, body, head, attention)
+
+    def _set_config(self, config: ModelConfig) -> None:
+        """Keep what the first checkpoint showed. Raises :class:`Refused` if another one shows something else."""
+        for field in dataclasses.fields(ModelConfig) if hasattr(self, "config") else ():
+            old, new = getattr(self.config, field.name), getattr(config, field.name)
+            if old != new:
+                raise Refused(f"has {field.name} {new}, and the loaded checkpoint {old}")
+        self.config = config
+
+
+def _embed(model: Any, input_ids: Tensor, embeds: InputEmbeds) -> Tensor:
+    """Return [T, hidden_size]: the model's embeddings, except where ``embeds`` gives others."""
+    hidden: Tensor = model.get_input_embeddings()(input_ids)
+    for start, rows in embeds:
+        hidden[start : start + len(rows)] = rows
+    return hidden
+
+
+def _body_name(model: Any) -> str:
+    """Return the name of the part of a causal model that computes hidden states."""
+    children = dict(model.named_children())
+    if model.base_model_prefix in children:
+        return str(model.base_model_prefix)
+    decoder = model.get_decoder()
+    for name, child in children.items():
+        if child is decoder:
+            return name
+    raise Refused("has no part that computes hidden states separately from logits")

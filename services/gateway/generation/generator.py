@@ -1,0 +1,162 @@
+"""Runs requests, whichever API they came through: admits them, prepares them and submits them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, nullcontext
+from random import Random
+
+import grpc.aio
+
+from tokenloom.request import errors
+from tokenloom.request.reasoning import ReasoningMarks
+from tokenloom.services.runtime.telemetry.tracing import NO_HEADERS, Headers, Tracer
+
+from ..mesh.mesh_view import MeshLoad, MeshView
+from ..mesh.output_pool import OutputPool
+from ..mesh.tokenizer_client import TokenizerClient
+from ..metrics import GatewayMetrics
+from .admission import Admission, Place
+from .beam_outputs import BeamTexts
+from .claim import NEW, Claim
+from .generation import Generation
+from .job import Job
+from .preparation import Preparer
+from .request_cost import DEFAULT_MAX_VALUES
+from .request_trace import traced
+from .resumable import ResumableRequests
+
+_CONNECTION_ENDED = (asyncio.CancelledError, grpc.aio.BaseError)
+"""Raised within a call whose client has gone: a gateway cannot distinguish a lost connection from a cancelled call."""
+
+
+class Generator:
+    """Admits requests and runs them."""
+
+    def __init__(
+        self,
+        tokenizers: TokenizerClient,
+        mesh: MeshView,
+        outputs: OutputPool,
+        metrics: GatewayMetrics,
+        admission: Admission,
+        resumable: ResumableRequests,
+        *,
+        default_timeout: float,
+        most_urgent_priority: int = 0,
+        max_request_values: int = DEFAULT_MAX_VALUES,
+        tracer: Tracer | None = None,
+        model: str = "",
+        reasoning_marks: ReasoningMarks | None = None,
+        random: Random,
+        clock: Callable[[], int],
+    ) -> None:
+        """Args:
+        most_urgent_priority: The lowest priority that a client gets, whatever it asks for.
+        max_request_values: Limits ``n * max_tokens * (1 + logprobs)`` of a request.
+        model: Its name in traces.
+        reasoning_marks: The marks around the model's reasoning; None: they are not known.
+        random: Draws the ids of requests, and the seeds of those that have none.
+        clock: Returns nanoseconds.
+        """
+        self._random = random
+        self._tracer = tracer
+        self._model = model
+        self._reasoning_marks = reasoning_marks
+        self._preparer = Preparer(tokenizers, mesh, most_urgent_priority, random, clock, max_request_values)
+        self._mesh = mesh
+        self._outputs = outputs
+        self._texts = BeamTexts(tokenizers)
+        self._metrics = metrics
+        self._admission = admission
+        self._default_timeout = default_timeout
+        self._resumable = resumable
+
+    @property
+    def num_live(self) -> int:
+        """Outputs that clients wait for."""
+        return self._admission.num_live
+
+    @property
+    def mesh_load(self) -> MeshLoad:
+        """The engines' load, as last reported."""
+        return self._mesh.load()
+
+    @asynccontextmanager
+    async def open(
+        self, job: Job, trace_headers: Headers = NO_HEADERS, claim: Claim = NEW
+    ) -> AsyncIterator[Generation]:
+        """Run a generation for the length of the ``async with``; cancel it at the end if it still runs.
+
+        Args:
+            trace_headers: Of the trace that the client has begun.
+            claim: Which request of the mesh it is.
+
+        Raises any of :mod:`errors`; :class:`errors.DeadlineExceeded` covers the time of the body too.
+        """
+        if job.beam_search is not None and claim.fingerprint:
+            raise errors.InvalidArgument("a beam search can be neither resumed nor repeated by a key", "beam_search")
+        timeout = min(job.timeout or self._default_timeout, self._default_timeout)
+        tracing = nullcontext() if self._tracer is None else traced(self._tracer, job, trace_headers, self._model)
+        if claim.request_id:
+            self._resumable.resumes(claim.request_id, job.tenant.name)
+        with ExitStack() as held, tracing as trace:
+            place = held.enter_context(self._admission.admit(job, timeout))
+            try:
+                async with asyncio.timeout(timeout) as limit:
+                    is_search, tenant = job.beam_search is not None, job.tenant.name
+                    generation = await self._begin(job, place, claim)
+                    del job  # the client's texts, which may be large, must not live as long as its answer
+                    held.callback(_settle, place, generation)
+                    if trace is not None:
+                        trace.outcome = generation
+                    is_kept = False
+                    try:
+                        if not is_search:
+                            generation.submit(self._outputs, timeout=timeout)
+                        else:
+                            generation.search(self._outputs, self._texts, timeout=timeout)
+                        if claim.fingerprint:
+                            self._resumable.add(generation, tenant)
+                        await asyncio.sleep(0)  # send it now: the answer is prepared while it is on its way
+                        yield generation
+                    except _CONNECTION_ENDED:
+                        is_kept = not limit.expired() and self._resumable.abandon(generation, held)
+                        raise
+                    finally:
+                        if not is_kept:
+                            self._resumable.remove(generation)
+                            generation.close()
+            except TimeoutError:
+                raise errors.DeadlineExceeded(f"the request took longer than {timeout:g} s") from None
+
+    def cancel(self, request_id: str, tenant: str) -> None:
+        """End a request that its client can resume, at this gateway or any other one. It need not be known."""
+        if not self._resumable.cancel(request_id, tenant):
+            self._outputs.withdraw(request_id, tenant)
+
+    async def end_of_present(self) -> None:
+        """Return when the generations that are open now have ended; new ones are still admitted."""
+        await self._admission.end_of_present()
+
+    def leave_resumable(self) -> None:
+        """End the calls whose clients can continue through another gateway."""
+        self._resumable.leave()
+
+    async def drain(self) -> None:
+        """Refuse new generations, and return when none is open."""
+        await self._admission.drain()
+
+    async def close(self) -> None:
+        """Cancel the requests whose client's connection has ended."""
+        await self._resumable.close()
+
+    async def _begin(self, job: Job, place: Place, claim: Claim) -> Generation:
+        """Prepare a request and reserve its tokens."""
+        prepared = await self._preparer.prepare(job)
+        place.reserve_tokens(prepared.submits, is_bounded=job.sampling.HasField("max_tokens"))
+        request_id = self._random.randbytes(16).hex()
+        return Generation(prepared, request_id, self._metrics, self._reasoning_marks, place.begin_output, claim)
+
+
+def _settle(place: Place, generation: Generation) -> None:
+    place.num_output_tokens = generation.num_computed_tokens

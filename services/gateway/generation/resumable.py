@@ -1,0 +1,171 @@
+"""Knows the requests that their clients can resume, and keeps those whose client's connection has ended for a while."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from tokenloom.request import errors
+from tokenloom.services.runtime.host.tasks import Tasks
+
+DEFAULT_SECONDS: Final = 15.0
+"""A client of ours notices a dead connection after 10 s at most; the gateway may have noticed it at once."""
+
+
+class Resumable(Protocol):
+    """A request that a client can resume."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def done(self) -> bool: ...
+
+    async def take(self) -> object:
+        """Wait for output. Raises what ended the request early."""
+
+    def fail(self, error: errors.TokenloomError) -> None:
+        """End it with an error."""
+
+    def leave(self) -> None:
+        """End the call and leave the request running, because the gateway leaves."""
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+
+
+R = TypeVar("R", bound=Resumable)
+
+
+class UnattendedMetrics:
+    """Counts the requests whose client's connection has ended."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.live = Gauge(
+            "tokenloom_gateway_unattended_requests",
+            "Requests that run without a client, because its connection ended and it can resume them.",
+            registry=registry,
+        )
+        self.ended = Counter(
+            "tokenloom_gateway_unattended_requests_ended",
+            "Requests that ran without a client, by what became of them.",
+            ["outcome"],
+            registry=registry,
+        )
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Holds a request.
+
+    Attributes:
+        held: What it has of the gateway's and the tenant's limits, while it is unattended; None: its call holds that.
+    """
+
+    request: Resumable
+    tenant: str
+    held: ExitStack | None = None
+
+
+class ResumableRequests:
+    """Holds each resumable request from its submission to its end.
+
+    Requests whose connection ended keep their place: they count for the limits of the gateway and of their tenant until
+    they end, are resumed, or are cancelled because their time is over. So these limits bound their number and bytes.
+    """
+
+    def __init__(self, seconds: float, metrics: UnattendedMetrics, on_failure: Callable[[BaseException], None]) -> None:
+        """Args:
+        seconds: How long a request may run without a client; 0: not at all.
+        on_failure: Gets the error of a task that fails.
+        """
+        self._seconds = seconds
+        self._metrics = metrics
+        self._tasks = Tasks(on_failure)
+        self._entries: dict[Resumable, _Entry] = {}  # in order of arrival; bounded by what is admitted
+        self._by_id: dict[str, _Entry] = {}  # the latest of each id
+
+    def add(self, request: Resumable, tenant: str) -> None:
+        """Make a request known that was submitted."""
+        self._entries[request] = self._by_id[request.request_id] = _Entry(request, tenant)
+
+    def remove(self, request: Resumable) -> None:
+        """Forget a request that has ended. Does nothing for one that is not known."""
+        entry = self._entries.pop(request, None)
+        if entry is not None and self._by_id.get(request.request_id) is entry:
+            del self._by_id[request.request_id]
+
+    def abandon(self, request: Resumable, held: ExitStack) -> bool:
+        """Keep a request whose client's connection has ended. Returns False if it is not kept.
+
+        ``held``: what the call holds; it is closed when the request ends or its client resumes it.
+        """
+        entry = self._entries.get(request)
+        if entry is None or not self._seconds:
+            return False
+        entry.held = held.pop_all()
+        self._metrics.live.inc()
+        self._tasks.spawn(self._run(entry), name=f"unattended {request.request_id}")
+        return True
+
+    def resumes(self, request_id: str, tenant: str) -> None:
+        """Give back what an unattended request holds, because the call that resumes it needs the same."""
+        entry = self._find(request_id, tenant)
+        if entry is not None and entry.held is not None:
+            entry.held.close()
+
+    def cancel(self, request_id: str, tenant: str) -> bool:
+        """End a request. Returns whether it was known."""
+        entry = self._find(request_id, tenant)
+        if entry is not None:
+            entry.request.fail(errors.Cancelled("The client cancelled the request."))
+        return entry is not None
+
+    def leave(self) -> None:
+        """End all calls and leave their requests running, for the clients to resume through another gateway."""
+        for request in tuple(self._entries):
+            request.leave()
+
+    async def close(self) -> None:
+        """Cancel the requests without a client. No further one is kept."""
+        self._seconds = 0.0
+        await self._tasks.close()
+
+    def _find(self, request_id: str, tenant: str) -> _Entry | None:
+        entry = self._by_id.get(request_id)
+        return entry if entry is not None and entry.tenant == tenant else None
+
+    async def _run(self, entry: _Entry) -> None:
+        """Discard the output of a request without a client: the output processor has it too."""
+        request, held = entry.request, entry.held
+        assert held is not None
+        outcome = "cancelled"
+        try:
+            async with asyncio.timeout(self._seconds):
+                while not request.done:
+                    await request.take()
+            outcome = "ended"
+        except TimeoutError:
+            outcome = "expired"
+        except errors.TokenloomError as error:
+            outcome = _outcome(error)
+        finally:
+            self.remove(request)
+            request.close()
+            held.close()
+            self._metrics.live.dec()
+            self._metrics.ended.labels(outcome).inc()
+
+
+def _outcome(error: errors.TokenloomError) -> str:
+    """Return what became of a request that ended with an error."""
+    match error:
+        case errors.Aborted():
+            return "resumed"
+        case errors.GatewayLeaving():
+            return "left"
+        case errors.Cancelled():
+            return "cancelled"
+    return "failed"

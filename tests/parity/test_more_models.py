@@ -1,0 +1,24 @@
+"""Greedy outputs of more architectures are those of transformers: in chunks, in batches, from caches, preempted."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.engine import Engine
+from tests.parity.identical import assert_identical
+from tests.parity.reference import MORE_MODELS, make_small_reference
+
+
+@pytest.mark.parametrize("name", MORE_MODELS)
+def test_chunks_prefix_hits_and_preemption(name: str, tmp_path: Path) -> None:
+    reference = make_small_reference(name, tmp_path)
+    assert len({tuple(case.tokens) for case in reference.cases}) >= len(reference.cases) - 2
+    engine = Engine(
+        reference.path, stop_token_ids=reference.eos_token_ids, budget=64, num_blocks=42, prefix_caching=True
+    )
+    assert_identical(sorted(reference.cases, key=lambda case: len(case.prompt)), engine.generate)
+    hits = engine.stats.prefix_cache_hits
+    assert_identical(reference.cases, engine.generate)
+    assert engine.stats.prefix_cache_hits > hits
+    assert engine.most_scheduled > 3
+    assert engine.stats.num_preemptions > 0

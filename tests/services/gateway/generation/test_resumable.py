@@ -1,0 +1,277 @@
+"""Tests requests whose client can resume them, and whose connection has ended."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tests.loop_clock import pass_time, settle
+from tests.services.gateway.fakes import MODEL, SOON, FakeMesh, FakeRequest
+from tokenloom.request import errors
+from tokenloom.services.gateway.generation.resumable import ResumableRequests, UnattendedMetrics
+from tokenloom.v1 import inference_pb2
+
+SECONDS = 15.0
+PATH = "/v1/completions"
+BODY = json.dumps({"model": MODEL, "prompt": "a", "stream": True}).encode()
+JSON = {"Content-Type": "application/json"}
+
+
+class FakeGeneration:
+    """Waits for output until it fails or is done."""
+
+    def __init__(self, request_id: str = "a") -> None:
+        self.request_id = request_id
+        self.done = False
+        self.log: list[str] = []
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def take(self) -> None:
+        await self._end
+
+    def finish(self) -> None:
+        self.done = True
+        self._end.set_result(None)
+
+    def fail(self, error: errors.TokenloomError) -> None:
+        self._end.set_exception(error)
+
+    def leave(self) -> None:
+        self.fail(errors.GatewayLeaving("leaving"))
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+
+class Held:
+    """Requests, and what became of those without a client."""
+
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self._registry = CollectorRegistry()
+        self.failures: list[BaseException] = []
+        self.requests = ResumableRequests(seconds, UnattendedMetrics(self._registry), self.failures.append)
+
+    def begun(self, request_id: str = "a") -> tuple[FakeGeneration, ExitStack]:
+        generation, held = FakeGeneration(request_id), ExitStack()
+        held.callback(generation.log.append, "place given back")
+        self.requests.add(generation, "someone")
+        return generation, held
+
+    def abandoned(self, request_id: str = "a") -> FakeGeneration:
+        generation, held = self.begun(request_id)
+        assert self.requests.abandon(generation, held)
+        held.close()
+        return generation
+
+    def count(self, outcome: str) -> float:
+        name = "tokenloom_gateway_unattended_requests_ended_total"
+        return self._registry.get_sample_value(name, {"outcome": outcome}) or 0.0
+
+    @property
+    def num_live(self) -> float | None:
+        return self._registry.get_sample_value("tokenloom_gateway_unattended_requests")
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[Held]:
+    held = Held()
+    yield held
+    await held.requests.close()
+    assert not held.failures
+    assert held.num_live == 0
+
+
+async def test_an_abandoned_request_is_cancelled_when_its_time_is_over(held: Held) -> None:
+    generation = held.abandoned()
+    await settle()
+    pass_time(SECONDS - 1)
+    await settle()
+    assert (generation.log, held.num_live) == ([], 1)
+    pass_time(2)
+    await settle()
+    assert generation.log == ["closed", "place given back"]
+    assert held.count("expired") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (FakeGeneration.finish, "ended"),
+        (FakeGeneration.leave, "left"),
+        (lambda generation: generation.fail(errors.Aborted("The answer continues in another call.")), "resumed"),
+        (lambda generation: generation.fail(errors.EngineKiller("dead")), "failed"),
+    ],
+)
+async def test_its_end_is_counted(held: Held, end: Callable[[FakeGeneration], None], outcome: str) -> None:
+    generation = held.abandoned()
+    await settle()
+    end(generation)
+    await settle()
+    assert generation.log == ["closed", "place given back"]
+    assert (held.count(outcome), held.num_live) == (1, 0)
+
+
+async def test_the_call_that_resumes_it_gets_its_place(held: Held) -> None:
+    generation = held.abandoned()
+    held.requests.resumes("a", "another tenant")
+    assert generation.log == []
+    held.requests.resumes("a", "someone")
+    assert generation.log == ["place given back"]
+    generation.fail(errors.Aborted("The answer continues in another call."))
+    await settle()
+    assert generation.log == ["place given back", "closed"]
+
+
+async def test_a_cancelled_request_ends_at_once(held: Held) -> None:
+    live, _ = held.begun("live")
+    generation = held.abandoned()
+    await settle()
+    assert not held.requests.cancel("a", "another tenant")
+    assert not held.requests.cancel("unknown", "someone")
+    assert held.requests.cancel("a", "someone")
+    assert held.requests.cancel("live", "someone")
+    with pytest.raises(errors.Cancelled):
+        await live.take()
+    await settle()
+    assert generation.log == ["closed", "place given back"]
+    assert held.count("cancelled") == 1
+
+
+async def test_the_latest_request_of_an_id_is_known(held: Held) -> None:
+    first = held.abandoned()
+    second, _ = held.begun()
+    first.fail(errors.Aborted("The answer continues in another call."))
+    await settle()
+    assert held.requests.cancel("a", "someone")
+    with pytest.raises(errors.Cancelled):
+        await second.take()
+
+
+async def test_requests_that_are_not_kept() -> None:
+    for held in (Held(seconds=0.0), Held()):
+        generation, place = held.begun()
+        await held.requests.close()
+        assert not held.requests.abandon(generation, place)
+        held.requests.remove(generation)
+        assert not held.requests.cancel("a", "someone")
+    assert not Held().requests.abandon(generation, place), "it was never added"
+
+
+async def hang_up(mesh: FakeMesh, headers: dict[str, str]) -> tuple[FakeRequest, str]:
+    """Begin a stream over HTTP, and close its connection after the first event. Return its request and that event."""
+
+    async def read_event() -> str:
+        async with (
+            mesh.http() as http,
+            http.stream("POST", PATH, content=BODY, headers={**JSON, **headers}) as response,
+        ):
+            pieces = response.aiter_text()  # kept: httpx hangs up when it is collected
+            return (await anext(pieces)).strip()
+
+    reading = asyncio.create_task(read_event())
+    request = await mesh.outputs.next_request()
+    request.send("one", [1])
+    return request, await reading
+
+
+async def until_unattended(http: httpx.AsyncClient, count: int = 1) -> None:
+    """Wait until the gateway runs so many requests without a client."""
+    async with asyncio.timeout(SOON):
+        while f"tokenloom_gateway_unattended_requests {count:.1f}" not in (await http.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def _text(event: str) -> str:
+    return str(json.loads(event.partition("data: ")[2])["choices"][0]["text"])
+
+
+async def test_an_http_client_whose_connection_ended_resumes(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    request, first = await hang_up(mesh, {"Last-Event-ID": "0"})
+    await until_unattended(http)
+    request.send(" two", [2])
+    last_id = first.split("\n")[0].removeprefix("id: ")
+    resuming = asyncio.create_task(http.post(PATH, content=BODY, headers={**JSON, "Last-Event-ID": last_id}))
+    again, resume = await mesh.outputs.next_resume()
+    assert resume.request_id == request.submit.request_id
+    request.fail(errors.Aborted("The answer continues in another call."))
+    again.answer("one", " two", " three")
+    *rest, done = [event for event in (await resuming).text.split("\n\n") if event]
+    assert done == "data: [DONE]"
+    assert "".join(_text(event) for event in [first, *rest]) == "one two three"
+    assert not request.cancelled.is_set()
+    await until_unattended(http, 0)
+
+
+async def test_a_request_of_a_client_that_never_returns(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    request, _ = await hang_up(mesh, {"Idempotency-Key": "k"})
+    await until_unattended(http)
+    pass_time(SECONDS + 1)
+    async with asyncio.timeout(SOON):
+        await request.cancelled.wait()
+
+
+async def test_a_plain_client_that_hangs_up_cancels_at_once(mesh: FakeMesh) -> None:
+    request, _ = await hang_up(mesh, {})
+    async with asyncio.timeout(SOON):
+        await request.cancelled.wait()
+
+
+@pytest.mark.parametrize("name", ["request_id", "idempotency_key"])
+async def test_a_call_that_ends_is_kept_until_it_is_cancelled(
+    mesh: FakeMesh, http: httpx.AsyncClient, name: str
+) -> None:
+    original = inference_pb2.GenerateRequest(model=MODEL, text="a")
+    async with mesh.inference() as stub:
+        call = stub.Generate(original, metadata=(("idempotency-key", "k"),))
+        request = await mesh.outputs.next_request()
+        request.send("x", [1])
+        first: Any = await call.read()
+        call.cancel()
+        await until_unattended(http)
+        assert not request.cancelled.is_set()
+        value = {"request_id": first.request_id, "idempotency_key": "k"}[name]
+        await stub.Cancel(inference_pb2.InferenceCancelRequest(**{name: value}))
+        async with asyncio.timeout(SOON):
+            await request.cancelled.wait()
+
+
+async def test_a_call_resumes_after_its_connection(mesh: FakeMesh, http: httpx.AsyncClient) -> None:
+    original = inference_pb2.GenerateRequest(model=MODEL, text="a", resumable=True)
+    async with mesh.inference() as stub:
+        call = stub.Generate(original)
+        request = await mesh.outputs.next_request()
+        request.send("x", [1])
+        first: Any = await call.read()
+    await until_unattended(http)
+    async with mesh.inference() as stub:
+        resume = stub.Resume(inference_pb2.InferenceResumeRequest(request=original, request_id=first.request_id))
+        again, _ = await mesh.outputs.next_resume()
+        request.fail(errors.Aborted("The answer continues in another call."))
+        again.answer("x", "y")
+        assert "".join([response.text async for response in resume]) == "xy"
+
+
+async def test_a_request_of_another_gateway_is_cancelled_at_the_output_processors(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        await stub.Cancel(inference_pb2.InferenceCancelRequest(request_id="ab" * 20))
+    withdrawal = await mesh.outputs.next_withdrawal()
+    assert (withdrawal.request_id, withdrawal.tenant) == ("ab" * 20, "")
+
+
+async def test_a_malformed_cancellation(mesh: FakeMesh) -> None:
+    async with mesh.inference() as stub:
+        for request, field in (
+            (inference_pb2.InferenceCancelRequest(), "request_id"),
+            (inference_pb2.InferenceCancelRequest(request_id="x"), "request_id"),
+            (inference_pb2.InferenceCancelRequest(idempotency_key="k" * 256), "idempotency_key"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Cancel(request)
+            error = errors.of_exception(caught.value)
+            assert (error.reason, error.field) == ("INVALID_ARGUMENT", field)

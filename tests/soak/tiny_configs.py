@@ -1,0 +1,102 @@
+"""Makes a small random checkpoint of any causal language model of transformers."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+LARGEST = 20_000_000
+"""Parameters that a tiny configuration may give; more means that its class ignores the small sizes."""
+
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "dim")
+_INNER = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "mlp_hidden_size", "decoder_ffn_dim")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHAPES: dict[str, Any] = {
+    **dict.fromkeys(_HIDDEN, 64),
+    **dict.fromkeys(_INNER, 96),
+    **dict.fromkeys(_LAYERS, 2),
+    **dict.fromkeys(_HEADS, 4),
+    **dict.fromkeys(_POSITIONS, 128),
+    **dict.fromkeys(_EXPERTS, 4),
+    "vocab_size": 128,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 16,
+    "rotary_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_expert_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "sliding_window": 24,
+    "attention_window_size": 24,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "is_decoder": True,
+}
+
+
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "dots1": {"n_shared_experts": 1},
+    "mamba2": {"num_heads": 16, "head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+}
+"""What other classes demand of their sizes."""
+
+
+def tiny_config(kind: str) -> Any:
+    """Return the smallest useful configuration of a model type, made from its class."""
+    config_class: Any = CONFIG_MAPPING[kind]
+    fields = set(inspect.signature(config_class.__init__).parameters)
+    for name in ("attribute_map", "__annotations__", "__dataclass_fields__"):
+        fields |= set(getattr(config_class, name, {}))
+    values = {name: value for name, value in _SHAPES.items() if name in fields}
+    if "kv_lora_rank" in fields:  # latent attention: as many KV heads as query heads, and sizes of its own
+        values |= {"num_key_value_heads": 4} if "num_key_value_heads" in fields else {}
+        values.pop("head_dim", None)
+    for name, part in config_class.sub_configs.items():
+        if issubclass(part, PreTrainedConfig) and part is not config_class and part.model_type in CONFIG_MAPPING:
+            values[name] = tiny_config(part.model_type)
+    return config_class(**values | _SPECIAL.get(kind, {}))
+
+
+def save_tiny(kind: str, directory: Path) -> tuple[Path, Any]:
+    """Write a checkpoint with seeded weights; returns its directory and the model, with eager attention.
+
+    Raises ``ValueError`` if the model is not small.
+    """
+    config = tiny_config(kind)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"a tiny configuration has {size / 1e6:.0f} million parameters")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            center = float(parameter.dim() < 2 and "norm" in name)
+            parameter.normal_(center, 0.08, generator=generator)
+    path = directory / kind
+    model.save_pretrained(path)
+    return path, model

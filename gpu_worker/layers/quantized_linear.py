@@ -4,6 +4,7 @@ Inputs are rounded to int8 by row and group of 32, so that an outlier costs only
 depends on no other row, so that a token does not depend on the batch it is computed in.
 """
 
+from ctypes import CDLL
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +15,9 @@ from ..kernels.library import load_quantized
 from .quantized_weight import QuantizedWeight
 
 GROUP = 32
-"""Inputs that the kernel rounds together. Mirrors the constant in ``quantized.cpp``, as do the next."""
-_PANEL, _FOUR = 16, 4
+"""Inputs that the kernel rounds together. Mirrors the constant in ``quantized.cpp``, as does the next."""
+_PANEL = 16
 _FLOAT16_MAX_EXPONENT = 15
-_ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class _Packed:
 
     bits: int
     matrix: Tensor
-    """[panels, groups, fours, 16, 4] uint8; of 4 bits half as many fours."""
+    """[panels, groups * fours * 16 * 4] uint8; of 4 bits half as many fours."""
     scales: Tensor
     """[panels, groups, 16] float16."""
     offsets: Tensor | None
@@ -43,8 +43,9 @@ class QuantizedLinear:
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, march: str = "native") -> None:
         if weight.group % GROUP or weight.values.device.type != "cpu":
             raise KernelsUnavailable(f"a weight in groups of {weight.group} on {weight.values.device.type}")
-        self._multiply = load_quantized(march).multiply_quantized
-        self._packed = _pack(weight)
+        kernels = load_quantized(march)
+        self._multiply = kernels.multiply_quantized
+        self._packed = _pack(weight, kernels)
         self._bias = None if bias is None else bias.float()
         self._shape = weight.shape
 
@@ -73,28 +74,17 @@ class QuantizedLinear:
         return out if dtype is None else out.to(dtype)
 
 
-def _pack(weight: QuantizedWeight) -> _Packed:
-    """Pack a weight, some outputs at a time so that the copies made on the way stay small."""
+def _pack(weight: QuantizedWeight, kernels: CDLL) -> _Packed:
     outputs, inputs = weight.shape
-    groups = inputs // GROUP
     scales, offsets = weight.scales, weight.offsets
     least, bits = _range(weight)
-    panels = -(-outputs // _PANEL)
-    matrix = torch.zeros(panels, groups, GROUP // _FOUR * bits // 8, _PANEL, _FOUR, dtype=torch.uint8)
-    for first in range(0, outputs, _ROWS_AT_ONCE):
-        levels = (weight.values[first : first + _ROWS_AT_ONCE] - least).view(torch.uint8)  # wraps around, as it should
-        packed = _in_panels(levels, bits)
-        matrix[first // _PANEL : first // _PANEL + len(packed)] = packed
+    matrix = torch.zeros(-(-outputs // _PANEL), _PANEL * inputs * bits // 8, dtype=torch.uint8)
+    values, threads = weight.values.contiguous(), torch.get_num_threads()
+    kernels.pack_quantized(bits, values.data_ptr(), matrix.data_ptr(), outputs, inputs, least, threads)
     factor = _power_of_two(scales, offsets)
     repeat = weight.group // GROUP
-    return _Packed(
-        bits,
-        matrix,
-        _halves(scales, factor, repeat),
-        None if offsets is None else _halves(offsets, factor, repeat),
-        factor,
-        least,
-    )
+    halves = None if offsets is None else _halves(offsets, factor, repeat)
+    return _Packed(bits, matrix, _halves(scales, factor, repeat), halves, factor, least)
 
 
 def _range(weight: QuantizedWeight) -> tuple[int, int]:
@@ -103,18 +93,6 @@ def _range(weight: QuantizedWeight) -> tuple[int, int]:
     if high - low < 16:
         return low, 4
     return -128, 8
-
-
-def _in_panels(levels: Tensor, bits: int) -> Tensor:
-    """Arrange [out, in] uint8 as panels, groups, fours, outputs, inputs of a four; fill the last panel with zeros."""
-    outputs, inputs = levels.shape
-    panels = -(-outputs // _PANEL)
-    if panels * _PANEL != outputs:
-        levels = torch.nn.functional.pad(levels, (0, 0, 0, panels * _PANEL - outputs))
-    # Moving fours as one number each is four times as fast as moving bytes.
-    fours = levels.view(torch.int32).view(panels, _PANEL, inputs // GROUP, GROUP // _FOUR).permute(0, 2, 3, 1)
-    blocks = fours.contiguous().view(torch.uint8).view(panels, inputs // GROUP, GROUP // _FOUR, _PANEL, _FOUR)
-    return blocks if bits == 8 else blocks[:, :, 0::2] | blocks[:, :, 1::2] << 4
 
 
 def _power_of_two(scales: Tensor, offsets: Tensor | None) -> float:

@@ -40,10 +40,10 @@ class QuantizedLinear:
     Raises :class:`KernelsUnavailable` without a compiler or AVX2, and for groups that are not multiples of 32.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, march: str = "native") -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
         if weight.group % GROUP or weight.values.device.type != "cpu":
             raise KernelsUnavailable(f"a weight in groups of {weight.group} on {weight.values.device.type}")
-        kernels = load_quantized(march)
+        kernels = load_quantized()
         self._multiply = kernels.multiply_quantized
         self._packed = _pack(weight, kernels)
         self._bias = None if bias is None else bias.float()

@@ -129,6 +129,8 @@ class GatewayService:
 
     async def _send_away(self, host: Host, generator: Generator) -> None:
         await host.leave(self._settings.drain_timeout)
+        if self._settings.http_listen_fd is not None:
+            host.publish(leaving=True)  # nothing more is accepted here: the supervisor starts the next process
         if self._settings.drain == "migrate":  # now: a client that resumes makes a new connection
             generator.leave_resumable()
 

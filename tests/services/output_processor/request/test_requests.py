@@ -16,7 +16,8 @@ from tokenloom.request.errors import TryElsewhere, Unavailable
 from tokenloom.request.sample_seed import sample_seed
 from tokenloom.services.output_processor.metrics import Metrics
 from tokenloom.services.output_processor.request.kept_requests import KeptRequests
-from tokenloom.services.output_processor.request.requests import Requests, SampleGroup
+from tokenloom.services.output_processor.request.requests import Requests
+from tokenloom.services.output_processor.request.sample_group import SampleGroup
 from tokenloom.services.output_processor.stream.outbox import Outbox
 from tokenloom.services.output_processor.text.vocabulary import Vocabulary
 from tokenloom.services.runtime.host.tasks import Tasks

@@ -30,8 +30,8 @@ def load_model(
     """Load the checkpoint directory ``path``.
 
     ``dtype`` is ``auto`` (the checkpoint's own), ``float32`` or ``bfloat16``; ``device`` is the CPU by default, ``ops``
-    are PyTorch's, ``quantization`` is None or ``int8-dynamic``; ``model_impl`` is that of the engine's options. Raises
-    ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
+    are PyTorch's, ``quantization`` is None, ``int8-dynamic`` or ``int4``; ``model_impl`` is that of the engine's
+    options. Raises ``ValueError`` naming what the checkpoint lacks, or a feature that is not supported.
     """
     device = device or torch.device("cpu")
     if uses_transformers(path, model_impl):

@@ -48,7 +48,8 @@ class AttemptOwner(Protocol):
         """Called when the attempt has ended."""
 
     def on_lost(self, attempt: "Attempt", *, is_alone: bool) -> None:
-        """Called when the engine died, fell silent or hangs. ``is_alone``: this link carried no other request."""
+        """Called when the engine died, fell silent or hangs. ``is_alone``: this link carried no other request, and the
+        engine did not just fall silent, as one does that is frozen or cut off."""
 
 
 @dataclass(slots=True, eq=False)
@@ -264,6 +265,7 @@ class EngineLink:
         self._opened.set()
         attempts, self._attempts = self._attempts, {}
         is_alone = len({attempt.request_id for attempt in attempts.values()}) == 1
+        is_alone = is_alone and self._silent_ticks <= _SILENT_TICKS
         for attempt in attempts.values():
             attempt.owner.on_lost(attempt, is_alone=is_alone)
         if self._call is not None:

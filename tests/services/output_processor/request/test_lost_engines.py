@@ -61,6 +61,19 @@ async def test_a_silent_engine_is_dead(mesh: Mesh, monkeypatch: pytest.MonkeyPat
     await asyncio.wait_for(stream.ended.wait(), SOON)
 
 
+async def test_a_request_is_not_blamed_for_silence(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may be frozen, or the link cut: the request is tried again, however often."""
+    monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
+    gateway = await mesh.gateway()
+    stream, _ = await mesh.started(gateway, submit(1))
+    for turn in (1, 0):
+        pass_time(2.0)
+        stream = await mesh.engines[turn].next_stream()
+        adds = await stream.next_adds(1)
+    stream.send((adds[0].slot, 0, [65]), finished=[Finished(slot=adds[0].slot, reason=STOP, num_output_tokens=1)])
+    assert (await gateway.until_finished(1))[2].reason == STOP
+
+
 @pytest.mark.parametrize("hang_timeout", [0.3])
 async def test_an_engine_whose_step_stands_still_is_hung(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "_TICK_SECONDS", 0.02)
